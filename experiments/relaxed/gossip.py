@@ -17,12 +17,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from experiments.relaxed.adaptive import ClosedLoopAda, ConsensusMeasured
 from experiments.relaxed.clock import ReplicaClock
 from experiments.relaxed.dbench import VarianceProfile
 from experiments.relaxed.pushsum import check_column_stochastic, debias
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError, near_matches
-from parsim.plans.mixing import Ada, ConsensusMeasured, MixingGraph, check_connected, check_doubly_stochastic, connections
+from parsim.plans.mixing import Ada, MixingGraph, check_connected, check_doubly_stochastic, connections
 from parsim.relaxed.replicas import LocalTraining, Workers
 
 Graph = MixingGraph | Ada | Callable[[int], NDArray[np.float64]]
@@ -187,14 +188,16 @@ def train_on_graph(
         workers=Workers.fresh(training.start.repeat(1 if rule.centralised else n, 1)),
         masses=torch.ones(n, dtype=training.start.dtype) if rule.push_sum else None,
     )
-    closed_loop = isinstance(rule.graph, Ada) and rule.graph.kind == "closed_loop"
+    closed_loop = rule.graph if isinstance(rule.graph, ClosedLoopAda) else None
     timing = "all_reduce" if rule.centralised else rule.combination
     clock, step, sent_bytes = ReplicaClock.begin(n), 0, 0.0
     epochs: list[GossipEpoch] = []
     records: list[tuple[int, NDArray[np.float64], float, float]] = []
     for epoch in range(partition.epochs):
-        measured = epochs[-1].measured if epochs else None
-        graph = rule.graph.graph(epoch, measured) if isinstance(rule.graph, Ada) else rule.graph
+        if closed_loop is not None:
+            graph = closed_loop.graph(epoch, epochs[-1].measured if epochs else None)
+        else:
+            graph = rule.graph.graph(epoch) if isinstance(rule.graph, Ada) else rule.graph
         distances: list[tuple[float, float]] = []
         widest = 0
         for _ in range(order.steps_per_epoch):
@@ -211,7 +214,7 @@ def train_on_graph(
             sent_bytes += sent * training.weight_bytes
             widest = max(widest, messages)
             recorded = bool(record_every) and step % record_every == 0
-            if recorded or closed_loop:
+            if recorded or closed_loop is not None:
                 distances.append((stepped.consensus(), state.consensus()))
             if recorded:  # centralised replicas are n equal copies of the one that is kept
                 norms = stepped.norms().repeat(n // len(stepped.workers.weights), axis=0)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.relaxed.adaptive import ClosedLoopAda, StepAda, spectral_gap
 from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
 from experiments.relaxed.models import mlp
 from experiments.relaxed.sharded import Partition
-from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap
+from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
 
 N, BATCH = 16, 8
 Row = dict[str, Any]
@@ -56,10 +57,10 @@ SCHEDULES: dict[str, Graph] = {
     "ada linear, 14 - e": PAPER_ADA,
     "ada linear, 14 - e/2": Ada(n=N, start=14, rate=0.5),
     "ada exponential, 14 x .9^e": Ada(n=N, kind="exponential", start=14, rate=0.9),
-    "ada step, 14, halved at 7 and 14": Ada(n=N, kind="step", start=14, rate=0.5, milestones=(7, 14)),
-    "ada closed loop, target .04": Ada(n=N, kind="closed_loop", target=0.04),
-    "ada closed loop, target .02": Ada(n=N, kind="closed_loop", target=0.02),
-    "ada closed loop, target .005": Ada(n=N, kind="closed_loop", target=0.005),
+    "ada step, 14, halved at 7 and 14": StepAda(n=N, start=14, rate=0.5, milestones=(7, 14)),
+    "ada closed loop, target .04": ClosedLoopAda(n=N, target=0.04),
+    "ada closed loop, target .02": ClosedLoopAda(n=N, target=0.02),
+    "ada closed loop, target .005": ClosedLoopAda(n=N, target=0.005),
 }
 
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from parsim.errors import ConfigError, near_matches
 from parsim.files import parse_toml
-from parsim.hardware.records import ConfigSection
+from parsim.hardware.records import ConfigSection, PairsOf
 from parsim.model.spec import is_known
 from parsim.registry import is_reference
 
@@ -170,7 +170,11 @@ def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type:
 def fields_of(table: type) -> Mapping[str, Any]:
     """The annotations of a table's keys. Args: table: a ConfigSection, or a dataclass."""
     if issubclass(table, BaseModel):
-        return {name: field.annotation for name, field in table.model_fields.items()}
+        fields = table.model_fields.items()
+        return {
+            name: dict if any(isinstance(entry, PairsOf) for entry in field.metadata) else field.annotation
+            for name, field in fields
+        }
     return get_type_hints(table)
 
 

@@ -1,7 +1,7 @@
 """The public functions of `import parsim`: the same work as the commands, with data as the result.
 
 Every function that asks a question takes a model, a cluster, a global batch and any key of a run file by its name: `precision`,
-`strategy`, `zero_stage`, ... (docs/reference of the run file). The run file's own record checks them.
+`strategy`, `zero_stage`, ... (docs/run-file.md). The run file's own record checks them.
 
 Progress goes to stderr. Every error a user can cause is a `parsim.ParsimError` that says the rule, the value and the fix.
 """

@@ -35,15 +35,15 @@ MOST_BLOCKS = 20
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
     """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.more_tables`)."""
-    return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)]
+    return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory_uses)]
 
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
     """What the ranks of one run of the folder's job wrote down."""
     from parsim.execute.measurement import load_measurement
 
-    found = load_measurement(folder.records(run), evaluation.graph)
-    return replace(found, step_s=whole_periods(found, evaluation.result.plan))
+    seen = load_measurement(folder.records(run), evaluation.graph)
+    return replace(seen, left_out=len(seen.step_s) - len(whole_periods(seen, evaluation.result.plan)))
 
 
 def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> Comparison:

@@ -28,12 +28,10 @@ from parsim.hardware.speed_factor import speed_since
 from parsim.units import format_seconds
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
-# Factors on the speed of hardware, for questions of the kind "what if the links were twice as fast".
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareScale:
-    """How many times as fast everything of a kind is, whatever the plan; 1 changes nothing.
+    """How many times as fast everything of a kind is, whatever the plan: "what if links were twice as fast"; 1 changes nothing.
 
     Attributes:
         computation: components, optimizer steps and mixing. communication: collectives and transfers, latency included.

@@ -7,8 +7,8 @@ one instant never depends on which event is looked at first.
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
 its communication at 1 / communication. A collective or a transfer runs at the rate of its slowest rank. Ranks on one core
-share it. Under `conditions` (a scenario) stragglers and links slow tasks too: `parsim.engines.dynamic`. Tasks that
-are not slowed match the static engine bit for bit.
+share it. Under `conditions` (a scenario) stragglers and links slow tasks too (`Paces`). Tasks that are not slowed match the
+static engine bit for bit.
 
 Programs add repeats, whose steps open and close one after the other. They also add resources that serve by arrival.
 Requests of one instant are ordered after everything else of that instant has happened.
@@ -42,8 +42,6 @@ from parsim.program.task import COMPUTE, Resource, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, is_communication
-
-# The end of an instant: work that must wait until all other events of one time have happened.
 
 
 class Instants:

@@ -31,11 +31,9 @@ from parsim.model.interface import interface_of
 from parsim.model.objective import CLASSES, TARGET, choose_output
 from parsim.model.total_loss import entries, output_kinds, total_loss
 
-# How good weights are: loss and metrics over samples, at validations on all ranks and at the end of a training in one
-# process.
+# How good weights are: loss and metrics over samples, at validations on all ranks and at the end of a training in one process.
 #
-# At a validation every rank takes whole weights and scores its share of the batches. It holds them beside its own part, and
-# no
+# At a validation every rank takes whole weights and scores its share of the batches. It holds them beside its own part, and no
 # activations of the training. Predicted as the line `evaluation` (`parsim.predict.memory`). The sums of batches are joined
 # exactly (`math.fsum`), so a score depends on no number of ranks.
 

@@ -218,7 +218,7 @@ class EvaluationRule:
 
     @property
     def larger_is_better(self) -> bool:
-        """Of `monitor`."""
+        """Whether a larger value of `monitor` is better."""
         if self.mode is not None:
             return self.mode == "max"
         return self.monitor != LOSS_NAME and bool(METRICS[self.monitor].larger_is_better)
@@ -326,7 +326,7 @@ PLAIN = TrainingRecipe()
 
 
 SCHEMA_VERSION = 1
-"""Of job.json."""
+"""Version of job.json."""
 
 SCORE = "score.json"
 """In the job's output, once all steps are made."""
@@ -509,8 +509,7 @@ class Job:
 
 # Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.
 #
-# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that;
-# the
+# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that; the
 # rates and arguments stay in the recipe, which the executor reads.
 
 

@@ -130,7 +130,7 @@ class LearningRates:
             self._by_group[name].apply(step, optimizer)
 
     def saw(self, score: float, step: int) -> None:
-        """As `LearningRate.saw`."""
+        """Show every group a validation score after `step` steps."""
         for rate in self._by_group.values():
             rate.saw(score, step)
 

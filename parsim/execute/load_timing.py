@@ -39,9 +39,6 @@ from parsim.execute.loading import WorkerBatches, host_values, prepare_worker
 from parsim.execute.processes.output import descendants, die_with_parent
 from parsim.execute.processes.setup import available_cores, keep_freed_memory, prepare_rank
 
-# What reading batches costs, from what readers told of their reads: seconds per read and per sample, with their spread.
-
-
 BUDGET_S = 1.0
 """Seconds of reading, at most, behind the first sample."""
 PATIENCE_S = 20.0
@@ -56,7 +53,7 @@ SIGMA = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """Of one reader: seconds beside the samples, of a read right behind another, per sample, per sample that is passed."""
+    """One reader: seconds beside the samples, of a read right behind another, per sample, per sample that is passed."""
 
     first_s: float
     again_s: float
@@ -169,7 +166,7 @@ def _quiet(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Of the mean, relative to it."""
+    """Standard error of the mean, relative to it."""
     mean = float(np.mean(seconds))
     return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds)) / mean if len(seconds) > 1 and mean > 0 else FEW_SIGMA
 

@@ -35,9 +35,6 @@ from parsim.execute.processes.setup import cores_before_pinning
 from parsim.program.placed import PlanIndex
 from parsim.units import format_bytes
 
-# Processes that read batches ahead of the training, by torch's DataLoader. They change when samples are read, never which.
-
-
 Read = Callable[[int, int], dict[str, Tensor]]
 AHEAD = 2
 """Microbatches that each worker holds ready; torch's default."""
@@ -190,7 +187,7 @@ def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> T
 def batch_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """The same on the device."""
+    """`host_values` on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
 
 

@@ -22,7 +22,7 @@ from parsim.records import check_types
 from parsim.timeline import Span, Timeline
 
 SCHEMA_VERSION = 2
-"""Of what a rank leaves."""
+"""Version of what a rank leaves."""
 
 
 MOST_RECORDED = 10**6
@@ -125,15 +125,17 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run over all its ranks, each with its record."""
+    """One run over all its ranks, each with its record. left_out: of its first rounds, so many are no part of `step_s`."""
 
     ranks: tuple[RankRecord, ...]
+    left_out: int = 0
 
     @cached_property
     def step_s(self) -> NDArray[np.float64]:
         """float64 [rounds]: the mean step of each round, from the first rank's start to the last one's end."""
-        ends = [(min(start for start, _, _ in spans), max(end for _, end, _ in spans)) for spans in self._rounds]
-        return np.array([(end - start) / spans[0][2] for (start, end), spans in zip(ends, self._rounds, strict=True)])
+        rounds = self._rounds[self.left_out :]
+        ends = [(min(start for start, _, _ in spans), max(end for _, end, _ in spans)) for spans in rounds]
+        return np.array([(end - start) / spans[0][2] for (start, end), spans in zip(ends, rounds, strict=True)])
 
     @property
     def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:

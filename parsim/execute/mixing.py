@@ -149,7 +149,7 @@ class MixingRounds:
     def _average(self, task: Task) -> Callable[[], None]:
         assert isinstance(task.work, Collective)
         assert task.origin.bucket is not None
-        flat = self._stage.flat_gradient(task.origin.bucket)
+        flat = self._stage.buckets[task.origin.bucket]
         group = self._groups["dp", tuple(sorted(task.work.group))]
         return lambda: _discard(dist.all_reduce(flat, group=group))
 
@@ -170,7 +170,7 @@ class MixingRounds:
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
-        flat = self._stage.flat_gradient(bucket)
+        flat = self._stage.buckets[bucket]
         group, tag = self._link(task)
         if self._stage.rank == work.source:
             return lambda: dist.send(flat, work.destination, group=group, tag=tag)
@@ -233,7 +233,7 @@ class MixingRounds:
             self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
-        flat = self._stage.flat_gradient(bucket)
+        flat = self._stage.buckets[bucket]
         row = self._rule.matrix(number, self._replicas)[self._replica]
 
         def run() -> None:
@@ -330,7 +330,7 @@ def lacking(error: KeyError, rank: int) -> ExecutionError:
 
 
 def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Of an array that holds one parameter behind the other: the part of each, in its shape."""
+    """Cut an array that holds one parameter behind the other: the part of each, in its shape."""
     offset = 0
     for parameter in parameters:
         yield flat[offset : offset + parameter.numel()].view(parameter.shape)

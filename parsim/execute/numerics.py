@@ -30,16 +30,13 @@ from parsim.program.placed import PlanIndex
 
 # Random numbers of components on many ranks: ranks with the same samples draw the same ones, all others independent ones.
 #
-# At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere,
-# because
+# At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere, because
 # the module was built from one seed on all of them. Nobody else draws from it: samples of one's own are read with the
-# generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the
-# generator
-# of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the
-# rank
-# works on. So replicas draw different masks, and the shards of a component begin in one state
-# (`parsim.model.shard.rules` goes on from there). A step leaves the rank's generator one number further, whatever was
-# drawn. A checkpoint keeps its state, and ranks never drift apart.
+# generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the generator
+# of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank
+# works on. So replicas draw different masks, and the shards of a component begin in one state (`parsim.model.shard.rules` goes
+# on from there). A step leaves the rank's generator one number further, whatever was drawn. A checkpoint keeps its state, and
+# ranks never drift apart.
 #
 # On a GPU, a component that may draw from the generator of the host has that one seeded as well, and to itself while it runs:
 # whoever reads samples waits (`parsim.data.samples`).
@@ -68,7 +65,7 @@ class ComponentRandomness:
 
     @property
     def state(self) -> Tensor:
-        """Of the generator, for a checkpoint or another plan."""
+        """State of the generator, for a checkpoint or another plan."""
         return self._generator.get_state()
 
     def go_on(self, state: Tensor) -> None:
@@ -133,9 +130,8 @@ _NO_RANDOMNESS: contextlib.AbstractContextManager[None] = contextlib.nullcontext
 
 # Dynamic loss scaling for fp16: the largest power of two (times the first scale) under which no gradient overflows.
 #
-# A step whose gradients are not all finite is skipped, on all ranks or on none, and the scale falls; after enough good steps
-# in a
-# row it grows. The rule is that of torch.amp.GradScaler, so a plan trains as one process with that scaler does.
+# A step whose gradients are not all finite is skipped, on all ranks or on none, and the scale falls; after enough good steps in
+# a row it grows. The rule is that of torch.amp.GradScaler, so a plan trains as one process with that scaler does.
 
 
 FIRST_SCALE, GROWTH_STEPS = 65536.0, 2000
@@ -165,7 +161,7 @@ class LossScale:
         return torch.tensor([self.scale, float(self.good_steps)], dtype=torch.float64)
 
     def from_tensor(self, saved: Tensor) -> LossScale:
-        """As `to_tensor` left it; how often it grows stays as it is here."""
+        """Inverse of `to_tensor`; how often it grows stays as it is here."""
         scale, good_steps = saved.tolist()
         return replace(self, scale=scale, good_steps=int(good_steps) % self.growth_steps)
 
@@ -263,7 +259,7 @@ def set_switches(*, tf32: bool) -> None:
 
 
 def switches() -> dict[str, Any]:
-    """The same, and what else of torch's decides in which numbers matmuls add up, as it is now."""
+    """What of torch's decides in which numbers matmuls add up, as it is now."""
     backends: Any = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
     return {

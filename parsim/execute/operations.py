@@ -38,8 +38,7 @@ from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, Pha
 
 # The communicating hops of a conversion, applied to tensors by plain torch.distributed collectives.
 #
-# Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are
-# sends
+# Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are sends
 # and receives of whole tensors or pieces of the batch and need nothing from here.
 
 
@@ -129,11 +128,11 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-# What all operations of a rank share while a step runs: the values, the room for those of other ranks, and the watch.
-
-
 class StepValues:
-    """Attributes: watch: receives the events of a step, for tools that count memory."""
+    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks.
+
+    Attributes: watch: receives the events of a step, for tools that count memory.
+    """
 
     def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
         self.stage, self.store, self.streams = stage, store, streams
@@ -172,7 +171,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instances:
-    """Of one component: what it reads, each once, and where each of its inputs is among them; what it makes; per output the
+    """A component: what it reads, each once, and where each of its inputs is among them; what it makes; per output the
     gradients that its backward adds up; the gradients of its inputs, and which are complete behind its backward, each with
     whether another stage wants it."""
 
@@ -333,7 +332,8 @@ class Computing:
                 outputs = [self._sum(instances, microbatch) for instances in own.arriving]
             so_far = [self._growing.pop((item, microbatch), None) for item in own.growing]
             if begins:
-                stage.begin_gradients(unsharded)
+                for bucket in unsharded:
+                    stage.divided[bucket].begin_gradients()
             if halved:
                 runnable = stage.runnables[name] if stale is None or stale.due is None else stale.due.runnables[name]
                 gradients, self._halves[key] = backward_inputs(record, runnable.parameters(), outputs, so_far)
@@ -354,7 +354,8 @@ class Computing:
         stage, unsharded = self._stage, self._stage.unsharded_of(name)
 
         def run() -> None:
-            stage.begin_gradients(unsharded)
+            for bucket in unsharded:
+                stage.divided[bucket].begin_gradients()
             backward_weights(self._halves.pop(key))
 
         return run
@@ -372,9 +373,6 @@ class Computing:
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Equal entries for tensors that share memory."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-
-# Collectives and transfers of a rank: gradient buckets, conversions on the tp axis, and values between stages.
 
 
 class Communicating:
@@ -423,7 +421,7 @@ class Communicating:
     def begin_parameters(self, buckets: Sequence[int]) -> None:
         """Room for all parameters of the buckets (ZeRO 3)."""
         for bucket in buckets:
-            self._values.watch.resized(self._stage.begin_parameters(bucket))
+            self._values.watch.resized(self._stage.divided[bucket].begin_parameters())
 
     def around(self, room: Room, operation: Operation) -> Operation:
         """The operation, and the room for buckets that are whole for a while around it (ZeRO 2 and 3)."""
@@ -433,12 +431,12 @@ class Communicating:
                 del self._sent[key]
             operation()
             for bucket in room.ending_parameters:
-                self._stage.end_parameters(bucket)
-                self._values.watch.resized(self._stage.flat_parameters(bucket))
+                divided = self._stage.divided[bucket]
+                divided.end_parameters()
+                self._values.watch.resized(divided.parameters)
             for bucket, microbatch in room.ending_gradients:
-                chunk = self._stage.gradient_chunk(bucket)
-                own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
-                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket), own
+                divided = self._stage.divided[bucket]
+                self._sent[bucket, microbatch] = divided.end_gradients(), torch.empty_like(divided.summed)
             self.begin_parameters(room.beginning_parameters)
 
         return run
@@ -464,17 +462,17 @@ class Communicating:
             lent(flat)
             lent(own)
             reduce_scatter_flat(own, flat, group)
-            stage.add_gradients(number, own)
+            stage.divided[number].gradients.add_(own)
 
         def reduce_scatter() -> None:
-            flat, chunk = stage.flat_gradient(number), stage.gradient_chunk(number)
+            flat, chunk = stage.buckets[number], stage.divided[number].summed
             lent(flat)
             own = torch.empty_like(chunk)  # the chunk is part of what is sent
             reduce_scatter_flat(own, flat, group)
             chunk.copy_(own)
 
         def all_gather() -> None:
-            flat, chunk = stage.flat_parameters(number), stage.parameter_chunk(number)
+            flat, chunk = stage.divided[number].parameters, stage.divided[number].chunk.data
             lent(flat)
             all_gather_flat(flat, chunk.clone() if microbatch is None else chunk, group)
 

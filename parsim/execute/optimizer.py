@@ -1,9 +1,12 @@
-"""Optimizers of the table, made in one place for calibration, execution and the single-process reference."""
+"""Optimizers of the table, and all that goes with an update: parameter groups, fp32 copies, moving averages, clipping.
+
+Made in one place for calibration, execution and the single-process reference.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -123,17 +126,10 @@ def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
     return flat
 
 
-# Exponential moving averages of the weights, as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` keeps them.
-#
-# A rank averages what its optimizer updates: its parameters, its part of a divided bucket, or the copies in fp32. The
-# averages
-# are an entry of the optimizer's state, `EMA`. So they are divided, moved to another plan, and kept in checkpoints as
-# the optimizer's own arrays are.
-#
-# Leaves out: a step that an overflowing gradient skips is not counted.
-
-
 EMA = "ema"
+"""Entry of the optimizer's state: moving averages of what it updates (parameters, parts of buckets, or their fp32 copies), as
+torch's AveragedModel keeps them. They are divided, moved and saved like the optimizer's own arrays. Leaves out: a step that an
+overflowing gradient skips is not counted."""
 
 
 @torch.no_grad()
@@ -154,17 +150,12 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
             else:
                 state[EMA] = tensor.detach().clone(memory_format=torch.preserve_format)
     if averaged:
-        _averaging(decay)(averaged, weights, None)
-
-
-def _averaging(decay: float) -> Callable[..., None]:
-    make: Any = get_ema_multi_avg_fn  # torch leaves it without types
-    average: Callable[..., None] = make(decay)
-    return average
+        make: Any = get_ema_multi_avg_fn  # torch leaves it without types
+        make(decay)(averaged, weights, None)
 
 
 def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
-    """The same with the averages that this rank contributes in place of the trained weights; frozen weights stay.
+    """The state with this rank's averages in place of the trained weights; frozen weights stay.
 
     Args:
         state: of one rank, or whole. trained: names of the parameters that are averaged.
@@ -178,9 +169,6 @@ def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
     return replace(state, weights={**frozen, **averages}, fragments=fragments)
 
 
-# Which parameters have no weight decay: norms, biases, or those that a pattern names.
-
-
 def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
     """The parameters of a module without weight decay, by every name they have.
 
@@ -190,13 +178,20 @@ def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
     if not exclude:
         return frozenset()
     named = dict(module.named_parameters(remove_duplicate=False))
-    norms = {name for name, child in module.named_modules(remove_duplicate=False) if _is_norm(child)}
-    found = {
-        id(parameter)
-        for name, parameter in named.items()
-        if any(_excludes(entry, name, norms) for entry in exclude)  # one name of tied weights is enough
+    norms = {
+        name
+        for name, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase)
+        or type(child).__name__.endswith("Norm")  # classes of others: LlamaRMSNorm, T5LayerNorm
     }
-    return frozenset(name for name, parameter in named.items() if id(parameter) in found)
+
+    def is_exempt(name: str) -> bool:
+        owner, _, last = name.rpartition(".")
+        kinds = {NORM: owner in norms, BIAS: last.endswith("bias")}
+        return any(kinds[entry] if entry in kinds else fnmatchcase(name, entry) for entry in exclude)
+
+    exempt = {id(parameter) for name, parameter in named.items() if is_exempt(name)}  # one name of tied weights is enough
+    return frozenset(name for name, parameter in named.items() if id(parameter) in exempt)
 
 
 def check_exempt(names: Iterable[str], exclude: Sequence[str]) -> None:
@@ -214,33 +209,15 @@ def check_exempt(names: Iterable[str], exclude: Sequence[str]) -> None:
             )
 
 
-def _excludes(entry: str, name: str, norms: set[str]) -> bool:
-    owner, _, last = name.rpartition(".")
-    if entry == NORM:
-        return owner in norms
-    if entry == BIAS:
-        return last.endswith("bias")
-    return fnmatchcase(name, entry)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """torch's own, and classes of others that are named so (LlamaRMSNorm, T5LayerNorm)."""
-    kind = type(module).__name__
-    return isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase) or kind.endswith("Norm")
-
-
-# fp32 copies of half-precision weights, which the optimizer updates.
-#
-# An update that is smaller than a weight's last digit adds up in the copy.
-#
-# The optimizer knows the copies alone. A checkpoint holds them as an entry of the optimizer's state, `MASTER`.
-
-
 MASTER = "master"
+"""Entry of a checkpoint's optimizer state: the fp32 copy of a weight."""
 
 
 class MasterWeights:
-    """Copies of `parameters`. Attributes: copies: in the same order."""
+    """fp32 copies of half-precision parameters, which the optimizer knows alone: small updates add up in them.
+
+    Attributes: copies: in the order of the parameters.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -259,9 +236,6 @@ class MasterWeights:
             for parameter, copy in zip(self._parameters, self.copies, strict=True):
                 parameter.copy_(copy)
                 copy.grad = None
-
-
-# The optimizers of one rank: one per group of parameters, each with its copies in fp32 if it has some.
 
 
 class Stepped(NamedTuple):
@@ -355,11 +329,8 @@ class GroupUpdates:
         return [*tensors, *(copy for masters in self._masters.values() for copy in masters.copies)]
 
 
-# The global norm of gradients and the scaling by it, as torch.nn.utils.clip_grad_norm_ does them in one process.
-
-
 EPSILON = 1e-6
-"""Added to the norm, as torch does."""
+"""Added to the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does."""
 HALF_BITS = 16
 
 

@@ -58,14 +58,6 @@ from parsim.program.task import Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.work import Compute, Phase
 
-# The measured peak of live tensors, in the lines in which `parsim.predict.memory` predicts it.
-#
-# The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
-# it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes. So both sides add up to a
-# peak,
-# and mean the same by a line.
-
-
 MOVING = ("inputs", "receive_buffers")
 """Lines of tensors that wait to be read: read by a forward, they are among its activations."""
 
@@ -74,7 +66,13 @@ PASSING = ("workspace", "unsharded")
 
 
 class LineWatch(StepWatch):
-    """Attributes: live: counts while it is open. lines: bytes per line at the fullest end of a forward so far."""
+    """Counts the peak of live tensors, in the lines in which `parsim.predict.memory` predicts it.
+
+    The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
+    it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes.
+
+    Attributes: live: counts while it is open. lines: bytes per line at the fullest end of a forward so far.
+    """
 
     def __init__(self) -> None:
         self.live = LiveBytes(moving=MOVING)
@@ -123,9 +121,6 @@ def _is_forward(task: Task) -> bool:
     return isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD
 
 
-# Ranks of a host build their modules at once, or in turns where the memory of the host does not hold all of them.
-
-
 T = TypeVar("T")
 
 
@@ -143,10 +138,9 @@ def built_at_once(free_bytes: int | None, *, whole_bytes: int, kept_bytes: int, 
 
 
 def in_turns(place: ProcessPlace, build: Callable[[], T], *, whole_bytes: int, kept_bytes: int) -> T:
-    """What `build` returns. Every rank calls it; `build` calls no collective.
+    """What `build` returns: ranks of a host build at once, or in turns where its memory does not hold all of their modules.
 
-    Args:
-        whole_bytes, kept_bytes: as of `built_at_once`.
+    Every rank calls it; `build` calls no collective. whole_bytes, kept_bytes: see `built_at_once`.
     """
     if place.world_size == 1:
         return build()
@@ -335,7 +329,7 @@ class RankRun:
         self.built_s = time.perf_counter() - began
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
-        """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
+        """Go on under another plan: weights, optimizer state, buffers, random state, data order and records stay.
 
         Every rank calls it at the same step.
         """
@@ -382,7 +376,7 @@ class RankRun:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Of the next step, by group of parameters; "" for those in none."""
+        """Rates of the next step, by group of parameters; "" for those in none."""
         if self.rate is not None:
             return self.rate.of(min(self.step_number, self.steps - 1))
         return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
@@ -426,7 +420,7 @@ class RankRun:
             self._every *= 2
 
     def forget_times(self) -> None:
-        """Of tasks: those that follow are sampled anew."""
+        """Forget the task times so far: those that follow are sampled anew."""
         self.record.steps.clear()
         self._seen, self._every = 0, 1
 
@@ -550,7 +544,7 @@ class RankRun:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of every storage once."""
+    """Bytes of every storage, each counted once."""
     return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -30,8 +30,6 @@ from parsim.program.task import COMPUTE, HOST, RankTasks, Task
 from parsim.program.taskgraph import TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
-# What a rank does in each training step: its tasks in issue order, which differ where a mixing round follows some steps.
-
 
 def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
     """The graph of a step in which all replicas compute."""
@@ -138,16 +136,13 @@ def _updates(tasks: RankTasks) -> bool:
 # One order for the launches of all ranks, in which every task of a step comes behind all that it waits for, on any rank.
 #
 # NCCL's kernels wait for data, and CUDA promises for no two streams that they run at the same time. So NCCL asks that every
-# rank
-# gives its communications in the same order, over whatever communicators. Each rank launches its tasks in this order,
-# computation
-# too. Then no rank waits for ever even where a GPU runs one thing after the other: where streams share a queue, or loading a
-# kernel waits until the device is idle. Nor does it where the host waits for its peers, as at the first collective of every
-# communicator, which connects them. The first task in the order that has not ended can always run.
+# rank gives its communications in the same order, over whatever communicators. Each rank launches its tasks in this order,
+# computation too. Then no rank waits for ever even where a GPU runs one thing after the other: where streams share a queue, or
+# loading a kernel waits until the device is idle. Nor does it where the host waits for its peers, as at the first collective of
+# every communicator, which connects them. The first task in the order that has not ended can always run.
 #
-# A launch is early: a task stands behind about as many others as separate it from the beginning of the step. Streams still
-# run at
-# the same time where the device lets them.
+# A launch is early: a task stands behind about as many others as separate it from the beginning of the step. Streams still run
+# at the same time where the device lets them.
 #
 # Source: NCCL's user guide, "Using multiple NCCL communicators concurrently"; CUDA programming guide, "Lazy Loading".
 
@@ -277,7 +272,7 @@ class RankProgram:
             self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor, computed=True)
 
     def run_forward_again(self, batch: BatchSource, draw: int) -> None:
-        """Of a decoupled stage that goes on from a checkpoint: the forward of a batch that waits for its backward.
+        """Repeat the forward of a batch that waits for its backward, where a decoupled stage goes on from a checkpoint.
 
         Args:
             batch: its values. draw: of the random numbers of its step.
@@ -423,7 +418,7 @@ def _is_ready(following: BatchSource | None) -> bool:
 
 
 def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:
-    """Of what a task waits for, the last of each stream: streams run in issue order.
+    """The last task of each stream among those that a task waits for: streams run in issue order.
 
     Args:
         before: tasks. places: per task of the script its number in issue order, and its stream.

@@ -49,6 +49,7 @@ class StageReplica:
     Attributes:
         runnables: by component name.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
+        divided: of these the ones whose optimizer state is spread over their group (ZeRO).
         gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
@@ -104,7 +105,7 @@ class StageReplica:
         divided = [bucket for bucket in layout.rank_buckets(rank) if layout.is_divided(bucket)]
         self._move(stays=[self.parameters[p.name] for bucket in divided for p in bucket.parameters])
         self._exempt = exempt_names(self.module, recipe.no_weight_decay)
-        self._divided = {
+        self.divided = {
             bucket.number: DividedBucket(
                 bucket,
                 self.parameters,
@@ -115,10 +116,10 @@ class StageReplica:
             )
             for bucket in divided
         }
-        self._divided_in = {p.name: number for number in self._divided for p in layout.buckets[number].parameters}
+        self._divided_in = {p.name: number for number in self.divided for p in layout.buckets[number].parameters}
         self.buckets: dict[int, Tensor] = {
-            bucket.number: self._divided[bucket.number].gradients
-            if bucket.number in self._divided
+            bucket.number: self.divided[bucket.number].gradients
+            if bucket.number in self.divided
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
@@ -178,10 +179,6 @@ class StageReplica:
             shape[layout.dim] //= layout.ways
         return tuple(shape), dtype
 
-    def flat_gradient(self, bucket: int) -> Tensor:
-        """All gradients of a bucket as one flat array."""
-        return self.buckets[bucket]
-
     def own_bucket(self, bucket: int) -> int:
         """The bucket of this rank that holds what `bucket` does: its own, or that of its sharding group."""
         if bucket in self.buckets:
@@ -192,47 +189,12 @@ class StageReplica:
 
     def summed_gradient(self, bucket: int) -> Tensor:
         """What an all_reduce sums of a bucket: its gradients, or this rank's part of them where they are divided."""
-        return self.gradient_chunk(bucket) if bucket in self._divided else self.flat_gradient(bucket)
-
-    def gradient_chunk(self, bucket: int) -> Tensor:
-        """This rank's part of a divided bucket's gradients."""
-        chunk = self._divided[bucket].chunk.grad
-        assert chunk is not None
-        return chunk
-
-    def flat_parameters(self, bucket: int) -> Tensor:
-        """All parameters of a divided bucket."""
-        return self._divided[bucket].parameters
-
-    def parameter_chunk(self, bucket: int) -> Tensor:
-        """This rank's part of a divided bucket's parameters."""
-        return self._divided[bucket].chunk.data
+        return self.divided[bucket].summed if bucket in self.divided else self.buckets[bucket]
 
     def unsharded_of(self, component: str) -> tuple[int, ...]:
         """The buckets of the component's parameters whose gradients come and go with every microbatch (ZeRO 2)."""
         buckets = self.layout.unsharded_buckets(component)
-        return tuple(bucket.number for bucket in buckets if bucket.number in self._divided)  # others are of other shards
-
-    def begin_gradients(self, buckets: Sequence[int]) -> None:
-        """Room for the gradients of these buckets (`unsharded_of`), where there is none yet."""
-        for bucket in buckets:
-            self._divided[bucket].begin_gradients()
-
-    def end_gradients(self, bucket: int) -> Tensor:
-        """All gradients of a microbatch as one flat array, which the stage forgets."""
-        return self._divided[bucket].end_gradients()
-
-    def add_gradients(self, bucket: int, own: Tensor) -> None:
-        """This rank's part of the summed gradients of a microbatch."""
-        self._divided[bucket].add_gradients(own)
-
-    def begin_parameters(self, bucket: int) -> Tensor:
-        """Room for all parameters of a bucket, where they come and go (ZeRO 3), as one flat array."""
-        return self._divided[bucket].begin_parameters()
-
-    def end_parameters(self, bucket: int) -> None:
-        """Let go of the parameters of a bucket but for this rank's part."""
-        self._divided[bucket].end_parameters()
+        return tuple(bucket.number for bucket in buckets if bucket.number in self.divided)  # others are of other shards
 
     def _stepped(self, group: str) -> list[Stepped]:
         """What the optimizer of a group steps: its trainable parameters, or its parts of divided buckets."""
@@ -241,7 +203,7 @@ class StageReplica:
             for name, parameter in self.parameters.items()
             if name not in self._divided_in and self._held[name].trainable and self._held[name].group == group
         ]
-        divided = (entry for entry in self._divided.values() if entry.group == group)
+        divided = (entry for entry in self.divided.values() if entry.group == group)
         return own + [Stepped(run.tensor, run.exempt) for entry in divided for run in entry.runs]
 
     def squared_norm(self) -> Tensor:
@@ -250,17 +212,17 @@ class StageReplica:
 
     def _counted(self, part: CountedPart) -> Tensor:
         number = part.bucket.number
-        if number not in self._divided:
+        if number not in self.divided:
             return self.buckets[number][part.start : part.stop]
         first = part.bucket.group.index(self.rank) * part.bucket.chunk_elements
-        return self.gradient_chunk(number)[part.start - first : part.stop - first]
+        return self.divided[number].summed[part.start - first : part.stop - first]
 
     def clip_gradients(self, squared: Tensor) -> None:
         """Scale the gradients that this rank updates with, where the norm of all is above the recipe's `clip_norm`."""
         assert self.recipe.clip_norm is not None, "the plan clips gradients, and the recipe gives no norm"
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.gradient_norm = squared.sqrt() / scale
-        own = [self.gradient_chunk(number) if number in self._divided else flat for number, flat in self.buckets.items()]
+        own = [self.summed_gradient(number) for number in self.buckets]
         scale_to_norm(own, self.gradient_norm, self.recipe.clip_norm)
 
     def optimizer_step(self, group: str = "") -> None:
@@ -351,14 +313,14 @@ class StageReplica:
                 key: piece(value, part, shard, ways) if is_per_element(value, key) else value for key, value in state.items()
             }
         number = self._divided_in.get(name)
-        if number is not None and self._divided[number].stage >= 3:
-            self._divided[number].load_weight(name, weight)
+        if number is not None and self.divided[number].stage >= 3:
+            self.divided[number].load_weight(name, weight)
         else:
             restore_tensors({name: self.parameters[name]}, {name: weight})
         if number is None:
             self._loaded[name] = state
-        elif name in self._divided[number].parts:
-            divided = self._divided[number]
+        elif name in self.divided[number].parts:
+            divided = self.divided[number]
             divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
@@ -377,7 +339,7 @@ class StageReplica:
                 for name, tensor in self.parameters.items()
                 if self._held[name].trainable and self._held[name].group == group and name not in self._divided_in
             }
-            for number, divided in self._divided.items():
+            for number, divided in self.divided.items():
                 if divided.group == group:
                     named.update({_chunk_name(number, place): run.tensor for place, run in enumerate(divided.runs)})
             self.updates.restore(group, named, states)
@@ -394,7 +356,7 @@ class StageReplica:
 
     def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
         """The weights of a bucket that this rank contributes."""
-        divided = self._divided.get(bucket.number)
+        divided = self.divided.get(bucket.number)
         if divided is not None and divided.stage >= 3:
             for name, (fragment, _) in divided.parts.items():
                 yield name, fragment, divided.weight_of(name)
@@ -404,14 +366,14 @@ class StageReplica:
 
     def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
         """The optimizer state of a bucket that this rank contributes."""
-        if bucket.number not in self._divided:
+        if bucket.number not in self.divided:
             if bucket.group[0] == self.rank:
                 for held in bucket.parameters:
                     state = self.updates.state_of(self.parameters[held.name], held.group)
                     if state:
                         yield held.name, fragment_of(held), state
             return
-        divided = self._divided[bucket.number]
+        divided = self.divided[bucket.number]
         states = [self.updates.state_of(run.tensor, divided.group) for run in divided.runs]
         for name, (fragment, _) in divided.parts.items():
             state = states[divided.run_of(name)]
@@ -432,7 +394,7 @@ class StageReplica:
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
         """What is alive between steps, by the line of memory it belongs to."""
-        parts = [divided.chunk for divided in self._divided.values()]
+        parts = [divided.chunk for divided in self.divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],
             "gradients": list(self.buckets.values()),
@@ -500,7 +462,7 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
     check_real(module)
 
     def cast(tensor: Tensor) -> Tensor:
-        """As `Module.double` does: `Module.to` would drop the imaginary part of complex buffers."""
+        """Cast like `Module.double`: `Module.to` would drop the imaginary part of complex buffers."""
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
     module._apply(cast)  # type: ignore[no-untyped-call]

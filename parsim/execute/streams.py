@@ -23,9 +23,6 @@ from torch import Tensor
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.processes.setup import take_priority
 
-# When a task ran, as one rank saw it.
-
-
 Operation = Callable[[], None]
 BatchSource = Callable[[int], Mapping[str, Tensor]]
 """Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
@@ -41,14 +38,7 @@ class TaskTime(NamedTuple):
 
 
 _recorded = tuple.__new__
-"""As TaskTime(...), in a third of its time: it is made for every task of every step."""
-
-__all__ = [
-    "Operation",
-    "Streams",
-    "TaskTime",
-    "ThreadStreams",
-]
+"""Makes a TaskTime in a third of the time of TaskTime(...), for every task of every step."""
 
 
 class Streams(Protocol):

@@ -33,13 +33,6 @@ from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.program.placed import PlanIndex
 from parsim.units import format_seconds
 
-# What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
-#
-# The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
-# more than its graph says. A line is {"step", "loss", "learning_rate", "seconds", ...}; a resumed training first drops the
-# lines behind its checkpoint.
-
-
 BOARD = "tensorboard"
 """Folder of event files, where the training writes them."""
 RECENT = 20
@@ -49,10 +42,10 @@ NORMS = 256
 
 
 class TrainingLog:
-    """Of one training on this rank.
+    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
 
-    Args:
-        folder: of the run. entry: where the training stands. steps: of the whole training.
+    The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
+    more than its graph says. A resumed training first drops the lines behind its checkpoint.
     """
 
     def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
@@ -397,7 +390,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
-    """Of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
+    """Mean seconds of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
 
     Args:
         rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.

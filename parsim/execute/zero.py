@@ -5,7 +5,7 @@ element by element, so that updating a part of the flat array is updating that p
 
     stage 1    both arrays are always whole.
     stage 2    the gradients are whole from `begin_gradients` to `end_gradients` of a microbatch; this rank's part of their sum
-               (`add_gradients`) stays.
+               (`gradients`) stays.
     stage 3    the parameters are whole from `begin_parameters` to `end_parameters`; this rank's part of them stays. In
                between the flat array has no memory, while its views, and the tensors that autograd saved of them, stay
                valid.
@@ -115,6 +115,13 @@ class DividedBucket:
             runs.append(ChunkRun(tensor, without, start, stop))
         return tuple(runs)
 
+    @property
+    def summed(self) -> Tensor:
+        """This rank's part of the gradients."""
+        gradients = self.chunk.grad
+        assert gradients is not None
+        return gradients
+
     def run_of(self, name: str) -> int:
         """The number of the run in which this rank's part of a parameter lies."""
         first = self.parts[name][1].start
@@ -130,8 +137,6 @@ class DividedBucket:
             parameter = self._held[entry.name]
             parameter.grad = gradients[offset : offset + parameter.numel()].view_as(parameter)
 
-    # --- stage 2: gradients come and go -------------------------------------------------------------------------------
-
     def begin_gradients(self) -> None:
         """Room for the gradients of a microbatch, unless there is some."""
         if self._whole is None:
@@ -146,12 +151,6 @@ class DividedBucket:
             parameter.grad = None
         return whole
 
-    def add_gradients(self, own: Tensor) -> None:
-        """This rank's part of the sum over the group."""
-        self.gradients.add_(own)
-
-    # --- stage 3: parameters come and go ------------------------------------------------------------------------------
-
     def begin_parameters(self) -> Tensor:
         """Room for all parameters: the flat array, for the parts of all ranks."""
         self.parameters.untyped_storage().resize_(self._elements * self.chunk.element_size())
@@ -160,8 +159,6 @@ class DividedBucket:
     def end_parameters(self) -> None:
         """Let go of all but this rank's part."""
         self.parameters.untyped_storage().resize_(0)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def weight_of(self, name: str) -> Tensor:
         """This rank's part of one parameter (stage 3)."""

@@ -230,23 +230,32 @@ def parse_hop(text: str) -> Hop:
     return Hop(operation, parse_layout(source), parse_layout(target))
 
 
+class HopKind(NamedTuple):
+    """What a hop does, and the collective that does it (a row of `parsim.work.COLLECTIVE_KINDS`); "": it needs none."""
+
+    change: str
+    collective: str = ""
+    sends: bool = False
+
+
 HOPS = {
-    "split_batch": "full/w -> full/v, v < w: keep a piece; nothing is sent",
-    "split_dim": "full/w -> shard/w: keep a piece; nothing is sent",
-    "keep": "full/T -> placed: rank j has it already; nothing is sent",
-    "all_gather_batch": "full/v -> full/w, v < w: all_gather of pieces of the batch",
-    "all_gather_dim": "shard/w -> full/w: all_gather along the dim",
-    "all_reduce": "partial/w -> full/w",
-    "all_reduce_maximum": "maximum/w -> full/w: the largest of all",
-    "reduce_scatter_batch": "partial/w -> full/1: each rank sums its piece of the batch",
-    "reduce_scatter_dim": "partial/w -> shard/w: each rank sums its piece of the dim",
-    "all_to_all": "shard/w -> full/1 or back: pieces of the dim for pieces of the batch",
-    "broadcast": "placed -> full/T",
-    "scatter": "placed -> full/1: its rank sends each its piece of the batch",
-    "gather": "full/1 -> placed: each sends its piece to that rank",
-    "move": "placed -> placed on another rank",
+    "split_batch": HopKind("full/w -> full/v, v < w: keep a piece; nothing is sent"),
+    "split_dim": HopKind("full/w -> shard/w: keep a piece; nothing is sent"),
+    "keep": HopKind("full/T -> placed: rank j has it already; nothing is sent"),
+    "all_gather_batch": HopKind("full/v -> full/w, v < w: all_gather of pieces of the batch", "all_gather"),
+    "all_gather_dim": HopKind("shard/w -> full/w: all_gather along the dim", "all_gather"),
+    "all_reduce": HopKind("partial/w -> full/w", "all_reduce"),
+    "all_reduce_maximum": HopKind("maximum/w -> full/w: the largest of all", "all_reduce"),
+    "reduce_scatter_batch": HopKind("partial/w -> full/1: each rank sums its piece of the batch", "reduce_scatter"),
+    "reduce_scatter_dim": HopKind("partial/w -> shard/w: each rank sums its piece of the dim", "reduce_scatter"),
+    "all_to_all": HopKind("shard/w -> full/1 or back: pieces of the dim for pieces of the batch", "all_to_all"),
+    "broadcast": HopKind("placed -> full/T", "broadcast"),
+    "scatter": HopKind("placed -> full/1: its rank sends each its piece of the batch", sends=True),
+    "gather": HopKind("full/1 -> placed: each sends its piece to that rank", sends=True),
+    "move": HopKind("placed -> placed on another rank", sends=True),
 }
-LOCAL_HOPS = ("split_batch", "split_dim", "keep")
+POINT_TO_POINT_HOPS = tuple(name for name, kind in HOPS.items() if kind.sends)
+LOCAL_HOPS = tuple(name for name, kind in HOPS.items() if not kind.sends and not kind.collective)
 
 
 @lru_cache(maxsize=65536)
@@ -338,14 +347,7 @@ def hop_groups(hop: Hop, tp: int) -> tuple[tuple[int, ...], ...]:
             )
         case "broadcast":
             return (tuple(range(tp)),)
-        case (
-            "all_gather_dim"
-            | "all_reduce"
-            | "all_reduce_maximum"
-            | "reduce_scatter_batch"
-            | "reduce_scatter_dim"
-            | "all_to_all"
-        ):
+        case name if HOPS[name].collective:
             return tuple(tuple(range(start, start + large)) for start in range(0, tp, large))
     raise GraphError(f"hop {hop} is not a collective")
 

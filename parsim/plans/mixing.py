@@ -2,7 +2,7 @@
 
 Row i of W_t holds what worker i takes of each: x_i <- sum_j W_ij x_j. Worker j sends to the i with W_ij > 0. A new graph is a
 function of (n, t, settings) and a row of GRAPHS; it repeats after `period` rounds, so training never unrolls it. Every row is
-doubly stochastic, which keeps the mean of the workers; directed or failing links that cannot be are `pushsum`'s.
+doubly stochastic, which keeps the mean of the workers; directed or failing links cannot be: `experiments/relaxed/pushsum.py`.
 
 Source: weights and offsets as this project's specification of the decentralised systems states them; Metropolis-Hastings
 weights, and the exponential graphs of D-PSGD, SGP and BlueFog, from general knowledge of those works.
@@ -297,106 +297,16 @@ def _reached(links: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return reached
 
 
-# How fast a mixing graph brings workers together: spectral gap, contraction, and closed forms of circulant graphs.
-#
-# One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|,
-# the
-# second largest modulus of an eigenvalue; for symmetric and for circulant W, rho = 1 - gap.
-
-
-def is_circulant(matrix: Matrix) -> bool:
-    """Whether W_ij depends on (i - j) mod n alone."""
-    n = len(matrix)
-    index = np.arange(n)
-    return bool((matrix == matrix[:, 0][(index[:, None] - index[None, :]) % n]).all())
-
-
-def eigenvalue_moduli(matrix: Matrix) -> Matrix:
-    """|lambda| of every eigenvalue, largest first, float64 [n].
-
-    A circulant's are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding. Others come
-    from the general solver, which for a defective matrix is good to about the square root of that.
-    """
-    if is_circulant(matrix):
-        values = np.abs(np.fft.fft(matrix[:, 0]))
-    elif np.array_equal(matrix, matrix.T):
-        values = np.abs(np.linalg.eigvalsh(matrix))
-    else:
-        values = np.abs(np.linalg.eigvals(matrix))
-    moduli: Matrix = np.sort(values)[::-1]
-    return moduli
-
-
-def spectral_gap(matrix: Matrix) -> float:
-    """1 - |lambda_2| of a doubly stochastic W; 1 for a single worker and for the complete graph."""
-    return 1.0 if len(matrix) == 1 else float(1.0 - eigenvalue_moduli(matrix)[1])
-
-
-def contraction(matrix: Matrix) -> float:
-    """rho = ||W - 11^T/n||_2: the most of the distance from the mean that one mixing leaves."""
-    if is_circulant(matrix):
-        return 1.0 - spectral_gap(matrix)
-    return float(np.linalg.norm(matrix - 1.0 / len(matrix), ord=2))
-
-
-def period_contraction(graph: MixingGraph) -> float:
-    """rho of the product W_(p-1) .. W_0 of one period: 0 for a one-peer exponential graph of 2^tau workers."""
-    product = np.eye(graph.n)
-    for t in range(graph.period):
-        product = graph(t) @ product
-    return contraction(product)
-
-
-def ring_gap(n: int) -> float:
-    """(2/3)(1 - cos(2 pi / n)) for n >= 4; n = 2, 3 average exactly, so 1. Theta(1/n^2)."""
-    return 1.0 if n <= 3 else 2.0 / 3.0 * (1.0 - math.cos(2.0 * math.pi / n))
-
-
-def lattice_gap(n: int, neighbours: int) -> float:
-    """1 - max_m |1 + 2 sum_(d=1..k/2) cos(2 pi m d / n)| / (k+1), m = 1 .. n-1; 1 when k >= n-1."""
-    if neighbours >= n - 1:
-        return 1.0
-    m = np.arange(1, n)[:, None]
-    d = np.arange(1, neighbours // 2 + 1)[None, :]
-    values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
-    return float(1.0 - np.abs(values).max())
-
-
-def exponential_gap(tau: int) -> float:
-    """2/(tau+1) of the static exponential graph of n = 2^tau workers (tau >= 1)."""
-    if tau < 1:
-        raise AlgorithmError(f"the closed form holds for n = 2^tau with tau >= 1, got tau = {tau}")
-    return 2.0 / (tau + 1)
-
-
-# Ada: the mixing graph adapts during training, dense early and sparse late, as a ring lattice of k_e neighbours in epoch e.
-#
-# A schedule says k for an epoch, from the epoch alone (linear, exponential, step) or from what was measured (closed_loop). A
-# new
-# one is a function and a row of ADA_SCHEDULES. k is rounded to even and kept between k_min and n-1 (complete).
-#
-# Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained. So the
-# schedules and the controller are ours, as this project's specification states them.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsensusMeasured:
-    """Means over an epoch of the distance D = (1/n) sum_i |x_i - mean|^2, before and after each mixing; and k then."""
-
-    before: float
-    after: float
-    neighbours: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ada:
-    """A row of ADA_SCHEDULES with its numbers.
+    """The mixing graph adapts during training, dense early and sparse late: a ring lattice of k_e neighbours in epoch e.
+
+    Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained. So the
+    schedules are ours, as this project's specification states them.
 
     Attributes:
-        kind: linear, exponential, step or closed_loop. n: workers.
-        start: k_0. least: k_min. rate: gamma; neighbours less per epoch (linear), factor per epoch (exponential),
-            factor at each of `milestones` (step).
-        target: of closed_loop, the D after mixing that it keeps below.
+        kind: a row of ADA_SCHEDULES. n: workers. start: k_0; None: n - 1 (complete). least: k_min.
+        rate: gamma; neighbours less per epoch (linear), or the factor per epoch (exponential).
     """
 
     n: int
@@ -404,8 +314,6 @@ class Ada:
     start: int | None = None
     least: int = 2
     rate: float = 1.0
-    milestones: tuple[int, ...] = ()
-    target: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ADA_SCHEDULES:
@@ -414,72 +322,30 @@ class Ada:
             raise AlgorithmError(
                 f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
             )
-        if not 0 <= self.rate < math.inf or (self.kind in ("exponential", "step") and not 0 < self.rate <= 1):
+        if not 0 <= self.rate < math.inf or (self.kind == "exponential" and not 0 < self.rate <= 1):
             raise AlgorithmError(
-                f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential, step), got {self.rate}"
+                f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential), got {self.rate}"
             )
-        if self.kind == "closed_loop" and self.target <= 0:
-            raise AlgorithmError(f"closed_loop needs a target > 0 for the consensus distance, got {self.target}")
 
     @property
     def first(self) -> int:
-        """k_0; n-1 when `start` is None."""
+        """k_0."""
         return self.n - 1 if self.start is None else self.start
 
-    def neighbours(self, epoch: int, measured: ConsensusMeasured | None = None) -> int:
-        """k for `epoch` (from 0), given what the epoch before measured: even, or n-1."""
-        return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch, measured), self.n, self.least)
+    def neighbours(self, epoch: int) -> int:
+        """k for `epoch` (from 0): even, or n - 1."""
+        return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch), self.n, self.least)
 
-    def graph(self, epoch: int, measured: ConsensusMeasured | None = None) -> MixingGraph:
+    def graph(self, epoch: int) -> MixingGraph:
         """The ring lattice of `neighbours`."""
-        return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch, measured))
+        return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch))
 
 
-def linear(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
-    """k_0 - floor(gamma e)."""
-    return ada.first - math.floor(ada.rate * epoch)
-
-
-def exponential(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
-    """k_0 gamma^e."""
-    return ada.first * ada.rate**epoch
-
-
-def step(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
-    """k_0 gamma^(milestones passed)."""
-    return float(ada.first * ada.rate ** sum(milestone <= epoch for milestone in ada.milestones))
-
-
-def closed_loop(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
-    """The smallest k whose predicted D stays at or below the target; k_0 before anything was measured."""
-    if measured is None:
-        return ada.first
-    drift = max(measured.before - measured.after, 0.0)
-    even = range(ada.least + ada.least % 2, ada.n - 1, 2)
-    for k in even:
-        if predicted_consensus(drift, 1.0 - lattice_gap(ada.n, k)) <= ada.target:
-            return k
-    return ada.n - 1
-
-
-ADA_SCHEDULES: dict[str, Callable[[Ada, int, ConsensusMeasured | None], float]] = {
-    "closed_loop": closed_loop,
-    "exponential": exponential,
-    "linear": linear,
-    "step": step,
+ADA_SCHEDULES: dict[str, Callable[[Ada, int], float]] = {
+    "exponential": lambda ada, epoch: ada.first * ada.rate**epoch,
+    "linear": lambda ada, epoch: ada.first - math.floor(ada.rate * epoch),
 }
-
-
-def predicted_consensus(drift: float, rho: float) -> float:
-    """D = drift rho^2 / (1 - rho^2) after mixing, in the steady state.
-
-    From D = rho^2 (D + drift): each local step adds `drift`, independent between steps and workers, and each mixing leaves
-    rho^2 of the distance. Too high where the distance is spread over modes that mix faster than the slowest; too low where
-    the drift points the same way at every step (shards of different distributions).
-    """
-    if not 0 <= rho < 1 or drift < 0:
-        raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
-    return drift * rho**2 / (1.0 - rho**2)
+"""k of an epoch, before it is made even and kept between k_min and n - 1: k_0 gamma^e, and k_0 - floor(gamma e)."""
 
 
 def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:
@@ -487,14 +353,3 @@ def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:
     whole = math.floor(wanted)
     even = max(2, whole - whole % 2, least + least % 2)
     return n - 1 if max(whole, even) >= n - 1 else even
-
-
-def ada_graphs(ada: Ada, epochs: int) -> tuple[MixingGraph, ...]:
-    """The graph of each epoch, of a schedule that needs no measurement.
-
-    Raises:
-        AlgorithmError: a closed loop, whose graphs are known only as training goes.
-    """
-    if ada.kind == "closed_loop":
-        raise AlgorithmError("the graphs of closed_loop depend on what training measures; ask for one epoch at a time")
-    return tuple(ada.graph(epoch) for epoch in range(epochs))

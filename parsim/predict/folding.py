@@ -31,12 +31,12 @@ from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import device_name
 from parsim.numeric import Floats
-from parsim.plans.layouts import LOCAL_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
 from parsim.program.fold import Folding, unfolded
-from parsim.program.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
+from parsim.program.passes.convert import hop_collective, hop_message, transfer_bytes
 from parsim.program.passes.gradients import bucket_work, replica_sum_work
 from parsim.program.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.program.placed import PlanIndex
@@ -147,7 +147,7 @@ class InsideSeconds:
         if exchange.inside is not None:
             return exchange.inside[1]
         assert exchange.hop is not None
-        return COLLECTIVE_OF_HOP[exchange.hop.operation]
+        return HOPS[exchange.hop.operation].collective
 
 
 class _Path(NamedTuple):

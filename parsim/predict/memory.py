@@ -45,7 +45,7 @@ from parsim.hardware.devices import DeviceType
 from parsim.model.component import Component, Value
 from parsim.model.formats import Numerics, number_format
 from parsim.model.model import Model
-from parsim.plans.layouts import LOCAL_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions
 from parsim.program.buckets import Bucket
 from parsim.program.lifetimes import (
@@ -62,7 +62,6 @@ from parsim.program.lifetimes import (
     local_bytes,
     pipeline_of,
 )
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS
 from parsim.program.passes.gradients import replica_sum_work, updates_of
 from parsim.program.passes.offload import ComponentUses, groups_of
 from parsim.program.passes.rounds import most_neighbours, outer_arrays

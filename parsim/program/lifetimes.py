@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from parsim.model.component import ALONE, Component, Selective, Size, Value, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.shard.narrow import narrow
-from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, PIECES, POINT_TO_POINT_HOPS, Hop, ValueLayout, conversion, hop_pairs
 from parsim.plans.pipeline import (
     MOST_CHECKED,
     PIPELINE_ORDERS,
@@ -52,7 +52,6 @@ from parsim.plans.pipeline import (
     stages_by_rank,
 )
 from parsim.program.buckets import Bucket
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS
 from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.program.task import COMPUTE, RankTasks, Task

@@ -57,7 +57,7 @@ class LearningProblem:
         return self.losses(outputs, targets).mean()
 
     def score(self, outputs: Tensor) -> float:
-        """Of outputs for `test_inputs`: accuracy, or R^2 = 1 - MSE / variance of the test targets."""
+        """Score of outputs for `test_inputs`: accuracy, or R^2 = 1 - MSE / variance of the test targets."""
         if self.classifies:
             return (outputs.argmax(-1) == self.test_targets).double().mean().item()
         error = (outputs - self.test_targets).square().mean()

@@ -129,7 +129,7 @@ class LocalTraining:
         return result
 
     def score(self, weights: Tensor) -> float:
-        """Of one row of weights on the test samples: accuracy or R^2."""
+        """Accuracy or R^2 of one row of weights on the test samples."""
         with torch.no_grad():
             return self.problem.score(self.outputs(weights, self.problem.test_inputs))
 
@@ -151,7 +151,7 @@ class LocalTraining:
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
+        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
         wanted = torch.tensor(samples)
         real, index = wanted >= 0, wanted.clamp(min=0)
         share = real.to(weights.dtype) / real.sum(1).clamp(min=1)[:, None]
@@ -187,8 +187,7 @@ def check_room(replicas: int, weight_bytes: int) -> None:
 #
 # The gradient of stage k for batch b is block k of the ordinary gradient at the weights with which batch b ran forward: those
 # that stage k had in step b + k. So one gradient of the whole model per step is enough. Its blocks wait until their stage is
-# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for
-# all.
+# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for all.
 #
 # Leaves out: BatchNorm and dropout, as all virtual replicas do.
 

@@ -99,7 +99,7 @@ class LearntSteps:
 def learnt_steps(
     course: Callable[[float, int, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int], most_steps: int
 ) -> LearntSteps:
-    """Of several learning rates the one that reaches the target first, or comes nearest.
+    """Try several learning rates: the one that reaches the target first, or comes nearest.
 
     A rate is given up where the best one so far had reached the target: beyond, it cannot be better. Of the best rate every
     seed trains as long as it may.

@@ -17,14 +17,23 @@ from parsim.engines.noise import FEWEST_DRAWS
 from parsim.model.component import Component, Value
 from parsim.model.shard.narrow import ways_of
 from parsim.numeric import Floats
-from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import (
+    BATCH,
+    LOCAL_HOPS,
+    POINT_TO_POINT_HOPS,
+    Placement,
+    ValueLayout,
+    conversion,
+    hop_groups,
+    hop_pairs,
+)
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import few_rounds, pipeline_actions
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
 from parsim.program.passes.compute import computations
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
+from parsim.program.passes.convert import hop_collective, hop_message
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
 from parsim.program.placed import PlanIndex
 from parsim.search.prices import Prices, device_kinds

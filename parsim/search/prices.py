@@ -18,12 +18,23 @@ from parsim.model.component import Component, Value
 from parsim.model.formats import component_in
 from parsim.model.optimizers import update_steps
 from parsim.model.shard.narrow import narrow
-from parsim.plans.layouts import BATCH, LOCAL_HOPS, REPLICATE, Hop, Placement, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import (
+    BATCH,
+    LOCAL_HOPS,
+    POINT_TO_POINT_HOPS,
+    REPLICATE,
+    Hop,
+    Placement,
+    ValueLayout,
+    conversion,
+    hop_groups,
+    hop_pairs,
+)
 from parsim.plans.mesh import Mesh
 from parsim.plans.stages import Groups, concurrent_with
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective
+from parsim.program.passes.convert import hop_collective
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 

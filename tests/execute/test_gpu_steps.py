@@ -18,6 +18,7 @@ from parsim.execute import train as logging
 from parsim.execute.checkpoint.checkpoint import restore_optimizer
 from parsim.execute.cuda.gpu import TorchMemoryCounters
 from parsim.execute.cuda.streams import CudaStreams
+from parsim.execute.measurement import RankRecord
 from parsim.execute.optimizer import make_optimizer
 from parsim.execute.streams import Operation
 from parsim.execute.train import TrainingLog
@@ -88,7 +89,7 @@ def test_norms_of_gradients_do_not_stay_on_the_device(tmp_path: Path, monkeypatc
     recipe = SimpleNamespace(tensorboard=False)
     stage = SimpleNamespace(rank=0, gradient_norm=None)
     entry: Any = SimpleNamespace(
-        step_number=0, stage=stage, run=SimpleNamespace(recipe=recipe), learning_rates={"": 0.1}, losses=[]
+        step_number=0, stage=stage, run=SimpleNamespace(recipe=recipe), learning_rates={"": 0.1}, record=RankRecord(rank=0)
     )
     log = TrainingLog(tmp_path, entry, 10)
     for step in range(10):

@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.relaxed.decoupled import TickEngine, TickRule, cut_sequential
 from experiments.relaxed.gossip import GossipRule, train_on_graph
 from experiments.relaxed.sharded import Partition
-from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
+from parsim.plans.mixing import GRAPHS, Ada, mixing_graph
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, steps_of
@@ -131,7 +131,7 @@ def test_complete_consensus_of_stale_groups_is_gradient_averaging(n: int, seed: 
 def test_ada_is_a_matrix_that_varies_in_time(n: int, seed: int, kind: str) -> None:
     part = partition(n, seed, epochs=3)
     ada = Ada(n=n, kind=kind, rate=0.6)
-    lattices, steps = ada_graphs(ada, 3), part.order(problem()).steps_per_epoch
+    lattices, steps = [ada.graph(epoch) for epoch in range(3)], part.order(problem()).steps_per_epoch
     by_epoch = train_on_graph(training(seed), part, GossipRule(graph=ada)).replicas.workers.weights
     varying = train_on_graph(training(seed), part, GossipRule(graph=lambda t: lattices[t // steps](t)))
     of_a_plan = planned(part, seed, kind="gossip", graph=f"ada(kind={kind}, rate=0.6, rounds={steps}, epochs=3)")

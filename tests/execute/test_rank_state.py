@@ -127,9 +127,9 @@ def _stepped(ranks: list[StageReplica], step: int) -> None:
         rank.optimizer_step()
     for bucket in ranks[0].layout.buckets:
         if ranks[0].layout.is_divided(bucket):
-            whole = torch.cat([ranks[member].parameter_chunk(bucket.number).clone() for member in bucket.group])
+            whole = torch.cat([ranks[member].divided[bucket.number].chunk.data.clone() for member in bucket.group])
             for member in bucket.group:
-                ranks[member].flat_parameters(bucket.number).copy_(whole)
+                ranks[member].divided[bucket.number].parameters.copy_(whole)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -14,12 +14,13 @@ import torch
 from gossip_process import model_of, problem_of
 from torch import Tensor, nn
 
+from experiments.relaxed.adaptive import ClosedLoopAda
 from experiments.relaxed.gossip import GossipRule, GossipRun, Replicas, train_on_graph
 from experiments.relaxed.pushsum import failing_links, rotating_peers
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError
 from parsim.execute.processes.launch import launch
-from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
+from parsim.plans.mixing import GRAPHS, Ada, mixing_graph
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, steps_of
 
@@ -103,7 +104,7 @@ def test_the_mean_moves_by_the_mean_gradient(name: str) -> None:
 def test_ada_is_a_time_varying_matrix() -> None:
     n, steps = 8, 8
     ada = Ada(n=n, start=6, rate=2.0)
-    graphs = ada_graphs(ada, 3)
+    graphs = [ada.graph(epoch) for epoch in range(3)]
     assert [graph.connections(0) for graph in graphs] == [6, 4, 2]
     varying = train(n, epochs=3, graph=lambda t: graphs[t // steps](t))
     assert apart(train(n, epochs=3, graph=ada).replicas.workers.weights, varying.replicas.workers.weights) == 0.0
@@ -119,7 +120,7 @@ def test_ada_sends_more_than_a_ring_and_less_than_complete() -> None:
 
 
 def test_closed_loop_sees_what_training_measures() -> None:
-    run = train(8, epochs=5, graph=Ada(n=8, kind="closed_loop", target=1e-3))
+    run = train(8, epochs=5, graph=ClosedLoopAda(n=8, target=1e-3))
     assert run.epochs[0].connections == 7, "dense before anything is known"
     assert min(epoch.connections for epoch in run.epochs) < 7
     assert all(epoch.measured is not None and epoch.measured.after <= epoch.measured.before for epoch in run.epochs)

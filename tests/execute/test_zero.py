@@ -29,16 +29,17 @@ def test_gathered_parameters_come_and_go_in_one_place() -> None:
     ranks = [rank_of(SMALL_MLP, even_plan(SMALL_MLP, Mesh(dp=2), zero=3), rank) for rank in range(2)]
     whole = rank_of(SMALL_MLP, even_plan(SMALL_MLP, Mesh(dp=2)), 0)
     first, *_ = ranks[0].layout.buckets
+    divided = [rank.divided[first.number] for rank in ranks]
     parameter = ranks[0].parameters[first.parameters[0].name]
     view = parameter.data.reshape(-1)
 
     def gather() -> torch.Tensor:
-        return ranks[0].begin_parameters(first.number).copy_(torch.cat([rank.parameter_chunk(first.number) for rank in ranks]))
+        return divided[0].begin_parameters().copy_(torch.cat([bucket.chunk.data for bucket in divided]))
 
     flat = gather()
     expected = whole.parameters[first.parameters[0].name]
     assert torch.equal(parameter, expected)
-    ranks[0].end_parameters(first.number)
+    divided[0].end_parameters()
     assert flat.untyped_storage().nbytes() == 0
     gather()
     assert torch.equal(view, expected.reshape(-1))

@@ -7,6 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.relaxed.adaptive import (
+    ClosedLoopAda,
+    ConsensusMeasured,
+    StepAda,
+    contraction,
+    eigenvalue_moduli,
+    exponential_gap,
+    lattice_gap,
+    period_contraction,
+    predicted_consensus,
+    ring_gap,
+    spectral_gap,
+)
 from experiments.relaxed.pushsum import (
     PushSum,
     column_stochastic,
@@ -18,24 +31,14 @@ from parsim.plans.mixing import (
     ADA_SCHEDULES,
     GRAPHS,
     Ada,
-    ConsensusMeasured,
-    ada_graphs,
     allowed_neighbours,
     check_connected,
     check_doubly_stochastic,
     circulant,
     closest_factors,
     connections,
-    contraction,
-    eigenvalue_moduli,
-    exponential_gap,
-    lattice_gap,
     metropolis_hastings,
     mixing_graph,
-    period_contraction,
-    predicted_consensus,
-    ring_gap,
-    spectral_gap,
     stochastic_error,
 )
 
@@ -232,23 +235,27 @@ def test_ada_goes_from_dense_to_sparse() -> None:
     assert Ada(n=16).neighbours(0) == 15, "n-1 is the complete graph"
     halving = Ada(n=1008, kind="exponential", start=64, rate=0.5)
     assert [halving.neighbours(epoch) for epoch in range(8)] == [64, 32, 16, 8, 4, 2, 2, 2]
-    steps = Ada(n=32, kind="step", start=20, rate=0.5, milestones=(2, 5))
+    steps = StepAda(n=32, start=20, rate=0.5, milestones=(2, 5))
     assert [steps.neighbours(epoch) for epoch in range(7)] == [20, 20, 10, 10, 10, 4, 4]
-    assert [graph.connections(0) for graph in ada_graphs(ada, 3)] == [14, 12, 12]
+    assert [graph.connections(0) for graph in map(ada.graph, range(3))] == [14, 12, 12]
 
 
-@given(st.sampled_from(sorted(ADA_SCHEDULES)), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
+@given(st.sampled_from([*ADA_SCHEDULES, "step", "closed_loop"]), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
 def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch: int, drift: float) -> None:
-    ada = Ada(n=n, kind=kind, rate=0.7, milestones=(3, 9), target=0.5)
-    measured = ConsensusMeasured(before=drift + 0.25, after=0.25, neighbours=n - 1)
-    graph = ada.graph(epoch, measured)
+    if kind == "closed_loop":
+        measured = ConsensusMeasured(before=drift + 0.25, after=0.25, neighbours=n - 1)
+        graph = ClosedLoopAda(n=n, target=0.5).graph(epoch, measured)
+    elif kind == "step":
+        graph = StepAda(n=n, rate=0.7, milestones=(3, 9)).graph(epoch)
+    else:
+        graph = Ada(n=n, kind=kind, rate=0.7).graph(epoch)
     check_doubly_stochastic(graph(0), tolerance=1e-12)
     check_connected(graph)
     assert 2 <= graph.connections(0) <= n - 1
 
 
 def test_closed_loop_takes_the_sparsest_lattice_that_keeps_the_target() -> None:
-    ada = Ada(n=32, kind="closed_loop", target=0.01)
+    ada = ClosedLoopAda(n=32, target=0.01)
     assert ada.neighbours(0) == 31
     chosen = {}
     for drift in (1e-5, 1e-3, 1e-2, 1e-1):
@@ -276,9 +283,7 @@ def test_bad_ada_says_what_is_wrong() -> None:
     with pytest.raises(AlgorithmError, match="2 <= least <= start"):
         Ada(n=8, start=2, least=4)
     with pytest.raises(AlgorithmError, match="target > 0"):
-        Ada(n=8, kind="closed_loop")
-    with pytest.raises(AlgorithmError, match="depend on what training measures"):
-        ada_graphs(Ada(n=8, kind="closed_loop", target=1.0), 3)
+        ClosedLoopAda(n=8, target=0.0)
     assert allowed_neighbours(9.7, 64) == 8
     assert [allowed_neighbours(wanted, 16, least=5) for wanted in (1, 5, 7, 8.5, 14, 15)] == [6, 6, 6, 8, 14, 15]
     assert Ada(n=16, start=9, least=5).neighbours(9) == 6, "at least `least`, which lies between two lattices"

@@ -15,7 +15,7 @@ from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile, profile_from_parts
-from parsim.plans.layouts import hop_groups, hop_pairs
+from parsim.plans.layouts import POINT_TO_POINT_HOPS, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with
@@ -23,7 +23,7 @@ from parsim.predict.breakdown import union
 from parsim.predict.folding import Exchange, InsideSeconds, exchanges_of
 from parsim.predict.memory import communication_bytes
 from parsim.program.lifetimes import KeptActivations, RankValues
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
+from parsim.program.passes.convert import hop_collective, hop_message
 from parsim.program.placed import PlanIndex
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 from tests.plans import MODEL, plans

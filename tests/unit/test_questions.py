@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -315,3 +316,18 @@ def test_gpus_beside_a_run_file_are_told_how_to_change_its_cluster(parsim: Call,
     said = refused(parsim, "plan", "run.toml", "--gpus", "8xh100-sxm")
     assert "--on or --gpus (cluster=) is for a question without a file" in said
     assert "--set cluster.profile=... (or cluster.gpu, cluster.nodes)" in said
+
+
+def test_every_key_of_a_run_file_is_an_argument() -> None:
+    names = inspect.signature(ps.plan).parameters
+    assert {"zero_stage", "mesh", "precision", "nodes", "seq", "clip_norm"} <= names.keys()
+    by_keys = ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, strategy="dp", devices=4, zero_stage=1)
+    settings = {"plan.strategy": "dp", "cluster.devices": 4, "plan.zero_stage": 1}
+    by_settings = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, settings=settings)
+    assert by_keys.question == by_settings.question
+    with pytest.raises(ConfigError, match=r"zero_stag = 1 is no argument and no key of a run file; did you mean zero_stage"):
+        ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, zero_stag=1)
+    with pytest.raises(ConfigError, match=r"settings\['plan.zero_stage'\] = 2, but plan.zero_stage = 1"):
+        ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, zero_stage=1, settings={"plan.zero_stage": 2})
+    with pytest.raises(ConfigError, match=r"settings\['zero_stage'\] = 1: write the key as section.key"):
+        ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, settings={"zero_stage": 1})

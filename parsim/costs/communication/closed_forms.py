@@ -129,7 +129,7 @@ def _positive(value: float) -> float:
     return value
 
 
-# The mutual slowdown of computation and communication of a program: measured factors, chosen by the sizes of its messages.
+# --- the mutual slowdown of computation and communication -------------------------------------------------------------
 
 
 def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
@@ -184,7 +184,7 @@ def _of_operation(points: Sequence[OverlapPoint], operation: str) -> list[Overla
     return sorted((point for point in own if point.group_size == most), key=lambda point: point.size_bytes)
 
 
-# Piecewise lines: the seconds of a measured collective over its bytes.
+# --- piecewise lines through a measured collective --------------------------------------------------------------------
 
 
 def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
@@ -232,12 +232,7 @@ def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, flo
     return most
 
 
-# The terms of a collective or a transfer in the alpha-beta model: bytes, contention, latency.
-#
-#     seconds = bytes * seconds_per_byte alone + contention + latency
-#
-# Contention is what the bytes take longer while other groups use the same links: bytes times the difference between the seconds
-# per byte beside them and alone. Latency is not stretched.
+# --- terms of a price -------------------------------------------------------------------------------------------------
 
 
 def moving_terms(
@@ -251,6 +246,10 @@ def moving_terms(
     origin: TermOrigin = "fitted",
 ) -> Terms:
     """Terms for the bytes, for contention if there is some, and for latency.
+
+        seconds = bytes * seconds_per_byte alone + contention + latency
+
+    Contention is what the bytes take longer while other groups use the same links. Latency is not stretched.
 
     Args:
         size_bytes: of the whole array. seconds_per_byte: of the whole array, while other groups run.

@@ -606,7 +606,9 @@ def transfer_pace(
         seconds = max([weight / capacity for weight, capacity in own.values()])
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     if source == destination:
-        return seconds, all(step[2].kind == link_kind for _, step in own), 0.0
+        shape = cluster.nodes.shapes[source]
+        links = link_loads(shape.topology, link_kind, [(shape.devices[a], shape.devices[b], 1.0)])
+        return seconds, all(link.kind == link_kind for _, _, link in links), 0.0
     shapes, leaves = cluster.nodes.shapes, (cluster.nodes.leaf[source], cluster.nodes.leaf[destination])
     latency_s = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
     if leaves[0] != leaves[1]:

@@ -18,7 +18,9 @@ from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.units import format_seconds
 from parsim.work import OptimizerStep
 
-# Between and beyond the sample counts at which a component was measured.
+MIN_MEASURED_SIGMA = 0.02
+INTERPOLATION_SIGMA = 0.03
+EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
 
 
 class Interpolated(NamedTuple):
@@ -85,11 +87,6 @@ def _in_proportion(samples: int, seconds: float, wanted: int) -> Terms:
 def _on_line(samples: int, seconds: float, slope: float, wanted: int, other: int) -> Terms:
     what = f"{wanted - samples} samples of {slope:.4g} s, on the line to {other} samples"
     return (_at(samples, seconds), Term("further samples", "plus", slope * (wanted - samples), "measured", what))
-
-
-MIN_MEASURED_SIGMA = 0.02
-INTERPOLATION_SIGMA = 0.03
-EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
 
 
 def measured_component(

@@ -389,7 +389,7 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
 
 
 def restore_one_by_one(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """As `restore_tensors`, of the names that are saved, each of which is read when its turn comes.
+    """`restore_tensors` for the names that are saved, each of which is read when its turn comes.
 
     Args:
         live: by name. saved: such as the weights of `load_state`.
@@ -507,9 +507,6 @@ def remove_checkpoint(place: Path) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     shutil.rmtree(place, ignore_errors=True)
-
-
-# Checkpoints of a training that went on from an older one: those behind it are of a part that is trained anew.
 
 
 UNUSED = "unused-"

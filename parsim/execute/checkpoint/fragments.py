@@ -119,9 +119,6 @@ def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[s
     return joined
 
 
-# Whether a rank calls the values of a model by the names that the plan was made with.
-
-
 def check_names(model: Model, recorded: Mapping[str, CallProgram]) -> None:
     """Ranks address what they exchange by the names of the Model.
 

@@ -26,7 +26,7 @@ URGENT, USUAL = -1, 0
 """torch.cuda's priorities: the lower the number, the sooner."""
 
 CYCLES = 20_000_000
-"""Of the sleep kernel that tells how many cycles one second has: about 10 ms."""
+"""Cycles of the sleep kernel that tells how many one second has: about 10 ms."""
 
 STEADY, MOST_SLEEPS = 0.02, 50
 """The clock of a GPU that was idle rises within some kernels: the rate counts once two in a row differ by so little."""
@@ -83,7 +83,7 @@ class Driver(EventClock[E], Protocol[S, E]):
         """The stream reads memory that another may have allocated: it is free only when that has ended too."""
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """The same memory as a tensor of which the allocator knows nothing; it holds the tensor."""
+        """A tensor on this memory of which the allocator knows nothing; it holds the one that is given."""
 
 
 class TorchCudaDriver:
@@ -140,12 +140,12 @@ class TorchCudaDriver:
         return time.perf_counter()
 
     def cycles_per_s(self) -> float:
-        """Of the sleep kernel; the first call on a GPU measures it and waits for the device."""
+        """Cycles of the sleep kernel in a second; the first call on a GPU measures it and waits for the device."""
         return _cycles_per_s(self._device)
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory under another storage, which holds the tensor; no mode of torch sees it being made.
+    """A tensor's memory under another storage, which holds the tensor; no mode of torch sees it being made.
 
     Modes that count memory would take it for the first reader of what has just arrived.
     """
@@ -189,9 +189,9 @@ def driver_of(device: torch.device) -> Driver[Any, Any] | None:
 # Seconds of work on a GPU, by its own events, with the launches of the host out of the way.
 #
 # A GPU runs what the host queues. Small kernels take less time than their launch, so a clock around them measures the host.
-# Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits.
-# Then the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing
-# are kept beside.
+# Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits. Then
+# the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing are kept
+# beside.
 #
 # Every call goes to an `EventClock` (`parsim.execute.cuda.driver`); tests have one with computed time.
 
@@ -205,7 +205,7 @@ HOLD_MARGIN = 1.5
 """A hold is longer than what the host last needed by this factor, and by FIRST_HOLD_S."""
 
 WARM_S = 1.1
-"""Of sustained work before anything is timed: clocks rise within milliseconds, and fall with power and heat within a second."""
+"""Seconds of work before anything is timed: clocks rise within milliseconds, and fall with power and heat within a second."""
 
 WARM_SIDE = 4096
 
@@ -218,7 +218,7 @@ class Group(NamedTuple):
 
 
 class TimedGroups(NamedTuple):
-    """Of every group.
+    """What was timed, group by group.
 
     Attributes:
         seconds: of the device. issue_s: of the host, to queue the calls. hidden: the host had queued everything before the
@@ -303,8 +303,7 @@ def products(dtype: torch.dtype, device: torch.device) -> QueuedCall:
 # A thread that makes one call after the other, of which workers may be forked.
 #
 # Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
-# ends
-# with an error.
+# ends with an error.
 
 
 T = TypeVar("T")

@@ -111,7 +111,7 @@ NCCL_APART = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     "CUDA_MODULE_LOADING": "EAGER",
 }
-"""Of every rank: nothing but sockets of the loopback is tried. RAS would listen on one port for all of them.
+"""Variables of every rank: nothing but sockets of the loopback is tried. RAS would listen on one port for all of them.
 
 NCCL (from 2.26) starts the kernels of all communicators in the order of their launches, which is the same on all ranks
 (`parsim.execute.runtime`). It then promises that they do not wait for ever. Leaves out ranks with a GPU of their own: a
@@ -152,7 +152,7 @@ CUDA_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
-"""Of a rank with a GPU, unless they are set.
+"""Variables of a rank with a GPU, unless they are set.
 
 A GPU takes what streams are given from so many queues, 8 by default. A plan with several axes has more streams than that.
 Streams that share a queue wait for one another, so a receive behind another could hold up the computation that its sender waits

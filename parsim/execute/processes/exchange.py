@@ -23,7 +23,7 @@ from parsim.execute.processes.heartbeat import pulse
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.5
 _PAUSE_SHARE = 1 / 16
-"""Of what a rank has waited already: it goes on at most so much later, and asks some hundred times in a long wait."""
+"""Pause over time waited so far: a rank goes on at most so much later, and asks some hundred times in a long wait."""
 T = TypeVar("T")
 
 

@@ -25,7 +25,7 @@ BEATS_VARIABLE = "PARSIM_BEATS"
 _ENTRY = struct.Struct("<dqqB39s")
 _PROC = Path("/proc")
 _IDLE_SHARE = 0.05
-"""Of one core: what uses less computes nothing."""
+"""Share of a core: what uses less computes nothing."""
 PATIENCE, LEAST_PATIENCE_S = 20, 600.0
 """Times the limit, and at least so long: for a rank that computes without a sign of progress, or prepares its work. On a
 machine that others use, imports alone may take a minute."""
@@ -151,7 +151,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """Of one rank: seconds that it has been stopped, or a zombie that cannot be reaped; seconds since its last beat, and its
+    """A rank: seconds that it has been stopped, or a zombie that cannot be reaped; seconds since its last beat, and its
     processor seconds at that. Also whether it was seen running, or waiting for a core, since then."""
 
     stopped_s: float = 0.0

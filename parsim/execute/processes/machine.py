@@ -137,7 +137,7 @@ def _torch_state() -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """Of the GPUs that torch sees, in its order."""
+    """Names of the GPUs that torch sees, in its order."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -133,8 +133,8 @@ def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> se
 
 # The folder of a launch: readable by its user alone, and gone when the launch is, even if its process was killed.
 #
-# A launcher that is killed cannot remove its folder. So every folder is locked by the process that made it, and the next
-# launch removes those whose lock is free.
+# A launcher that is killed cannot remove its folder. So every folder is locked by the process that made it, and the next launch
+# removes those whose lock is free.
 
 
 PREFIX = "parsim-launch-"
@@ -195,8 +195,8 @@ def _remove_abandoned() -> None:
 
 # What a rank says when it ends, in memory that it shares with the launcher: told even where no file can be written.
 #
-# The launcher makes the room before it starts the ranks, on the disk of its temporary folder. A rank maps it when it begins.
-# So on a full disk, or under a limit of file sizes, neither a file nor a byte has to be added.
+# The launcher makes the room before it starts the ranks, on the disk of its temporary folder. A rank maps it when it begins. So
+# on a full disk, or under a limit of file sizes, neither a file nor a byte has to be added.
 #
 # Leaves out: ranks that somebody's own torchrun starts. They have their error record alone.
 
@@ -204,7 +204,7 @@ def _remove_abandoned() -> None:
 WORDS_VARIABLE = "PARSIM_LAST_WORDS"
 _LENGTH = struct.Struct("<I")
 ROOM_BYTES = 8192
-"""Of each rank."""
+"""For each rank."""
 
 
 class LastWords:
@@ -250,9 +250,6 @@ def read_last_words(path: Path, rank: int) -> str:
         return ""
 
 
-# What the ranks of an attempt write to stdout and stderr: into files, read by the launcher as they grow.
-
-
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -265,7 +262,7 @@ class RankOutput:
     read_bytes: dict[Path, int] = field(default_factory=dict)
 
     def paths(self, rank: int) -> tuple[Path, Path]:
-        """Of stdout and stderr of a rank."""
+        """The files of a rank's stdout and stderr."""
         return self.folder / str(rank) / "stdout.log", self.folder / str(rank) / "stderr.log"
 
     @property

@@ -101,15 +101,14 @@ def give_back_freed_memory() -> bool:
 # Communication first: its threads run as soon as they wake, where the system lets them.
 #
 # With gloo a rank's computation and communication share a core. A thread that a message wakes up waits there until the
-# computing thread has used its time slice. That takes some milliseconds, in which the peer waits too. Threads under
-# real-time round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something
-# to send or to add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter
-# (`experiments/this_machine/priority.py`).
+# computing thread has used its time slice. That takes some milliseconds, in which the peer waits too. Threads under real-time
+# round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
+# add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter (`experiments/this_machine/priority.py`).
 #
-# All of them have one priority. Gloo's loop over its sockets and the threads that use them wait for one another by polling,
-# and a thread with higher priority would poll forever. What the computation holds none of them may wait for: see
-# `parsim.execute.processes.setup.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a
-# whole time slice.
+# All of them have one priority. Gloo's loop over its sockets and the threads that use them wait for one another by polling, and
+# a thread with higher priority would poll forever. What the computation holds none of them may wait for: see
+# `parsim.execute.processes.setup.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a whole
+# time slice.
 #
 # It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
 
@@ -118,7 +117,7 @@ SWITCH = "PARSIM_PRIORITY"
 """Environment variable: 0 leaves all threads alike."""
 
 LOWEST = 1
-"""Of the real-time priorities: above everything usual, below whatever else the system runs so."""
+"""Real-time priority: above everything usual, below whatever else the system runs so."""
 
 
 def take_priority() -> bool:

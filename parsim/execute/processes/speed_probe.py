@@ -35,7 +35,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSize:
-    """Of the probe's step: images and their side, and channels of its convolutions; tokens are as wide as two channels."""
+    """Size of the probe's step: images and their side, and channels of its convolutions; tokens are as wide as two channels."""
 
     samples: int
     side: int
@@ -67,7 +67,7 @@ class SpeedProbe:
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=0.0, momentum=0.9, foreach=True)
 
     def seconds(self) -> float:
-        """Of one step: the median of a few, after some that warm up."""
+        """Seconds of one step: the median of a few, after some that warm up."""
         with torch.enable_grad():
             if self._driver is not None:
                 for _ in range(WARM_STEPS):

@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import (
+    HOPS,
+    LOCAL_HOPS,
+    PIECES,
+    POINT_TO_POINT_HOPS,
+    Hop,
+    ValueLayout,
+    conversion,
+    hop_groups,
+    hop_pairs,
+)
 from parsim.program.draft import Draft, TaskKey
 from parsim.program.placed import PlanIndex, Reading
 from parsim.program.task import COMPUTE, Origin, Resource
 from parsim.work import Collective, Phase, SendRecv
 
 TP_STREAM = "tp"
-
-COLLECTIVE_OF_HOP = {
-    "all_gather_batch": "all_gather",
-    "all_gather_dim": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_reduce_maximum": "all_reduce",
-    "reduce_scatter_batch": "reduce_scatter",
-    "reduce_scatter_dim": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-}
-POINT_TO_POINT_HOPS = ("scatter", "gather", "move")
 
 
 class Moving(NamedTuple):
@@ -267,7 +265,7 @@ def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -
     all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
     whole = (1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp) * hop.padding
     packed = hop.operation in ("all_gather_dim", "reduce_scatter_dim")
-    operation = COLLECTIVE_OF_HOP[hop.operation]
+    operation = HOPS[hop.operation].collective
     return Collective(operation=operation, group=ranks, size_bytes=round(size_bytes * whole), packed=packed)
 
 
