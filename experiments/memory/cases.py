@@ -53,14 +53,14 @@ QUESTIONS = (
     Question(ModelSpec(name="gpt_small"), "sublayer", "synthetic"),
     Question(ModelSpec(name="bert_small"), "sublayer", "synthetic"),
     Question(
-        ModelSpec(name="modules:Recurrent", inputs=(ModelInput("tokens", (32,), "int64", 500),)),
+        ModelSpec(name="experiments.memory.modules:Recurrent", inputs=(ModelInput("tokens", (32,), "int64", 500),)),
         "block",
         "synthetic",
         called="lstm",
     ),
     Question(
         ModelSpec(
-            name="modules:Conditioned",
+            name="experiments.memory.modules:Conditioned",
             inputs=(ModelInput("image", (3, 16, 16)), ModelInput("step", (), "int64", 100)),
             loss="mse",
         ),

@@ -29,7 +29,7 @@ IMAGE = ModelInput("image", (3, 32, 32))
 def _kind(
     called: str, factory: str, *, granularity: str = "block", shape: tuple[int, ...] | None = None, **more: object
 ) -> Question:
-    spec = ModelSpec(name=f"kind_modules:{factory}", input_shape=shape, **more)  # type: ignore[arg-type]
+    spec = ModelSpec(name=f"experiments.memory.kind_modules:{factory}", input_shape=shape, **more)  # type: ignore[arg-type]
     return Question(spec, granularity, "synthetic", called=called, kind=True)
 
 

@@ -320,10 +320,9 @@ def _rank_breakdown(
 #
 # Model FLOP are those of the products, convolutions and attention scores of one forward and one backward (twice the forward).
 # Every key counts, causal or not. That is PaLM's 6N + 12LHQT per token (Chowdhery et al. 2022, appendix B) and Megatron's
-# formula
-# without recomputation (Narayanan et al. 2021, equation 3). N is what a token visits: the active experts, and no embedding
-# table.
-# Hardware FLOP add the forwards that a plan runs again. Leaves out: norms, activations, the optimizer, and routing.
+# formula without recomputation (Narayanan et al. 2021, equation 3). N is what a token visits: the active experts, and no
+# embedding table. Hardware FLOP add the forwards that a plan runs again.
+# Leaves out: norms, activations, the optimizer, and routing.
 
 
 COUNTED = ("matmul", "convolution", "attention")

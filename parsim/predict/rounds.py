@@ -61,9 +61,8 @@ from parsim.work import Collective, Compute, Phase, SendRecv
 # megatron/mpu/layers.py @02bb1f5c86fc.
 #
 # Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that communication takes
-# from
-# products; in pieces, sums (all_reduce), which no product waits for piece by piece; beside gradients of weights, components
-# that were measured as a whole, whose products are not known apart: they hide nothing.
+# from products; in pieces, sums (all_reduce), which no product waits for piece by piece; beside gradients of weights,
+# components that were measured as a whole, whose products are not known apart: they hide nothing.
 
 
 IN_PIECES = ("all_gather", "reduce_scatter")
