@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from parsim.execute.cuda.driver import Group, driver_of, timed_groups, warm_gpu
-from parsim.execute.numerics import Numerics, numerics_in, set_switches, switches
+from parsim.execute.numerics import TorchNumerics, numerics_in, set_switches, switches
 from parsim.execute.processes.machine import memory_limit_bytes, resident_bytes
 from parsim.execute.rank_run import make_streams
 from parsim.units import GIB, MIB
@@ -157,7 +157,7 @@ def set_arithmetic(precision: str) -> None:
     set_switches(tf32=precision == "tf32")
 
 
-def numerics(precision: str) -> Numerics:
+def numerics(precision: str) -> TorchNumerics:
     """In which numbers a rank of the executor computes: under bf16 with master weights, under fp16 with a scaled loss."""
     return numerics_in(precision, dtype="float64" if precision == "fp64" else "float32")
 

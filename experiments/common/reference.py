@@ -23,7 +23,7 @@ from parsim.data.samples import Order, Samples, order_of, part
 from parsim.execute.job import PLAIN, Schedule, TrainingRecipe, group_of
 from parsim.execute.learning_rate import scheduler
 from parsim.execute.loading import host_values
-from parsim.execute.numerics import Numerics
+from parsim.execute.numerics import TorchNumerics
 from parsim.execute.optimizer import EMA, MASTER, MasterWeights, exempt_names, make_optimizer
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.model.component import Component
@@ -66,7 +66,7 @@ def train_reference(
     seed: int,
     steps: int,
     model: Model | None = None,
-    numerics: Numerics | None = None,
+    numerics: TorchNumerics | None = None,
     recipe: TrainingRecipe = PLAIN,
 ) -> ReferenceResult:
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
@@ -78,7 +78,7 @@ def train_reference(
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
         recipe: done here by torch's own schedulers and groups of parameters.
     """
-    numerics = numerics if numerics is not None else Numerics(weights=dtype)
+    numerics = numerics if numerics is not None else TorchNumerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -142,7 +142,7 @@ class _Updater:
         named: Mapping[str, Tensor],
         optimizer: str,
         learning_rate: float,
-        numerics: Numerics,
+        numerics: TorchNumerics,
         recipe: TrainingRecipe,
         exempt: frozenset[str],
     ) -> None:

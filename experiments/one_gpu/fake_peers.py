@@ -24,7 +24,7 @@ from parsim.execute.cuda.driver import Driver
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.loading import Loader, Pin
 from parsim.execute.mixing import MixingRounds, mean_groups
-from parsim.execute.numerics import Numerics
+from parsim.execute.numerics import TorchNumerics
 from parsim.execute.runtime import RankProgram, required_groups, room_waits
 from parsim.execute.stage import StageReplica
 from parsim.execute.stale import StaleStage
@@ -50,7 +50,7 @@ class PlannedRun:
     optimizer: str = "adamw"
     learning_rate: float = 1e-2
     dtype: torch.dtype = torch.float32
-    numerics: Numerics | None = None
+    numerics: TorchNumerics | None = None
 
 
 class FakeRank(NamedTuple):

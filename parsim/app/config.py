@@ -48,7 +48,6 @@ from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.registry import RowOf, as_key_error, is_reference
-from parsim.search.families import FAMILIES
 from parsim.units import nearest_divisors
 
 Tables = TypeVar("Tables", bound=ConfigSection)
@@ -554,6 +553,8 @@ def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
 
 
 def _check_family(name: str) -> None:
+    from parsim.search.families import FAMILIES
+
     try:
         FAMILIES[name]
     except ParsimError as error:

@@ -188,7 +188,7 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numerics:
+class TorchNumerics:
     """Attributes:
     weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
     tf32: matmuls and convolutions of a GPU may use it.
@@ -206,7 +206,7 @@ class Numerics:
         return _NOTHING if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
-def numerics_of(run: RunSpec, device: torch.device) -> Numerics:
+def numerics_of(run: RunSpec, device: torch.device) -> TorchNumerics:
     """What the run asks for. Raises ExecutionError where the device cannot."""
     check_executable(run.precision, run.dtype, device.type)
     scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps)
@@ -215,7 +215,7 @@ def numerics_of(run: RunSpec, device: torch.device) -> Numerics:
 
 def numerics_in(
     precision: str, *, dtype: str = "float32", master_weights: bool = True, loss_scale: LossScale | None = None
-) -> Numerics:
+) -> TorchNumerics:
     """The numbers that a precision means.
 
     Args:
@@ -224,7 +224,7 @@ def numerics_in(
     """
     kind = number_format(precision)
     halved = kind.weight_bytes == 2
-    return Numerics(
+    return TorchNumerics(
         weights=torch.bfloat16 if halved else DTYPES[dtype],
         autocast=AUTOCAST[kind.autocast] if kind.autocast else None,
         tf32=precision == "tf32",

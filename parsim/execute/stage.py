@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parsim.execute.checkpoint.checkpoint import RankState, restore_tensors
 from parsim.execute.checkpoint.fragments import Fragment, check_names, fragment_of, is_per_element, piece_of
 from parsim.execute.job import PLAIN, TrainingRecipe
-from parsim.execute.numerics import ComponentRandomness, Numerics, overflow_flag
+from parsim.execute.numerics import ComponentRandomness, TorchNumerics, overflow_flag
 from parsim.execute.optimizer import (
     EMA,
     MASTER,
@@ -69,11 +69,11 @@ class StageReplica:
         dtype: torch.dtype,
         seed: int,
         device: torch.device,
-        numerics: Numerics | None = None,
+        numerics: TorchNumerics | None = None,
         recipe: TrainingRecipe = PLAIN,
     ) -> None:
         self.recipe = recipe
-        self.numerics = numerics if numerics is not None else Numerics(weights=dtype)
+        self.numerics = numerics if numerics is not None else TorchNumerics(weights=dtype)
         self.layout = layout
         self.rank = rank
         self.number = layout.plan.stage_of_rank(rank)
@@ -473,7 +473,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _recordings(
-    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], numerics: Numerics, device: torch.device
+    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], numerics: TorchNumerics, device: torch.device
 ) -> tuple[dict[int, Shapes], dict[str, CallProgram]]:
     """Shape and dtype of every value, by samples: of the whole microbatch and of what the components `own` see; and these."""
     whole = layout.plan.microbatch_samples
@@ -517,6 +517,6 @@ def recorded_programs(
         move_hollow(module, place)
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
     args, kwargs = interface_of(spec).arguments(inputs)
-    with Numerics(autocast=autocast).computing(place):
+    with TorchNumerics(autocast=autocast).computing(place):
         runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec), control_flow=flow)
     return {entry.name: entry.program for entry in runnables}
