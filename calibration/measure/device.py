@@ -1,6 +1,6 @@
 """The best rates of one device with every rank busy: arithmetic, memory, and the framework's own memory.
 
-A GPU is measured by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill
+A GPU is measured by events behind a hold (`parsim.execute.cuda.driver`), after a second of work, and at sizes that fill
 it. The products and copies of a CPU core would measure its launches and its L2 cache.
 
 Precisions: in which arithmetic one is measured, with types of arrays, autocast, and the switches of the libraries of a GPU.

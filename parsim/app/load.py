@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -312,8 +313,6 @@ def serves(profile: Profile, config: Question, model: Model) -> bool:
 
 def _made(config: Question, model: Model | None) -> Path:
     """Calibrate quickly for this question."""
-    import importlib.util
-
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError(
             f"{THIS_MACHINE} needs a calibration, and that needs torch, which is not installed; pip install 'parsim[torch]', "

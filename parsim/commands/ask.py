@@ -26,8 +26,12 @@ from parsim.commands.output import (
     print_json,
     print_tables,
 )
+from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
+from parsim.plans.plan import plan_in_words
+from parsim.report.more_tables import price_tables
+from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
 
 if TYPE_CHECKING:
     from parsim.app.to_target import TargetRanking
@@ -163,9 +167,6 @@ def simulate(
     from parsim.app.question import assumed_text, loss_note, loss_text
     from parsim.app.run_folder import new_folder, write_json
     from parsim.app.write_folder import write_prediction
-    from parsim.costs.loading import MeasuredLoading
-    from parsim.plans.plan import plan_in_words
-    from parsim.report.tables import alone, breakdown_table, memory_table, strategy_table
 
     folder = None if out is None else new_folder(out, "")
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
@@ -243,8 +244,6 @@ def cost(
 ) -> None:
     """Price a collective, or every component of a model."""
     from parsim.app.functions import cost as price
-    from parsim.report.more_tables import price_tables
-    from parsim.report.tables import cost_table
 
     if (collective is None) == (model is None):
         raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")

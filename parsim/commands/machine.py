@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from parsim.app.doctor import progress
+from parsim.app.config_text import parse_numbers
+from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
 from parsim.errors import ConfigError
+from parsim.hardware.speed_factor import speed_since
+from parsim.report.more_tables import calibration_table
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -60,7 +63,6 @@ def calibrate(
     """
     from calibration.rounds.calibrate import refit as fit_again
     from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
-    from parsim.app.config_text import parse_numbers
     from parsim.app.question import question_from_file
 
     if refresh is not None:
@@ -97,7 +99,6 @@ def calibrate(
 
 def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
-    from parsim.hardware.speed_factor import speed_since
 
     with progress(f"Measuring the speed of the cores for {path}"):
         profile = refresh(path)
@@ -112,8 +113,6 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
     if as_json:
         print_json({"profile": str(out), "name": profile.name, "points": _points(profile), "warnings": warnings})
         return
-    from parsim.report.more_tables import calibration_table
-
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
     if warnings:
@@ -169,8 +168,6 @@ def profile(
 
 def doctor(as_json: JsonFlag = False) -> None:
     """Check this machine: hardware and packages, which commands work here, and how to get what is missing."""
-    from parsim.app.doctor import examine, sentence, tables
-
     with progress("Examining this machine"):
         findings = examine()
     if as_json:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.app.config_text import allow_code, changes_of
 from parsim.errors import ConfigError
 from parsim.files import finite
+from parsim.hardware.parts import machines_of
+from parsim.report.tables import to_rich, to_text
 from parsim.units import printable
 
 if TYPE_CHECKING:
@@ -27,8 +30,6 @@ Overrides = Annotated[
 
 def _allow(wanted: bool) -> None:
     if wanted:
-        from parsim.app.config_text import allow_code
-
         allow_code()
 
 
@@ -87,9 +88,7 @@ def on_gpus(
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
-    from parsim.app.config_text import changes_of
     from parsim.app.question import per_node_of
-    from parsim.hardware.parts import machines_of
 
     changes = [
         *([] if network is None else [f'cluster.network="{network}"']),
@@ -113,8 +112,6 @@ def print_json(document: object) -> None:
 
 def print_tables(tables: Sequence[ReportTable]) -> None:
     """Rich tables on a terminal, plain text of a fixed width in a file or a pipe."""
-    from parsim.report.tables import to_rich, to_text
-
     if not sys.stdout.isatty():
         print("\n".join(to_text(table) for table in tables), end="")
         return

@@ -20,7 +20,12 @@ from parsim.commands.output import (
     print_tables,
     print_verdict,
 )
+from parsim.costs.conformal import coverage_by, coverage_of, judged_split
+from parsim.costs.history import history_path, read_history
 from parsim.errors import ConfigError
+from parsim.hardware.compose import load_profile
+from parsim.plans.plan import Plan
+from parsim.report.tables import kind_table, validation_table
 
 if TYPE_CHECKING:
     from parsim.costs.history import History
@@ -49,7 +54,6 @@ def run(
 ) -> None:
     """Train for real under the chosen plan."""
     from parsim.app.functions import run as train
-    from parsim.report.tables import validation_table
 
     done = train(
         asked,
@@ -101,8 +105,6 @@ def _scored(document: dict[str, Any]) -> str:
 
 
 def _print_decisions(decisions: Sequence[dict[str, Any]]) -> None:
-    from parsim.plans.plan import Plan
-
     for decision in decisions:
         what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
         print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
@@ -121,8 +123,6 @@ def coverage(
 ) -> None:
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.app.write_folder import report_facts
-    from parsim.costs.history import history_path, read_history
-    from parsim.hardware.compose import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
     from parsim.report.page import ReportData, write_report
 
@@ -153,8 +153,6 @@ def coverage(
 
 def coverage_document(known: History) -> dict[str, Any]:
     """A History as JSON: how new intervals are corrected, and coverage in all, by model and by run (None without records)."""
-    from parsim.costs.conformal import coverage_by, coverage_of, judged_split
-
     rows = judged_split(known.records)
     return {
         "history": None if known.path is None else str(known.path),
@@ -197,7 +195,6 @@ def validate(
 ) -> None:
     """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
     from parsim.app.functions import validate as judge
-    from parsim.report.tables import kind_table, validation_table
 
     done = judge(
         target,

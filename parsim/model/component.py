@@ -83,7 +83,7 @@ class Operator:
         return self.parameter_bytes > 0 and self.function not in (NOT_LOW, UNALIGNED)
 
     def __hash__(self) -> int:
-        """Of a few fields: hashing all takes most of the time of a look-up, and equal operators have equal hashes still."""
+        """Hash few fields: hashing all takes most of the time of a look-up, and equal operators have equal hashes still."""
         return hash((self.kind, self.function, self.forward_flop, self.activation_bytes, self.count))
 
 
@@ -145,7 +145,7 @@ class Share(NamedTuple):
     whole: int
 
     def of(self, size: int) -> int:
-        """Of so many bytes or elements."""
+        """The shard's part of so many bytes or elements."""
         return size * self.own // self.whole
 
 
@@ -154,7 +154,7 @@ ALONE = Share(1, 1)
 
 
 def share_of(size: int, ways: int) -> Share:
-    """Of a dim of `size` in equal pieces, the last one padded; size 0: the ways divide."""
+    """Share of a dim of `size` in equal pieces, the last one padded; size 0: the ways divide."""
     return Share(-(-size // ways), size) if size else Share(1, ways)
 
 
@@ -365,7 +365,7 @@ class Component(Footprint[Size]):
             has it.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: its memory under autocast; None: not recorded.
-        inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
+        inside: of a piece of the sequence, or with divided experts (`parsim.model.divided`); None: neither.
         gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
             concatenation.
     """
@@ -405,7 +405,7 @@ class Component(Footprint[Size]):
         )
 
     def __hash__(self) -> int:
-        """Of a few fields, as that of Operator."""
+        """Hash few fields, as Operator does."""
         return hash((self.name, len(self.operators), self.saved_activation_bytes))
 
     def sharding(self, rule: str) -> Sharding:
@@ -460,7 +460,7 @@ class Component(Footprint[Size]):
 
 
 def _more_kept(selective: Selective[Size], rest: int) -> Selective[Size]:
-    """Of a kernel whose outputs are kept: what its arrays leave of their last pages is kept too."""
+    """A kernel's kept outputs with what its arrays leave of their last pages."""
     return replace(
         selective,
         kept=(selective.kept[0], selective.kept[1] + rest),

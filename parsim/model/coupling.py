@@ -186,7 +186,7 @@ class _Totals:
         self.own_backwards: list[bool] = []
 
     def __call__(self, first: int, last: int, seed: int, *, times: int = 1) -> float:
-        """Of the samples from `first` to `last`, all of them `times` times."""
+        """The loss of the samples from `first` to `last`, all of them `times` times."""
         given = {name: _of(tensor, name in self._constants, first, last, times) for name, tensor in self._inputs.items()}
         wanted = None if self._target is None else _of(self._target, False, first, last, times)
 
@@ -202,7 +202,7 @@ class _Totals:
         return once()  # a forward that names float32 itself may need it throughout
 
     def gradient(self, first: int, last: int) -> Tensor:
-        """Of the loss of these samples, all parameters in one row."""
+        """Gradient of the loss of these samples, all parameters in one row."""
         given = {name: _of(tensor, name in self._constants, first, last, 1) for name, tensor in self._inputs.items()}
         wanted = None if self._target is None else _of(self._target, False, first, last, 1)
         args, kwargs = self._call(given)

@@ -391,7 +391,7 @@ def check_recorded(model: Model, precision: str) -> None:
 
 
 def _reduced_bytes(precision: str) -> int | None:
-    """Of an activation's element under autocast; None where it is as recorded."""
+    """Bytes of an activation's element under autocast; None where it is as recorded."""
     kind = number_format(precision)
     return kind.element_bytes if kind.autocast else None
 

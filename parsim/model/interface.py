@@ -46,7 +46,7 @@ class Interface:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of the first input."""
+        """Shape of one sample of the first input."""
         return self.inputs[0].shape
 
     @property
@@ -56,7 +56,7 @@ class Interface:
 
     @property
     def inputs_in_order(self) -> tuple[ModelInput, ...]:
-        """As a forward is given them. Needs torch."""
+        """Inputs in the order in which a forward is given them. Needs torch."""
         from parsim.model.trace.record import flatten_inputs
 
         entries = {entry.name: entry for entry in self.inputs}
@@ -153,7 +153,7 @@ class OpenInterface:
         return self.with_output(settle_module(self.module, self.args, self.kwargs, loss.objective, **asked))  # type: ignore[arg-type]
 
     def with_output(self, settled: Settled) -> Interface:
-        """As a forward has settled it."""
+        """The interface with what a forward has settled."""
         return replace(self.kind, output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
@@ -223,7 +223,7 @@ def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict
 
 
 def drawn_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
-    """As `zero_batch`, with random data of seed 0: the example that `control_flow` follows."""
+    """`zero_batch` with random data of seed 0: the example that `control_flow` follows."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def example_batch(
 def random_batch(
     kind: Interface, samples: int, *, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """As `example_batch`, for an interface."""
+    """`example_batch` for an interface."""
     import torch
 
     dtype = dtype or torch.float32

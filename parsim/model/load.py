@@ -92,7 +92,7 @@ def key_of(content: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
-    """Of all that decides about a trace: parsim by its source."""
+    """Versions of all that decides about a trace: parsim by its source."""
     found = {"python": sys.version}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

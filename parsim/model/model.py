@@ -90,7 +90,7 @@ class Model(Remembering):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Of the components, in their order: a fingerprint hashes all operators each time it is asked for."""
+        """Those of the components, in order, kept because each hashes all operators when it is asked for."""
         return tuple(component.fingerprint for component in self.components)
 
     @cached_property

@@ -137,8 +137,7 @@ def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
 # What a model minimises: a loss, the output it reads, and its targets. Needs no torch.
 #
 # An Objective travels as text: `cross_entropy`, `cross_entropy(classes_dim=0)`, `mse(output="pixels")`. Plans, Models and
-# jobs
-# hold this text, and `parse_objective` reads it back.
+# jobs hold this text, and `parse_objective` reads it back.
 
 
 TARGET = "target"

@@ -100,7 +100,7 @@ def _product(
 
 
 def _mm(call: TracedCall) -> Dims:
-    """Of the last two tensor arguments that are matrices: addmm has a sum before them."""
+    """Sizes of the last two tensor arguments that are matrices: addmm has a sum before them."""
     skip = 1 if call.name == "aten.addmm" else 0
     left, right = call.first(skip), call.first(skip + 1)
     return (("m", left.shape[0]), ("n", right.shape[1]), ("k", left.shape[1]))

@@ -240,7 +240,7 @@ def _holder(module: nn.Module, key: StateKey) -> dict[str, Any]:
 
 
 def renumber(template: Any, slot: Mapping[int, int]) -> Any:
-    """The same recorded argument with other slot numbers."""
+    """A recorded argument with other slot numbers."""
     if type(template) is Ref:
         return Ref(slot[template.slot])
     if type(template) is Nested:

@@ -161,7 +161,7 @@ class ModelSpec(ConfigSection):
 
 
 def resolve(spec: ModelSpec) -> ModelSpec:
-    """The same model with every argument and the input shape spelled out (zoo), and the arguments in one order.
+    """A spec with every argument and the input shape spelled out (zoo), and the arguments in one order.
 
     Args:
         spec: as given.

@@ -86,8 +86,7 @@ class_sums: Callable[..., Tensor] = ClassSums.apply
 # The loss of what a module returned, as the sum over the samples of a batch: one function for tracing, training and scoring.
 #
 # A module or a plain function gives one number per sample, which are added up, or a scalar, which is taken as the mean over
-# the
-# batch. Whether a scalar is that mean is found out by `parsim.model.coupling`.
+# the batch. Whether a scalar is that mean is found out by `parsim.model.coupling`.
 
 
 MEAN, PER_SAMPLE, SUM = "mean", "per sample", "sum"

@@ -16,7 +16,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import parsim  # noqa: E402
 from experiments.common.equality import even_plan  # noqa: E402
-from parsim.app.ask import check_loss  # noqa: E402
+from parsim.app.launch import check_loss  # noqa: E402
 from parsim.app.question import loss_note  # noqa: E402
 from parsim.errors import ModelError, ParsimError, PlanError  # noqa: E402
 from parsim.model.load import (  # noqa: E402

@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parsim.costs.communication.contention import group_pace, inside_pace, rings_of, transfer_pace
+from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, NodeShape
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication, LinkModel, Profile
@@ -64,8 +65,6 @@ def fits_of_points(points: list[CollectivePoint], *, by_group: bool, source: str
     Raises:
         ProfileError: fewer than two sizes of an operation and group.
     """
-    from parsim.costs.communication.regime_fits import fit_regimes
-
     if not by_group:
         return fit_regimes(points, source=source)
     groups: dict[tuple[int, ...], list[CollectivePoint]] = {}

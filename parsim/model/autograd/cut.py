@@ -124,7 +124,7 @@ def backward_component(
 
 
 def _edge(value: Tensor) -> GradientEdge:
-    """As torch's `get_gradient_edge`, at a third of its cost where an operator of torch made the value."""
+    """torch's `get_gradient_edge`, at a third of its cost where an operator of torch made the value."""
     node = value.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(value)
@@ -132,7 +132,7 @@ def _edge(value: Tensor) -> GradientEdge:
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """As `torch.autograd.backward`, without its own check of shapes: the engine checks them too."""
+    """`torch.autograd.backward` without its own check of shapes: the engine checks them too."""
     Variable._execution_engine.run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

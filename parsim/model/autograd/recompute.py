@@ -414,12 +414,12 @@ def _device_of(call: KernelCall) -> torch.device:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Of the generator that kernels on the device draw from."""
+    """State of the generator that kernels on the device draw from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Of the same generator."""
+    """Set the state of the generator that kernels on the device draw from."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -428,12 +428,11 @@ def set_generator_state(state: Tensor, device: torch.device) -> None:
 
 # Forward of a component that keeps only its inputs, and the same forward again when its backward needs saved tensors.
 #
-# The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
-# changes to buffers are discarded, so running statistics are updated once.
+# The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its changes
+# to buffers are discarded, so running statistics are updated once.
 #
 # By operator (`forward_keeping_calls`), the outputs of some operators are kept too and not computed again. Inputs that
-# nothing
-# reads again are not kept (`parsim.model.autograd.recompute`).
+# nothing reads again are not kept (`parsim.model.autograd.recompute`).
 #
 # Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
 
@@ -480,7 +479,7 @@ def forward_keeping_inputs(
 def forward_keeping_calls(
     runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True, on_host: bool = True
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
-    """The same, keeping the outputs of operators that are dear to compute and that something needs again.
+    """`forward_keeping_inputs`, keeping outputs of operators that are dear to compute and that something needs again.
 
     Raises TraceError if the component writes in place into an input that is read again.
     """
@@ -550,7 +549,7 @@ def _generators_of(kept: RecomputeInputs) -> Iterator[None]:
 
 
 def _generator_states(device: torch.device, draws: bool, on_host: bool) -> dict[torch.device, Tensor]:
-    """Of the generators that a forward may draw from."""
+    """States of the generators that a forward may draw from."""
     if not draws:
         return {}
     places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]

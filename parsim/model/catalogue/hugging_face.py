@@ -195,12 +195,9 @@ def sequence_length(config: Any, given: int | None, where: str) -> int:
 # Experts of a mixture as grouped products over tokens sorted by expert, in every precision and on every device.
 #
 # transformers takes torch's grouped_mm for them, whose shapes torch knows for bfloat16 alone. Its own operator for other
-# cases,
-# `transformers::grouped_mm_fallback`, multiplies the same matrices one expert at a time. So every token is multiplied with
-# the
-# experts it chose, whichever they are: the work does not depend on how tokens are routed. What an uneven routing does to the
-# time
-# of a device that holds some of the experts is left out.
+# cases, `transformers::grouped_mm_fallback`, multiplies the same matrices one expert at a time. So every token is multiplied
+# with the experts it chose, whichever they are: the work does not depend on how tokens are routed. What an uneven routing
+# does to the time of a device that holds some of the experts is left out.
 
 
 NAME = "parsim_grouped_mm"

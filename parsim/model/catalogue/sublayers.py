@@ -259,7 +259,7 @@ class SamplePart:
     element_bytes: int = 2
 
     def operand_bytes(self, software: Software) -> int:
-        """Of an input of a product that is kept for the backward."""
+        """Bytes per element of an input of a product that is kept for the backward."""
         return 1 if software.casts else self.element_bytes
 
 

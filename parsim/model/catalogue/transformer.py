@@ -77,7 +77,7 @@ BALANCED = "experts are visited evenly"
 
 @lru_cache(maxsize=64)
 def recorded(shape: Shape, software: Software, part: SamplePart, granularity: str, weights: str) -> Model:
-    """The same as traced Models are recorded: with weights of a type, and in fp32 also what autocast to half precision keeps.
+    """A Model as traced ones are: with weights of a type, and in fp32 also with what autocast to half precision keeps.
 
     Args:
         weights: "float32" or "bfloat16".
@@ -278,7 +278,7 @@ def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins
 
 
 def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Component:
-    """The same layer at another place, with parameters of its own."""
+    """A layer at another place, with parameters of its own."""
     swap = {parameter.name: f"{name}.{parameter.name}" for parameter in component.parameters}
     places = dict(zip(component.inputs, inputs, strict=True))
 

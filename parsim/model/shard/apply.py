@@ -149,7 +149,7 @@ def nothing_like(value: Tensor) -> Tensor:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The same tensor, of whose gradient another shard takes care; zeros flow back, one zero seen as many."""
+    """A tensor of whose gradient another shard takes care; zeros flow back, one zero seen as many."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

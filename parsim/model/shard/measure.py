@@ -43,7 +43,7 @@ class WholeComponent:
 
 
 class OperatorDivision(NamedTuple):
-    """Of one operator what a shard divides."""
+    """What a shard divides of one operator."""
 
     dim: str
     activation_bytes: int

@@ -404,13 +404,13 @@ def _useful(program: CallProgram, inputs: Sequence[Content], found: Propagation)
 
 
 def _elements(program: CallProgram, variant: Variant) -> int:
-    """Of the parameters and buffers that are cut."""
+    """Elements of the parameters and buffers that are cut."""
     shapes = {key.name: program.tensors[slot].shape for key, slot in program.state}
     return sum(math.prod(shapes[name]) for name in variant.found.parts)
 
 
 def _best(program: CallProgram, group: Sequence[Variant]) -> Variant:
-    """Of those that cut about the most, the one that allows the most shards; the first of equals."""
+    """The variant with the most shards among those that cut about the most; the first of equals."""
     most = max(_elements(program, variant) for variant in group)
     close = [variant for variant in group if _elements(program, variant) >= SLACK * most]
     return max(close, key=lambda variant: variant.found.limit)

@@ -227,7 +227,7 @@ def _addmm(step: Step) -> RuleOutcome:
 
 
 def _batched_matmul(step: Step) -> RuleOutcome:
-    """Of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
+    """Product of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
     pair = step.op.arguments[:2]
     if all(type(entry) is Ref for entry in pair) and (rows := _rows(step, *pair)) is not None:
         return rows
@@ -477,7 +477,7 @@ def attention_of_shard(
 
 
 def _own_heads(entry: Tensor, own: int, shard: int, ways: int) -> Tensor:
-    """Of all key or value heads those that `own` query heads of this shard read; one per query where groups are torn."""
+    """Key or value heads that `own` query heads of this shard read; one per query where groups are torn."""
     group = own * ways // entry.shape[-3]
     if own % group == 0 or group % own == 0:
         return entry.narrow(-3, shard * own // group, max(1, own // group))
@@ -564,7 +564,7 @@ def heads_of_shard(
     causal: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `torch.nn.functional.multi_head_attention_forward`, for the `heads` of one shard: summands of its results.
+    """`torch.nn.functional.multi_head_attention_forward` for the `heads` of one shard: summands of its results.
 
     Args:
         products: 1 if query, key and value are one tensor, 2 if key and value are; the projections are as many products.
@@ -629,7 +629,7 @@ def _joined(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> 
 def _with_weights(
     shard: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """As torch does where the weights are asked for."""
+    """Attention as torch does it where the weights are asked for."""
     scores = (query * math.sqrt(1.0 / query.shape[-1])) @ key.transpose(-2, -1)
     weights = torch.softmax(scores if mask is None else scores + mask, -1)
     if dropout:

@@ -136,7 +136,7 @@ class _InSight:
 
     @staticmethod
     def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-        """As torch: nothing in it gets a gradient unless one of its arguments does."""
+        """Nothing in it gets a gradient unless one of its arguments does, as in torch."""
         wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
             return function(*args)
@@ -157,8 +157,7 @@ def without_log() -> Iterator[None]:
 # What a forward takes from elsewhere than its tensors: numbers drawn by Python or numpy, and attributes that it changes.
 #
 # A recording is one forward, which every rank repeats in every step. torch's own generators are recorded as calls, and
-# buffers as
-# writes. Leaves out: global variables, files, clocks, and generators hidden inside other objects than modules.
+# buffers as writes. Leaves out: global variables, files, clocks, and generators hidden inside other objects than modules.
 
 
 _NUMBERS = (bool, int, float, str)

@@ -98,12 +98,12 @@ class TracedForward:
         return math.lcm(*(routing.divisor(self.batch) for routing in self.recording.routings.values()))
 
     def saved_bytes(self, place: int, *, casts: bool = False) -> int:
-        """Of activations, or of the casts of parameters, in one component."""
+        """Saved bytes of activations, or of the casts of parameters, in one component."""
         return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
 
     @property
     def loss_place(self) -> int | None:
-        """Of the component that takes the loss."""
+        """Place of the component that takes the loss."""
         return len(self.intervals) - 1 if self.intervals and self.intervals[-1].name == LOSS else None
 
     def paged_arrays(self, place: int) -> list[int]:
@@ -403,7 +403,7 @@ class Counted:
 
 
 def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
-    """The same of other parameters and buffers."""
+    """A sharding of other parameters and buffers."""
     return replace(
         sharding,
         parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
@@ -707,8 +707,7 @@ def program_key(program: CallProgram) -> Hashable:
 # Parameters that a loss is not reached from: a pooler beside the head that is trained, the head of another task.
 #
 # Autograd gives them no gradient, so torch's optimizers leave them as they are, weight decay included. They are planned as
-# frozen
-# ones are: without gradient, optimizer state or communication.
+# frozen ones are: without gradient, optimizer state or communication.
 
 
 def untrained(recording: Recording) -> tuple[str, ...]:

@@ -288,7 +288,7 @@ def assumptions(recording: Recording) -> tuple[str, ...]:
 
 
 def _full_lengths(recording: Recording) -> tuple[str, ...]:
-    """Of CTC losses, whose work grows with the lengths of a batch."""
+    """Assumption about CTC losses, whose work grows with the lengths of a batch."""
     calls = [op.call for op in recording.ops if getattr(op.function, "__name__", "") == "ctc_loss"]
     if not calls:
         return ()

@@ -113,12 +113,10 @@ class CallWatch(TorchDispatchMode, ABC):
 # What kernels save for their backward and fake tensors do not know.
 #
 # oneDNN's LSTM (one direction of one layer) returns a workspace that autograd keeps: the gates, the hidden states and cells
-# of
-# every step, and room for their gradients. The fake kernel returns an empty one.
+# of every step, and room for their gradients. The fake kernel returns an empty one.
 #
 # Each of its seven arrays begins on a page of 4096 bytes. That is not linear in the batch, so a trace counts the arrays
-# without
-# it, and keeps their sizes per sample (`Component.paged_bytes`) for whoever knows the samples.
+# without it, and keeps their sizes per sample (`Component.paged_bytes`) for whoever knows the samples.
 #
 # Source: oneDNN, src/cpu/rnn/rnn_utils.cpp, get_good_ld and set_offsets. Sizes equal the real kernel's, pages included.
 
@@ -189,8 +187,7 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 # The CTC loss on fake tensors, for which torch has no kernel: its sizes depend on the lengths of the targets.
 #
 # Every target is taken to be as long as its row, so sizes are the largest that a batch can have. A run calls the real kernel
-# on
-# the real lengths.
+# on the real lengths.
 #
 # Source: aten/src/ATen/native/LossCTC.cpp: alpha has 2 S + 1 states of each step, and the backward a gradient of each logit.
 
@@ -222,7 +219,7 @@ _PLAIN = frozenset(
 
 
 class _Kind(NamedTuple):
-    """Of a new tensor."""
+    """What a new tensor is like."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -514,7 +511,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         return _Answer(tuple(outputs), entry.is_output_tuple)
 
     def _output(self, made: _Made, args: Sequence[Any], shift: int = 0) -> Any:
-        """As torch makes it from an answer that it kept, so many elements further back in its memory."""
+        """An output made as torch makes it from an answer that it kept, so many elements further back in its memory."""
         if made.kind is None:
             return None if made.same_as is None else args[made.same_as]
         shape, stride, offset, dtype, device, requires_grad = made.kind

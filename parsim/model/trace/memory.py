@@ -216,7 +216,7 @@ def like(kind: TensorKind) -> Tensor:
 
 
 class CountedPeaks(NamedTuple):
-    """Of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's.
+    """Moments of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's.
 
     `split`: its backward in halves; None: it has none.
     """
@@ -322,7 +322,7 @@ class _Given:
 
 
 def _drop_gradient(parameter: Tensor) -> None:
-    """As if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
+    """Drop a gradient as if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
     parameter.grad = None
 
 
@@ -393,7 +393,7 @@ def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """Of one component at one batch, bytes.
+    """Bytes of one component at one batch.
 
     Attributes:
         inputs, outputs: per one whether its storage stays. kept, again: as in Selective. first, second: every moment.
@@ -680,7 +680,7 @@ def _affine(lines: list[list[Size]], shares: list[Share]) -> Iterator[DividedSiz
 
 
 def _divided(size: int, other: int, first: Share, second: Share) -> int:
-    """Of what has these sizes in shards with these shares, the part that is divided."""
+    """The part that is divided of what has these sizes in shards with these shares."""
     return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
 
 
@@ -705,7 +705,7 @@ def fullest(peaks: Iterable[DividedSize], shares: list[Share]) -> ShardPeaks:
 
 
 class SquareSize(NamedTuple):
-    """Of one size."""
+    """Coefficients of one size."""
 
     fixed: int
     rate: int

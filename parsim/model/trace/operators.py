@@ -48,7 +48,7 @@ class RawOperator:
     paged_arrays: tuple[int, ...] = ()
 
     def moved(self, op: int) -> RawOperator:
-        """The same in another call; `dataclasses.replace` takes several times as long, and there are tens of thousands."""
+        """A copy in another call; `dataclasses.replace` takes several times as long, and there are tens of thousands."""
         return RawOperator(
             op,
             self.function,
@@ -221,7 +221,7 @@ def operators_of(
 
 
 def _moved_bytes(call: TracedCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
-    """Of activations, read and written, and of parameters read; every tensor once."""
+    """Bytes of activations, read and written, and of parameters read; every tensor once."""
     written = sum(map(_size_bytes, made))
     read = {True: 0, False: 0}
     for tensor in given:
@@ -256,7 +256,7 @@ def _size_bytes(tensor: Tensor) -> int:
 
 
 def _elements(given: list[Tensor], made: list[Tensor]) -> int:
-    """Of the output; of the largest input for a reduction to less than a tenth."""
+    """Elements of the output, or of the largest input for a reduction to less than a tenth."""
     largest = max((tensor.numel() for tensor in made), default=0)
     read = max((tensor.numel() for tensor in given), default=0)
     return largest if 10 * largest >= read else read

@@ -505,7 +505,7 @@ def _end_of_parameters(recording: Recording) -> int:
 
 
 def _fake_target(recorder: Recorder, target: ModelInput, entry: str | None, samples: int) -> Tensor:
-    """Of the type of the output that the loss reads, where it is a number that follows the weights."""
+    """Targets of the type of the output that the loss reads, where it is a number that follows the weights."""
     recording = recorder.recording
     dtype = torch.get_default_dtype() if entry is None else recording.tensors[recording.outputs[entry]].dtype
     suspended, recorder.suspended = recorder.suspended, True

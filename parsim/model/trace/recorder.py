@@ -304,7 +304,7 @@ def sets_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 def with_index_arrays(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The same call with arrays of indices in the place of masks, whose sizes are those of the result.
+    """A call with arrays of indices in the place of masks, whose sizes are those of the result.
 
     Args:
         function, name: a call. args, kwargs: with real masks.
@@ -659,7 +659,7 @@ class Recorder(TorchFunctionMode):
         self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
 
     def _value(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """Of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
+        """The value of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
         number = self._number.get(id(tensor))
         if number is None:
             raise UnknownValueError("it was not made by a recorded call")

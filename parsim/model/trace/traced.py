@@ -485,7 +485,7 @@ def _followed(
 
 
 def repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same samples twice."""
+    """Inputs with their samples twice."""
     leaves, spec = flatten_inputs(args, kwargs)
     samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
     twice = [
@@ -497,7 +497,7 @@ def repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same inputs with `batch` samples: every tensor whose dim 0 is that of the first tensor. Values are zeros."""
+    """Inputs with `batch` samples: every tensor whose dim 0 is that of the first tensor. Values are zeros."""
     leaves, spec = flatten_inputs(args, kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or tensors[0].dim() == 0:
