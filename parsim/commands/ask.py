@@ -10,6 +10,7 @@ import typer
 
 from parsim.app.config import Granularity
 from parsim.app.config_text import parse_numbers, scalar_pairs
+from parsim.app.run_folder import new_folder, write_json
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -165,7 +166,6 @@ def simulate(
     from parsim.app.ask import scenario_tables
     from parsim.app.functions import simulate as predict
     from parsim.app.question import assumed_text, loss_note, loss_text
-    from parsim.app.run_folder import new_folder, write_json
     from parsim.app.write_folder import write_prediction
 
     folder = None if out is None else new_folder(out, "")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, known_parts, measure_machine, new_profile
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
@@ -62,7 +63,6 @@ def calibrate(
     A calibration that was stopped continues when the same command is given again.
     """
     from calibration.rounds.calibrate import refit as fit_again
-    from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
     from parsim.app.question import question_from_file
 
     if refresh is not None:
@@ -142,8 +142,6 @@ def profile(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
-    from parsim.app.calibration import known_parts, new_profile
-
     if action == "list":
         document = known_parts()
         if as_json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.app.doctor import progress
+from parsim.app.run_folder import RunFolder
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -238,7 +239,6 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """Draw report.html and trace.json of a run folder again."""
-    from parsim.app.run_folder import RunFolder
     from parsim.app.write_folder import redraw
 
     folder = RunFolder(run_folder)
