@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from calibration.rounds.request import CalibrationRequest
 from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.errors import ConfigError
@@ -26,6 +25,8 @@ from parsim.report.tables import ReportTable, to_text
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from calibration.rounds.request import CalibrationRequest
 
 
 CalibratedDevice = Literal["cpu", "cuda"]
@@ -61,6 +62,8 @@ def calibration_request(
 
     Raises: ConfigError.
     """
+    from calibration.rounds.request import CalibrationRequest
+
     named = (*optimizers, *(name for config in configs for name in config.training.optimizers)) or (DEFAULT_OPTIMIZER,)
     return CalibrationRequest(
         models=calibration_cases(configs, models, batches),

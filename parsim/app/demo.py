@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibration.rounds.request import CalibrationRequest
 from parsim.app.answer import Answer
 from parsim.app.ask import ask, every_rank
 from parsim.app.calibration import ChosenRanks, choose_ranks
@@ -190,6 +189,8 @@ def _say_left(seconds: float) -> None:
 
 def calibration_of_demo(ranks: ChosenRanks, *, quick: bool = False) -> Any:
     """What part (b) measures, a `calibration.rounds.request.CalibrationRequest`."""
+    from calibration.rounds.request import CalibrationRequest
+
     specs = [ModelSpec(name=name, args=tuple(keys["model.args"].items())) for name, keys in REAL_MODELS.items()]
     return CalibrationRequest(
         models=tuple((spec, LOCAL_BATCHES) for spec in specs),
