@@ -1,4 +1,8 @@
-"""The figures that people quote of a training step: tokens per second, TFLOP/s, MFU and HFU, days, price and energy."""
+"""The figures that people quote of a training step: tokens per second, TFLOP/s, MFU and HFU, days, price and energy.
+
+MFU counts products and attention scores of one forward and backward, every key (PaLM's 6N + 12LHQT); HFU adds the forwards
+that run again. Norms, optimizer and routing are left out of both.
+"""
 
 from __future__ import annotations
 

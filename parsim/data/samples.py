@@ -404,9 +404,8 @@ if hasattr(os, "register_at_fork"):
 # Datasets of the user's own: map-style (`__getitem__`, `__len__`) and iterable ones, torch's or any others.
 #
 # What a sample is must not depend on the plan. So before each sample of a map-style dataset is read, the generators of
-# Python,
-# numpy and torch are seeded from (seed, split, epoch, sample). An iterable one is seeded once per pass and read in its own
-# order, the same on every rank; a rank keeps its part. The training's own random states are put back.
+# Python, numpy and torch are seeded from (seed, split, epoch, sample). An iterable one is seeded once per pass and read in
+# its own order, the same on every rank; a rank keeps its part. The training's own random states are put back.
 
 
 Arrays = dict[str, NDArray[np.generic]]

@@ -1,4 +1,8 @@
-"""What follows from the validation scores of a training: the best checkpoint, and when to stop."""
+"""What follows from the validation scores of a training: the best checkpoint, and when to stop.
+
+best/ holds the best checkpoint and those that were the best when the last checkpoints were written, since a training may
+continue from one of these.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Optimizers of the table, and all that goes with an update: parameter groups, fp32 copies, moving averages, clipping.
 
 Made in one place for calibration, execution and the single-process reference.
+
+A bucket belongs to one group; a rank has one OptimizerStep per group, and whoever waits for its update waits for the last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The part of a model that one rank holds under a plan: its components, their parameters, gradient buckets and optimizer."""
+"""The part of a model that one rank holds under a plan: its components, their parameters, gradient buckets and optimizer.
+
+Every process builds the whole model on its host and moves its own part to its device, a divided bucket at a time, so a
+model may exceed one GPU. A recording runs on fakes with a shape on the device and no memory. Gradients are views into flat
+buckets. Under ZeRO 3 gathered parameters always use one place, so tensors that autograd saved of them stay valid.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ per GPU. All switches hang on one host end: the library reaches a card of anothe
 the device beside the card. `cards_per_node` changes only how many cards are plugged in.
 
 Leaves out: which cards share a socket's memory, and hosts whose PCIe differs from the GPU's generation.
+
+GPUs of which only bursts were published are held at what those of their family show.
 """
 
 from __future__ import annotations

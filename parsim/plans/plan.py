@@ -39,11 +39,9 @@ from parsim.units import format_bytes
 # name, or
 # "selective:NAME" for a component by operator. A component keeps its inputs as it reads them, so that recomputing repeats
 # computation alone and no communication. By operator it also keeps the outputs that are dear to compute, and runs the rest
-# again
-# (`parsim.model.autograd.recompute`). A component that would keep no less so stays as it is. A segment (a run of components,
-# such as a transformer layer) keeps only what enters it, so its conversions between tensor shards are sent again, as
-# Megatron's
-# full recomputation does.
+# again (`parsim.model.autograd.recompute`). A component that would keep no less so stays as it is. A segment (a run of
+# components, such as a transformer layer) keeps only what enters it, so its conversions between tensor shards are sent again,
+# as Megatron's full recomputation does.
 #
 # Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al., "Reducing Activation
 # Recomputation in Large Transformer Models" (2022), section 5.
@@ -138,10 +136,8 @@ def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stag
 # What of a plan lies in the host's memory: the optimizer's state, and activations that are saved for the backward.
 #
 # Optimizer: state and master weights. Once a bucket's gradients are complete on a rank, those that the rank updates with
-# (whole,
-# or its part under ZeRO) are copied to the host. When all have come, the host updates bucket by bucket, and the new
-# parameters
-# are copied back. So gradients are accumulated, summed and clipped on the device.
+# (whole, or its part under ZeRO) are copied to the host. When all have come, the host updates bucket by bucket, and the new
+# parameters are copied back. So gradients are accumulated, summed and clipped on the device.
 #
 # Activations: what a component saves is copied behind its forward, and fetched before its backward. A rank begins a
 # computation only when what the computation before the last one saved has left. It fetches one computation ahead. So a device

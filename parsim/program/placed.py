@@ -26,8 +26,7 @@ from parsim.work import OptimizerStep, Phase
 #
 # Most of an index follows from a part of the plan alone: from how the model is divided over ranks, from what is recomputed
 # besides, or from how gradients are put into buckets. So a plan that differs in microbatches or ZeRO finds it there, and so
-# does
-# a question about another batch.
+# does a question about another batch.
 
 
 T = TypeVar("T")
@@ -406,12 +405,10 @@ class PlacedModel:
 # Two components are of one kind if they do the same work and all that the passes of computation and conversion look at is
 # equal. That is how they are placed, what is done with them again, and how each value that they read or make is laid out and
 # sent. Neighbours count by their distance in the model, and places on the pp axis by their difference. What a task waits for
-# lies
-# in the tasks of neighbours, so these have to be equal too, one by one.
+# lies in the tasks of neighbours, so these have to be equal too, one by one.
 #
 # A value with many readers (a mask, rotary positions, the output of an encoder) is known by its name instead. So its readers
-# are
-# alike in spite of their distance, but for the first of each reading. That one converts the value or its gradient for the
+# are alike in spite of their distance, but for the first of each reading. That one converts the value or its gradient for the
 # others.
 
 

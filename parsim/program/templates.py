@@ -40,11 +40,9 @@ from parsim.work import Collective, Compute, Phase, SendRecv, Work
 # Templates of computation: what a component does in one phase of a microbatch, lowered once for every kind of component.
 #
 # A *piece* is the tasks of a component in one phase of one microbatch of a replica, with the communication behind them.
-# Pieces of
-# components of one kind differ by names and ranks alone (`parsim.program.placed`). So the passes write the piece of the
-# first component of a kind. What its tasks wait for is kept as a place in another piece. That is the piece of a component so
-# many
-# further on in the model, or, behind a value with many readers, of this very component.
+# Pieces of components of one kind differ by names and ranks alone (`parsim.program.placed`). So the passes write the piece of
+# the first component of a kind. What its tasks wait for is kept as a place in another piece. That is the piece of a component
+# so many further on in the model, or, behind a value with many readers, of this very component.
 
 
 class Awaited(NamedTuple):

@@ -1,6 +1,8 @@
 """The computation of a plan in closed form: what no place on the pp axis can do faster, conversions and transfers included.
 
 Part of the lower bound of a step: `parsim.search.bound`.
+
+Bounds that add up what comes before a stage hold for chains alone; stages of two towers run beside one another.
 """
 
 from __future__ import annotations
@@ -45,8 +47,7 @@ from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
 # A component takes what it adds to the end of the forward, and of the backward: its own computation, and what it waits for of
 # the conversions before it. A stage that begins with a later component takes the sum of its own components, less at most the
 # dearest conversion of a value that crosses its cut. (By induction: every component of the stage ends at most so much later
-# in
-# the whole model, counted from the end of what comes before the stage.)
+# in the whole model, counted from the end of what comes before the stage.)
 #
 # Leaves out: components placed on single ranks, and backwards in halves, whose conversions count nothing.
 
@@ -290,12 +291,10 @@ def _unlike_bases(problem: PlanningProblem, mesh: Mesh) -> list[int]:
 # ended, and when what its first component reads has come from other stages. The step at place 0 ends with its last block.
 #
 # Between two stages one message follows the other, each as long as its transfer takes. The microbatches of one phase pass
-# from a
-# stage to another in their order, and share a stream.
+# from a stage to another in their order, and share a stream.
 #
 # Leaves out what later components of a block wait for, messages of other stages on the same stream, and work of the step
-# before
-# at the other places. All of them make a step longer.
+# before at the other places. All of them make a step longer.
 
 
 MOST_BLOCKS = 4096
@@ -814,14 +813,11 @@ class _Computation:
 # ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
 #
 # A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the previous
-# one
-# on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous one on. So
-# lots that
-# compute little leave the gathers of the next ones uncovered.
+# one on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous one on. So
+# lots that compute little leave the gathers of the next ones uncovered.
 #
 # Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which
-# share
-# the stream.
+# share the stream.
 
 
 def gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> tuple[float, float]:

@@ -229,10 +229,9 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
 
 # Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.
 #
-# Every usual part has an estimate beside its bound (`parsim.search.estimate`). They are opened in the order of the
-# estimates, as far as their bounds are below the best plan and the search's allowance lasts. All other parts follow. The
-# answer
-# counts what is left then as "not tried". Problems that are not large are searched without this.
+# Every usual part has an estimate beside its bound (`parsim.search.estimate`). They are opened in the order of the estimates,
+# as far as their bounds are below the best plan and the search's allowance lasts. All other parts follow. The answer counts
+# what is left then as "not tried". Problems that are not large are searched without this.
 
 
 LARGE = 4096
@@ -433,10 +432,9 @@ def sums_between(up_to: Floats) -> Floats:
 # Every cut of a chain into pipeline stages, the one with the least bound first.
 #
 # Let t_s be the time of one microbatch on stage s, and e_s the least time of what comes before it. No pipeline takes less
-# than
-# e_s + M t_s for any s. The largest of these is the bound of a cut. A best-first search over (stage, first component) finds
-# the
-# cuts in its order: what the remaining stages take at least is known exactly, by a dynamic programme from the last stage on.
+# than e_s + M t_s for any s. The largest of these is the bound of a cut. A best-first search over (stage, first component)
+# finds the cuts in its order: what the remaining stages take at least is known exactly, by a dynamic programme from the last
+# stage on.
 
 
 Bounds = tuple[tuple[int, int], ...]

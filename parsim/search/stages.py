@@ -283,13 +283,11 @@ def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
 #
 # Two components are alike if they do the same work. A model is divided where the longest repetition begins and ends, and what
 # lies before and behind it again. Blocks are counted from the end of a repetition. The first one may begin with components
-# that
-# are like no others: the first norm of a transformer has no sum to make.
+# that are like no others: the first norm of a transformer has no sum to make.
 #
 # A repetition may end within a block: the last norm of a transformer is like those of its layers. So blocks can also end with
-# the
-# component that holds most parameters. A block that runs again does so right before its backward, which begins with its last
-# component. Under ZeRO 3 the parameters that are gathered for that one serve both, and those of the others are gathered
+# the component that holds most parameters. A block that runs again does so right before its backward, which begins with its
+# last component. Under ZeRO 3 the parameters that are gathered for that one serve both, and those of the others are gathered
 # twice.
 
 

@@ -7,6 +7,9 @@
 
 A node's bound is at most that of the nodes it opens into. So a search that opens the least bound first may stop once that bound
 is above a plan it has simulated.
+
+A family that has lost is searched until its best is known within 2% (LOSERS_WITHIN); the winner is exact, and the answer
+names the families that were not refined.
 """
 
 from __future__ import annotations
@@ -70,8 +73,7 @@ from parsim.search.tensor import best_placement, can_be_cut, uncut_text, uniform
 # found. So the best of the family is found, among its members.
 #
 # Late parts are put aside. They refine what the others stand for (other cuts into stages, other bucket sizes), so they are
-# opened
-# last, when the best plan is known: few of their bounds are below it.
+# opened last, when the best plan is known: few of their bounds are below it.
 
 
 @dataclass

@@ -486,12 +486,9 @@ def _dask_stream(
 # The folder of a sweep: every row as soon as it is known, so that a sweep that was stopped goes on; tables at the end.
 #
 # `points.jsonl` has a line per answered point, under the key of its content. Lines are only appended. A killed process or a
-# full
-# disk leaves at most the last line broken, which is cut off when the sweep goes on. Points of earlier sweeps in the same
-# folder
-# are found again by their keys, whatever was swept then. `sweep.json` says what was asked last; `points.csv` and
-# `points.parquet`
-# are its table.
+# full disk leaves at most the last line broken, which is cut off when the sweep goes on. Points of earlier sweeps in the same
+# folder are found again by their keys, whatever was swept then. `sweep.json` says what was asked last; `points.csv` and
+# `points.parquet` are its table.
 
 
 SCHEMA_VERSION = 1

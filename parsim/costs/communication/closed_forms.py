@@ -1,4 +1,8 @@
-"""Closed forms of collectives in the alpha-beta model."""
+"""Closed forms of collectives in the alpha-beta model.
+
+Overlap of several messages: the mean is of the share of time in which computation stands still, because shares add up and
+factors do not.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 All ranks compute the same list of moves, since grids and owners are known to all. In each round a rank exchanges one message
 with each of its peers. It sends at most `room_bytes` in all, and receives at most as many. So it needs twice that room beside
 its old and new blocks. Ranks without messages take no part in a round.
+
+No value depends on the number of processes.
 """
 
 from __future__ import annotations
@@ -475,8 +477,7 @@ def check_bytes(what: str, needed: Sequence[int], processes: Processes, *, rows:
 # So blocks are drawn where they lie, and neither the grid nor the number of processes changes a value.
 #
 # Source: SplitMix64 of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): output i of its stream
-# is
-# mix(state + (i + 1) * gamma), which can be computed without the outputs before.
+# is mix(state + (i + 1) * gamma), which can be computed without the outputs before.
 
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)

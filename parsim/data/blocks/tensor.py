@@ -1099,8 +1099,7 @@ def _local_shape(grid: BlockGrid, dims: Sequence[int | None], coordinate: Sequen
 # Rows in another order: chosen rows, and random orders that pair inputs with their targets.
 #
 # An order is one int64 array of row numbers, known to every rank (about 24 bytes per row with what is derived from it). Rows
-# go
-# straight from their old rank to their new one, in messages of bounded size.
+# go straight from their old rank to their new one, in messages of bounded size.
 
 
 def take(

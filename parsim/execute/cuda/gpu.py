@@ -1,6 +1,8 @@
 """The GPU of one rank: which it is, why there is none, and who else computes there.
 
 torch is imported where it is used: planning needs none.
+
+32 hardware queues: a plan with three axes has more than 8 streams, and streams of one queue wait for one another.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ if TYPE_CHECKING:
 
 # A GPU's memory as four counters see it; each is compared with the lines of the prediction that it covers.
 #
-# live        tensors, by watching every operator (`parsim.model.trace.memory`)
-# allocated   blocks the caching allocator has handed out: tensors rounded up, and workspaces of libraries that ask it
-# reserved    what the allocator has taken from the driver
-# driver      what the device has no longer free: the context, communicators, and other processes
+# live        tensors, by watching every operator (`parsim.model.trace.memory`) allocated   blocks the caching allocator has
+# handed out: tensors rounded up, and workspaces of libraries that ask it reserved    what the allocator has taken from the
+# driver driver      what the device has no longer free: the context, communicators, and other processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

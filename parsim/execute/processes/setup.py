@@ -1,6 +1,9 @@
 """One rank, one core, one thread: the setup of every worker process, the same in calibration and execution.
 
 Threads made later (gloo's, autograd's) inherit the affinity: call `prepare_rank` before `init_process_group`.
+
+Every thread has a malloc arena of its own: a gloo thread waited for the arena that the computation held, while holding a
+lock that gloo's loop polls with priority.
 """
 
 from __future__ import annotations

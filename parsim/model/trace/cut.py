@@ -6,6 +6,9 @@ the blocks. A block is a child of a ModuleList or Sequential of modules that hav
 blocks, cut after their residual adds (`parsim.model.trace.cut`). Calls that belong to neither (class token, flatten,
 concatenation) join the component before them, or the first one. An in-place operation on what an earlier component made merges
 the two: no boundary value is ever changed.
+
+Values are numbered in the order in which later components read them: gemma3 makes its positions in the order of a set,
+which follows Python's hash seed.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 # Watching every call below autograd: as a mode of torch, or inside a mode that takes such watches in.
 #
 # torch hands a call from mode to mode, and each way takes longer than what a watch does. A host (the mode of fake tensors)
-# calls
-# its watches itself, in the order in which modes would have been called: the last one that was entered first.
+# calls its watches itself, in the order in which modes would have been called: the last one that was entered first.
 
 
 DEVICE = torch.ops.prim.device.default

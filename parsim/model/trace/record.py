@@ -34,9 +34,8 @@ from parsim.model.trace.recorder import SET_DATA, RecordedOp, Recorder, Recordin
 # What a forward hands on to the next one: buffers, frozen parameters and attributes that it writes and that its loss reads.
 #
 # A step divides its batch among replicas and microbatches, and each part is one forward. So state that is computed from
-# samples
-# differs between replicas, and state that is computed from weights alone moves once per microbatch. BatchNorm's running
-# statistics do not count: training does not read them. Tensors that share memory count as one.
+# samples differs between replicas, and state that is computed from weights alone moves once per microbatch. BatchNorm's
+# running statistics do not count: training does not read them. Tensors that share memory count as one.
 
 
 _NORMS = ("batch_norm", "instance_norm")

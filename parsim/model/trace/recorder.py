@@ -41,8 +41,8 @@ from parsim.model.trace.messages import at_line, gradient_message, hook_message,
 #     example   inputs and weights are those of an example batch (`control_flow="example"`), and so every value is known.
 #
 # A value is computed when somebody asks for it, by running the recorded calls that led to it for real. Random numbers are
-# never
-# known, except in an example. But no number of `torch.rand` is below 0, nor as large as 1, and a comparison may need no more.
+# never known, except in an example. But no number of `torch.rand` is below 0, nor as large as 1, and a comparison may need no
+# more.
 
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "cauchy", "geometric", "rrelu")

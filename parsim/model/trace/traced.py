@@ -39,8 +39,7 @@ from parsim.numeric import rare_collections
 # Declared integers that a table has no row for: an input, as it was given, is an index beyond what it looks up.
 #
 # A forward on fake tensors looks up any index, so a plan would be made for a model that fails in its first step. Only an
-# input
-# that reaches the lookup with its own values counts: what a forward computes of it (masked, shifted, clamped) may be in
+# input that reaches the lookup with its own values counts: what a forward computes of it (masked, shifted, clamped) may be in
 # range.
 
 

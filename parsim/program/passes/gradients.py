@@ -393,8 +393,7 @@ def _origin(layout: PlanIndex, rank: int) -> Origin:
 #
 # The ranks at the same place of all sharding groups hold the same part of a bucket. They all_reduce their parts once a step,
 # behind the last reduce_scatter. Of a bucket that one rank of each group holds whole (experts divided over all of a group),
-# they
-# all_reduce the bucket. Each has a queue of its own, so the sum over one bucket's replicas runs beside the next bucket's
+# they all_reduce the bucket. Each has a queue of its own, so the sum over one bucket's replicas runs beside the next bucket's
 # reduce_scatter.
 #
 # Why it cannot deadlock: every rank has these sums in the order of the buckets. They wait for reduce_scatters and backwards
@@ -402,8 +401,7 @@ def _origin(layout: PlanIndex, rank: int) -> Origin:
 #
 # Source: the second of the three ways of PyTorch's FSDP2 (pull request 126166, "Supported set_all_reduce_gradients=False for
 # HSDP"): reduce_scatter with every microbatch, all_reduce with the last. Leaves out: the first, which FSDP2 takes by itself,
-# with
-# an all_reduce for every microbatch.
+# with an all_reduce for every microbatch.
 
 
 REPLICA_STREAM = f"{DP_STREAM}_replicas"

@@ -231,11 +231,9 @@ def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -
 # Decoupled stages: in one step every stage works on the batch that arrived in the step before, and waits for nobody in it.
 #
 # The step is that of a pipeline of one microbatch without the waiting: what a transfer brings in step t is read in step t +
-# 1.
-# So the forward of batch b on stage s runs in step b + s, and its backward in step b + 2 (K - 1) - s. The gradients of stage
-# s
-# are 2 (K - 1 - s) steps late. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for no
-# others.
+# 1. So the forward of batch b on stage s runs in step b + s, and its backward in step b + 2 (K - 1) - s. The gradients of
+# stage s are 2 (K - 1 - s) steps late. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for
+# no others.
 #
 # Source: the schedule of fully decoupled training with delayed gradients ("fdg" of `experiments/relaxed/decoupled.py`).
 

@@ -132,8 +132,7 @@ def history(tail: float) -> MachineHistory:
 # A change so large that a few steps show it.
 #
 # Waiting for two windows is right for a change that noise could feign. One that makes communication twenty times as long is
-# as
-# certain after three steps, and every step that passes before the answer costs what the change costs.
+# as certain after three steps, and every step that passes before the answer costs what the change costs.
 
 
 FactorKey = int | CommunicationClass

@@ -335,8 +335,7 @@ def _holdings(plan: Plan, model: Model) -> dict[int, dict[str, HeldParameter]]:
 # any.
 #
 # Leaves out: plans that are good under none of these states; noise of single ranks, which searches price; and, in all states
-# but
-# the first, placements of single components, which take most of a search.
+# but the first, placements of single components, which take most of a search.
 
 
 COMMUNICATION, RANK = (4.0, 32.0), (2.0, 5.0)

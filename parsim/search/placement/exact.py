@@ -646,8 +646,7 @@ def _undominated(labels: _Labels, most_comparisons: int) -> tuple[_Labels, int]:
 # Options that may belong to a best choice: what is left to price once conversions cost nothing.
 #
 # With c_i(k) the computation and update of component i under option k, no choice takes less than the sum of the c_i(k) that
-# it
-# takes: conversions and late sums only add. So with U seconds of one choice that fits, an option with
+# it takes: conversions and late sums only add. So with U seconds of one choice that fits, an option with
 #
 #     c_i(k) + sum of min c_j over all other j  >  U
 #
