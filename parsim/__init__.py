@@ -56,7 +56,7 @@ __all__ = [
 _FUNCTIONS = "parsim.app.functions"
 _HOMES = {
     "Answer": "parsim.app.answer",
-    "Calibration": "parsim.app.answer",
+    "Calibration": "parsim.app.calibration",
     "Cluster": "parsim.hardware.cluster",
     "Measured": "parsim.app.measured",
     "Model": "parsim.model.model",
