@@ -143,7 +143,8 @@ def model_of(config: Question) -> Model:
         weights = recorded_weights(config.training.precision)
         return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
     described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target", "control_flow")
-    if config.model.args or config.model.model_fields_set.intersection(described):
+    fields = type(config.model).model_fields
+    if config.model.args or any(getattr(config.model, key) != fields[key].default for key in described):
         raise ConfigError(
             f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it (nor can "
             "inputs, output, classes_dim, target and control_flow); drop them"

@@ -21,8 +21,6 @@ from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.total_loss import total_loss  # noqa: E402
-from parsim.model.trace import traced  # noqa: E402
-from parsim.model.trace.count import measure  # noqa: E402
 from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 
@@ -45,14 +43,6 @@ def _slow_unless_some(names: Any) -> list[Any]:
     return [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def _compared(spec: ModelSpec, granularity: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Model:
-    from parsim.model.load import trace_spec
-
-    with monkeypatch.context() as patched:
-        patched.setattr(traced, "measure", lambda *args, **kwargs: measure(*args, **kwargs, repeats=repeats))
-        return trace_spec(spec, granularity)
-
-
 def _given_a_gradient(spec: ModelSpec, module: torch.nn.Module) -> set[str]:
     """Names of the parameters that a plain backward reaches."""
     kind = interface_of(spec)
@@ -63,13 +53,12 @@ def _given_a_gradient(spec: ModelSpec, module: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("name", _slow_unless_some(SMALL))
-def test_the_model_equals_that_of_the_full_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traced_parameters_are_those_of_the_module(name: str, tmp_path: Path) -> None:
     spec = small(tmp_path, name)
-    fast = _compared(spec, "sublayer", True, monkeypatch)
-    assert fast == _compared(spec, "sublayer", False, monkeypatch)
+    model = load_model(spec, granularity="sublayer")
     module = build_module(spec)
-    assert fast.parameter_count == sum(parameter.numel() for parameter in module.parameters())
-    trained = {entry.name for component in fast.components for entry in component.trainable_parameters}
+    assert model.parameter_count == sum(parameter.numel() for parameter in module.parameters())
+    trained = {entry.name for component in model.components for entry in component.trainable_parameters}
     assert trained == _given_a_gradient(spec, module)  # not whisper's positions, and not CLIP's norm beside its head
 
 

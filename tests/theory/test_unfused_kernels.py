@@ -90,7 +90,7 @@ def test_clipping_moves_four_bytes_of_an_element_per_access(precision: str, acce
     device = cluster_from_profile(priced.profile, [0]).devices[0]
     step = priced.optimizer(OptimizerStep(elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
     for part, own in ((NORM, 1), (SCALE, 2)):
-        clip = priced.clip(ClipGradients(part=part, elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
+        clip = priced.arithmetic(ClipGradients(part=part, elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
         assert clip / step == pytest.approx(own / accesses, rel=1e-6)
 
 
@@ -101,7 +101,7 @@ def test_averages_and_mixing_move_four_bytes_of_an_element_per_access(precision:
     device = cluster_from_profile(priced.profile, [0]).devices[0]
     work = OptimizerStep(elements=ELEMENTS, tensors=1)
     step = priced.optimizer(work, "adam_fused", device).median_s
-    mixed = priced.mix(Mix(elements=ELEMENTS, copies=2, accesses=5), "adam_fused", device)
+    mixed = priced.arithmetic(Mix(elements=ELEMENTS, copies=2, accesses=5), "adam_fused", device)
     assert mixed.median_s / step == pytest.approx(5 / accesses, rel=1e-6)
     assert f"has {accesses}" in mixed.detail
     averaged = priced.optimizer(work, "adam_fused", device, ema=True).median_s

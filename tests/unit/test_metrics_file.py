@@ -71,7 +71,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytes
     entry: Any = SimpleNamespace(
         step_number=0,
         learning_rates={"": 0.1},
-        losses=[2.0],
+        record=SimpleNamespace(losses=[2.0]),
         run=SimpleNamespace(recipe=recipe),
         stage=SimpleNamespace(rank=0, gradient_norm=torch.tensor([math.inf])),
     )

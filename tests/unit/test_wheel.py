@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_code_profiles_networks_presets_and_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"parsim/py.typed", "parsim/__init__.py", "calibration/__main__.py"} <= names
-    for folder, pattern in (("hardware_profiles", "**/*.json"), ("parsim/model/presets", "*.jsonl.gz")):
+    for folder, pattern in (("hardware_profiles", "**/*.json"), ("parsim/model/catalogue/presets", "*.jsonl.gz")):
         expected = {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob(pattern)}
         assert expected
         assert expected <= names, expected - names
