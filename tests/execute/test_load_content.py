@@ -90,7 +90,7 @@ global_batch = 8
     assert model.loss == "cross_entropy"
     with pytest.raises(ConfigError, match=r"model\.control_flow"):
         parse_config(text.replace('"example"', '"guess"'))
-    with pytest.raises(ModelError, match="refuse, example"):
+    with pytest.raises(ValueError, match="'refuse' or 'example'"):
         spec("Gated", control_flow="guess")
 
 

@@ -72,5 +72,5 @@ def test_a_file_of_a_later_version_says_what_to_do(tmp_path: Path, name: str) ->
 
 
 def test_a_network_of_a_later_version_says_what_to_do() -> None:
-    with pytest.raises(ParsimError, match="network net.* schema_version must be 1, got 99; a newer parsim wrote it"):
+    with pytest.raises(ParsimError, match=r"network net.* schema_version must be 1, got 99; a newer parsim wrote it"):
         parse_network('{"schema_version": 99}', "net")
