@@ -436,7 +436,9 @@ class Communicating:
                 self._values.watch.resized(divided.parameters)
             for bucket, microbatch in room.ending_gradients:
                 divided = self._stage.divided[bucket]
-                self._sent[bucket, microbatch] = divided.end_gradients(), torch.empty_like(divided.summed)
+                summed = divided.summed  # another stream may still add to it, so only its shape is asked for
+                received = torch.empty(summed.shape, dtype=summed.dtype, device=summed.device)
+                self._sent[bucket, microbatch] = divided.end_gradients(), received
             self.begin_parameters(room.beginning_parameters)
 
         return run
