@@ -41,7 +41,7 @@ def torch_double() -> object:
 @pytest.fixture(scope="module")
 def runs() -> list[BenchRun]:
     models = {"linear": training(()), "mlp": training((8,))}
-    return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=2, batch=5, every=2)
+    return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=3, batch=5, every=2)
 
 
 def test_every_combination_runs_once(runs: list[BenchRun]) -> None:
