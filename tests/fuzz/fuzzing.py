@@ -262,17 +262,11 @@ def readers(folder: Path) -> list[Reader]:
         (kept / path.name).write_bytes(path.read_bytes())
     for name in ("rank0.json", "rank0.npy"):
         (folder / "cases" / name).write_bytes((made / name).read_bytes())
-    manifest = json.loads((place / "rank-0000.json").read_text())
-    del manifest["digest"]
-    undigested = Reader(
-        "manifest v2", json.dumps({**manifest, "schema_version": 2}).encode(), f"{step}/rank-0000.json", checkpoint
-    )
     assert np  # loaded before memory is limited
     return [
         entry("plan.json", Plan.load),
         entry("model.json", Model.load),
         entry("job.json", Job.load),
-        undigested,
         entry("manifest", checkpoint, f"{step}/rank-0000.json"),
         entry("tensors", checkpoint, f"{step}/rank-0000.pt"),
         entry("timeline.json.gz", Timeline.load),
