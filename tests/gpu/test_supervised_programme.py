@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
 MEASURING = """
     import os, signal, sys, time
     from pathlib import Path
-    sys.path.insert(0, {folder!r})
+    sys.path[:0] = [{folder!r}, str(Path({folder!r}).parents[1])]
     from supervise import LOST_DEVICE_STATUS, note_begun, note_moved
     from tools.gpu.journal import Journal
     out = Path({out!r})
