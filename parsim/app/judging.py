@@ -81,7 +81,7 @@ def at_pace(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement)
 
 
 def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] | None:
-    """The same for people, and a warning where the machine is no longer what the profile's intervals count on."""
+    """A pace as text and numbers, and a warning where the machine is no longer what the profile's intervals count on."""
     if found is None:
         return None
     speed = SpeedFactor.uniform(found.slowness)
