@@ -73,27 +73,17 @@ def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
 Engine = Literal["static", "dynamic"]
 
 
-def simulate_question(
-    question: Question, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
+def simulate_prediction(
+    asked: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
 ) -> Prediction:
-    """Simulate one step of the plan that the question fixes, or of the best of the family it names.
+    """One step of a plan that is predicted already. Up to 64 ranks each is simulated; beyond, interchangeable ones once.
 
     Args:
         engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine.
         whole_run: to the end of training, by the scenario's table [run].
 
-    Up to 64 ranks each rank is simulated; beyond, those that are interchangeable once.
-
-    Raises: ConfigError for options that need one another, ScenarioError; else as `ask`.
+    Raises: ConfigError for options that need one another, ScenarioError.
     """
-    check_options(engine, scenario, whole_run)
-    return simulate_prediction(ask(question).prediction, engine=engine, scenario=scenario, whole_run=whole_run)
-
-
-def simulate_prediction(
-    asked: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
-) -> Prediction:
-    """The same for a plan that is predicted already."""
     check_options(engine, scenario, whole_run)
     if engine != "static":
         result = asked.result

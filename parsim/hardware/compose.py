@@ -55,8 +55,6 @@ from parsim.hardware.profile import (
 )
 from parsim.hardware.records import ComputeRecords, Count, Efficiency, OperatorFit, Positive, ProfileRecord, problems_text
 
-MOST_GPUS_PER_NODE = 256
-
 HOST, SOCKETS = "pcie", "smp"
 CUBE: Mapping[tuple[int, int], int] = {
     **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),

@@ -355,7 +355,6 @@ ATTENTION = (
 
 LINEAR_LOSSES = ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
 CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")
-EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 
 TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": MEMORY_BOUND for name in PASSES.split()},

@@ -1218,11 +1218,6 @@ def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[
 # --- buckets that are whole for a while (ZeRO 2 and 3), by use --------------------------------------------------------
 
 
-WholeBucket = tuple[str, int, int]
-"""What of it, its number, and a microbatch: "gradients" of the microbatch while they are whole, "sums" (room for this rank's
-part of their sum), or "parameters", gathered for that microbatch first."""
-
-
 def bucket_lifetimes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Bucket]) -> Iterator[Lifetime]:
     """When buckets are whole on their ranks.
 
@@ -1232,6 +1227,10 @@ def bucket_lifetimes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection
 
     Args:
         layout: the plan and its model. uses: computations of a place on the pp axis, which are the clock. buckets: of a rank.
+
+    Yields:
+        Lifetimes of (what, number of the bucket, microbatch): "gradients" of the microbatch while they are whole, "sums" (room
+        for this rank's part of their sum), or "parameters", gathered for that microbatch first.
     """
     sizes = {bucket.number: bucket.padded_bytes for bucket in buckets}
     for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes, in_order=False):

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 TIES_SHOWN = 3
 ROWS_SHOWN = 12
-ASKED_AGAIN = "parsim plan"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
