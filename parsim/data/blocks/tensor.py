@@ -37,6 +37,7 @@ from parsim.data.blocks.exchange import (
     uniform_at,
     whole_block,
 )
+from parsim.data.samples import permutation
 from parsim.errors import DataError, near_matches
 from parsim.numeric import Floats, Ints
 
@@ -869,9 +870,8 @@ def _row_moves(tensor: BlockTensor, grid: BlockGrid, owners: Sequence[int], rows
 
 
 def full_order(sizes: Sequence[int], seed: int) -> Ints:
-    """A uniformly random permutation of the rows. It sorts raw outputs of PCG64, a stream that numpy keeps fixed."""
-    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(sum(sizes))
-    return np.argsort(keys, kind="stable").astype(np.int64)
+    """A uniformly random permutation of the rows."""
+    return permutation(sum(sizes), seed)
 
 
 def block_order(sizes: Sequence[int], seed: int) -> Ints:
@@ -893,8 +893,7 @@ def pair_order(sizes: Sequence[int], seed: int) -> Ints:
     for first in range(0, len(blocks), 2):
         pair = blocks[first : first + 2]
         rows = np.concatenate([np.arange(starts[block], starts[block + 1]) for block in pair])
-        keys = np.random.PCG64(np.random.SeedSequence([seed, int(pair[0])])).random_raw(len(rows))
-        order[rows] = rows[np.argsort(keys, kind="stable")]
+        order[rows] = rows[permutation(len(rows), seed, int(pair[0]))]
     return order
 
 
