@@ -57,7 +57,7 @@ from parsim.program.lifetimes import (
     Lifetime,
     RankValues,
     alive_bytes,
-    bucket_lifetimes,
+    bucket_bytes,
     decoupled_moments,
     few_actions,
     fullest_bytes,
@@ -446,7 +446,7 @@ def _weight_lines(layout: PlanIndex, rank: int) -> dict[str, float]:
 
     stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
     frozen = 0
-    if layout.has_frozen:
+    if len(layout.model.trainable_parameters) < len(layout.model.parameters):
         frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
     return {
         "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages),
@@ -643,8 +643,7 @@ def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     place = plan.stage_of_rank(rank)
     few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
-    sizes = alive_bytes(bucket_lifetimes(layout, uses, layout.rank_buckets(rank)), len(uses))
-    by_use = dict(zip(uses, sizes, strict=True))
+    by_use = dict(zip(uses, bucket_bytes(layout, uses, layout.rank_buckets(rank)), strict=True))
     if layout.shards_alike:
         return by_use
     return {use: size for use, size in by_use.items() if layout.runs_on(rank, use.component)}
