@@ -345,8 +345,8 @@ class PlacedModel:
         """Per place on the pp axis the values that are made or read there, in the order of the model."""
         values: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
         for value in self.model.values:
-            places = {self.stage_of_value[value.name], *(reading.stage for reading in self.readings[value.name])}
-            for place in places - {None}:
+            home = self.stage_of_value[value.name]
+            for place in {reading.stage for reading in self.readings[value.name]} | ({home} if home is not None else set()):
                 values[place].append(value.name)
         return {place: tuple(names) for place, names in values.items()}
 

@@ -356,8 +356,10 @@ def _parts(move: Move, elements: int) -> list[Move]:
         read, write = list(move.read), list(move.write)
         for selection in (read, write):
             along = selection[dim]
-            is_slice = isinstance(along, slice)
-            selection[dim] = slice(along.start + first, along.start + last) if is_slice else along[first:last]
+            if isinstance(along, slice):
+                selection[dim] = slice(along.start + first, along.start + last)
+            else:
+                selection[dim] = along[first:last]
         shape = (*move.shape[:dim], last - first, *move.shape[dim + 1 :])
         halves += _parts(replace(move, read=tuple(read), write=tuple(write), shape=shape), elements)
     return halves

@@ -980,13 +980,13 @@ def _index(index: Any) -> Any:
         raise DataError(f"an index is an int, a slice, '...', None or a list of positions; got {index!r}") from error
 
 
-Part = tuple[int, range]
+Selected = tuple[int, range]
 """What is selected of one piece of a dim: the piece, and the positions in it."""
 
 
 def _basic(tensor: BlockTensor, indices: list[Any]) -> BlockTensor:
     """What ints, slices and None select: local."""
-    parts: list[list[Part]] = []
+    parts: list[list[Selected]] = []
     dims: list[int | None] = []  # of the tensor, by dim of the result; None: a new one
     for index in indices:
         if index is None:
@@ -1012,7 +1012,7 @@ def _basic(tensor: BlockTensor, indices: list[Any]) -> BlockTensor:
     return replace(tensor, grid=grid, owners=tuple(owners), blocks=blocks)
 
 
-def _parts(grid: BlockGrid, dim: int, index: int | slice) -> list[Part]:
+def _parts(grid: BlockGrid, dim: int, index: int | slice) -> list[Selected]:
     """The pieces of a dim with something selected, in the order of the result; for nothing, one empty part."""
     size = grid.shape[dim]
     if isinstance(index, int):

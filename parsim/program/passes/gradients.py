@@ -281,7 +281,7 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
             ranks, resources = queues.of(group)
             work = works.of("all_gather", family.padded_bytes(len(group)), group)
             if layout.plan.optimizer_offload:
-                entry = work, resources, tuple([returned_key(rank, number) for rank in ranks])
+                entry: DraftEntry = work, resources, tuple([returned_key(rank, number) for rank in ranks])
             elif id(work) in entries:
                 entry = entries[id(work)]
             else:
