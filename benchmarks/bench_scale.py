@@ -19,7 +19,7 @@ from parsim.costs.draws import medians_s
 from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan

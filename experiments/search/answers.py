@@ -14,7 +14,7 @@ from experiments.search.never_slower import small
 from experiments.search.problems import GIB, ProblemDraw, with_memory
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate

@@ -11,7 +11,7 @@ from parsim.errors import PlanError, ScheduleError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import Device
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
