@@ -29,6 +29,7 @@ from parsim.hardware.profile import (
 )
 from parsim.hardware.records import ComputeRecords
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem
 
@@ -93,7 +94,7 @@ class ProblemDraw:
             model=built_model(self.model),
             cluster=built_cluster(self.cluster),
             global_batch=self.global_batch,
-            optimizer=self.optimizer,
+            numerics=Numerics(optimizer=self.optimizer),
             **constraints,  # type: ignore[arg-type]
         )
 

@@ -161,7 +161,7 @@ class Numerics:
     """
 
     precision: str = "fp32"
-    optimizer: str = "sgd"
+    optimizer: str = "sgd_momentum"
     master_weights: bool = True
     ema: bool = False
 
@@ -188,6 +188,8 @@ class Numerics:
             return state + FULL_BYTES, temporary + FULL_BYTES
         return state * width // FULL_BYTES, temporary * width // FULL_BYTES
 
+
+DEFAULT_NUMERICS = Numerics()
 
 HalfSizes = TypeVar("HalfSizes")
 
