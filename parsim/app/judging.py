@@ -12,8 +12,10 @@ from parsim.app.load import cluster_of
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import whole_periods
+from parsim.costs.history import read_history
 from parsim.errors import ConfigError, ExecutionError
 from parsim.execute.job import Job
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import Model
@@ -21,8 +23,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s, step_at_speed
 from parsim.predict.problem import PlanningProblem
-from parsim.report.more_tables import memory_levels
 from parsim.report.tables import format_error
+from parsim.timeline import Timeline
 from parsim.units import format_seconds
 
 if TYPE_CHECKING:
@@ -31,11 +33,6 @@ if TYPE_CHECKING:
 
 MOST_BLOCKS = 20
 """Into so many parts a training is cut for its A/A floor: steps that follow one another share their disturbances."""
-
-
-def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
-    """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.more_tables`)."""
-    return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory_uses)]
 
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
@@ -53,8 +50,6 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
     """
     if not seen.timelines or not len(seen.step_s):
         raise ExecutionError("the run recorded no step to compare; train for at least one step after the warm-up")
-    durations = sampled_durations_s(evaluation)
-    found = evaluation.result.interval_correction
     comparison = compare(
         evaluation.graph,
         evaluation.timeline,
@@ -63,39 +58,32 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
         measured_step=[float(value) for value in seen.step_s],
         predicted_memory_bytes=[sum(memory.tensor_lines.values()) for memory in evaluation.memory],
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
-        kind_intervals=kind_intervals_s(evaluation.graph, durations),
+        kind_intervals=kind_intervals_s(evaluation.graph, sampled_durations_s(evaluation)),
         rounds=[part.tolist() for part in np.array_split(seen.step_s, min(len(seen.step_s), MOST_BLOCKS))],
     )
-    correction = None if found is None else found.to_dict()
-    return replace(comparison, interval_correction=correction, at_pace=at_pace(problem, evaluation, seen))
+    pace, speed = None, speed_beside(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
+    if speed is not None:  # the step at the pace of the cores beside the run
+        predicted_s = step_at_speed(problem, evaluation, speed)
+        error = relative_error(predicted_s, seen.mean_step_s)
+        pace = PaceComparison(slowness=speed.mean, predicted_s=predicted_s, relative_error=error)
+    correction = evaluation.result.interval_correction
+    return replace(comparison, interval_correction=None if correction is None else correction.to_dict(), at_pace=pace)
 
 
-def at_pace(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> PaceComparison | None:
-    """What the profile says of the step at the pace of the cores beside the run; None if nobody looked."""
-    speed = speed_beside(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
-    if speed is None:
-        return None
-    predicted_s = step_at_speed(problem, evaluation, speed)
-    error = relative_error(predicted_s, seen.mean_step_s)
-    return PaceComparison(slowness=speed.mean, predicted_s=predicted_s, relative_error=error)
-
-
-def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] | None:
+def speed_of(profile: Profile, pace: PaceComparison | None) -> dict[str, Any] | None:
     """A pace as text and numbers, and a warning where the machine is no longer what the profile's intervals count on."""
-    if found is None:
+    if pace is None:
         return None
-    speed = SpeedFactor.uniform(found.slowness)
-    longer = speed.text
-    then = f"then {format_seconds(found.predicted_s)} are predicted ({format_error(found.relative_error)})"
-    text = f"the same work took {longer} than while profile {profile.name} was measured; {then}"
-    warning = f"the machine's speed has changed ({longer} for the same work): calibrate again"
-    return {**found.to_dict(), "text": text, "warning": warning if speed.is_beyond(profile) else ""}
+    speed = SpeedFactor.uniform(pace.slowness)
+    then = f"then {format_seconds(pace.predicted_s)} are predicted ({format_error(pace.relative_error)})"
+    text = f"the same work took {speed.text} than while profile {profile.name} was measured; {then}"
+    warning = f"the machine's speed has changed ({speed.text} for the same work): calibrate again"
+    return {**pace.to_dict(), "text": text, "warning": warning if speed.is_beyond(profile) else ""}
 
 
-def typical_step(seen: Measurement) -> int:
-    """Index of the recorded step whose makespan is the median."""
-    order = sorted(range(len(seen.timelines)), key=lambda number: seen.timelines[number].makespan_s)
-    return order[len(order) // 2]
+def typical_step(seen: Measurement) -> Timeline:
+    """The recorded step whose makespan is the median."""
+    return sorted(seen.timelines, key=lambda timeline: timeline.makespan_s)[len(seen.timelines) // 2]
 
 
 def ask_again(folder: RunFolder) -> Prediction:
@@ -107,12 +95,11 @@ def ask_again(folder: RunFolder) -> Prediction:
     for path in (folder.model, folder.plan, folder.profile):
         if not path.is_file():
             raise ConfigError(f"{folder.path} holds no {path.name}, so it is not a complete run folder; simulate or run again")
-    plan = Plan.load(folder.plan)
-    profile = folder.read_profile()
+    plan, profile = Plan.load(folder.plan), load_profile(str(folder.profile))
     problem = PlanningProblem(
         model=Model.load(folder.model),
         cluster=cluster_of(config.cluster, profile),
-        history=folder.read_history(profile),
+        history=read_history(folder.history, profile),
         global_batch=plan.global_batch,
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,

@@ -37,17 +37,17 @@ def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, sess
     Args:
         session: of measurements made together; left out: this one stands alone.
     """
-    found = asked.evaluation.result.interval_correction
-    if found is None:
+    correction = asked.evaluation.result.interval_correction
+    if correction is None:
         raise CostError("a record needs an interval, and this step was predicted without draws; evaluate it with samples > 0")
     environment, plan = describe_environment(), asked.evaluation.result.plan
     measurement = hashlib.sha256(seen.step_s.tobytes()).hexdigest()[:16]
     return ValidationRecord(
         model=asked.problem.model.name,
         run=session or measurement,
-        predicted_s=found.uncorrected.median,
-        low_s=found.uncorrected.p05,
-        high_s=found.uncorrected.p95,
+        predicted_s=correction.uncorrected.median,
+        low_s=correction.uncorrected.p05,
+        high_s=correction.uncorrected.p95,
         measured_s=comparison.step.measured_s,
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         profile=fingerprint(asked.problem.cluster.profile),
@@ -83,18 +83,15 @@ def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     if path is None:
         text = f"not recorded: {table.machine} is a shipped profile; say where its history lies: --history FILE"
         return {"path": None, "recorded": False, "text": text}
-    if any(known.measurement == record.measurement for known in read_history(path, profile).records):
-        return {"path": str(path), "recorded": False, "text": f"this measurement is in {path} already"}
-    append_record(path, record)
-    return {"path": str(path), "recorded": True, "text": f"recorded in {path}"}
+    is_new = all(earlier.measurement != record.measurement for earlier in read_history(path, profile).records)
+    if is_new:
+        append_record(path, record)
+    text = f"recorded in {path}" if is_new else f"this measurement is in {path} already"
+    return {"path": str(path), "recorded": is_new, "text": text}
 
 
 def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, plan_changed: bool) -> dict[str, Any]:
-    """The same of a training, if it has enough steps under one plan to say something; says why not.
-
-    Args:
-        asked: its prediction. seen, comparison: of it. plan_changed: it went on under another plan on the way.
-    """
+    """Append the record of a training, if it has enough steps under one plan to say something; says why not."""
     why = ""
     if plan_changed:
         why = "the plan changed on the way"
@@ -140,7 +137,7 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
             "measure more"
         )
     problem = replace(asked.problem, cluster=replace(cluster, profile=profile))
-    found = updated(
+    update = updated(
         problem,
         plan,
         asked.evaluation.graph,
@@ -150,14 +147,14 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
         run=record.run,
         steps=seen.steps,
     )
-    if found.changes:
-        save_profile(found.profile, path)
-    text = "; ".join(found.changes) or "nothing is off by more than the noise of the run"
+    if update.changes:
+        save_profile(update.profile, path)
+    text = "; ".join(update.changes) or "nothing is off by more than the noise of the run"
     return {
         "profile": str(path),
-        "changes": list(found.changes),
-        "predicted_before": found.before_s,
-        "predicted_after": found.after_s,
-        "relative_error_after": relative_error(found.after_s, comparison.step.measured_s),
+        "changes": list(update.changes),
+        "predicted_before": update.before_s,
+        "predicted_after": update.after_s,
+        "relative_error_after": relative_error(update.after_s, comparison.step.measured_s),
         "text": f"{path}: {text}",
     }

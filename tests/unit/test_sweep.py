@@ -17,8 +17,6 @@ import pytest
 
 import parsim as ps
 from parsim.app.sweep import executing
-from parsim.app.sweep import executing as evaluating
-from parsim.app.sweep import executing as folder
 from parsim.app.sweep.rows import CATEGORIES
 from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError, ExecutionError
@@ -156,24 +154,27 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of the fields: what one search works out is there for the next, and changes no answer."""
-    asked: list[tuple[int, str]] = []
+    asked: list[str] = []
     problems: list[object] = []
-    real, known = executing.evaluate_point, evaluating._LAST.known
-    monkeypatch.setattr(
-        executing,
-        "evaluate_point",
-        lambda point: (asked.append((point.settings["training.global_batch"], point.settings["plan.strategy"])), real(point))[
-            1
-        ],
-    )
-    monkeypatch.setattr(evaluating._LAST, "known", lambda problem: (problems.append(known(problem)), problems[-1])[1])
+    real, answer = executing.evaluate_point, executing.answer_of
+
+    def evaluate_point(point: Any) -> dict[str, Any]:
+        asked.append(point.settings["plan.strategy"])
+        return real(point)
+
+    def answer_of(question: Any, problem: Any) -> Any:
+        problems.append(problem)
+        return answer(question, problem)
+
+    monkeypatch.setattr(executing, "evaluate_point", evaluate_point)
+    monkeypatch.setattr(executing, "answer_of", answer_of)
     over = {"plan.strategy": ["dp", "adaptive"], "training.global_batch": [64, 256]}
     found = ps.sweep("mlp", over, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
-    assert [strategy for _, strategy in asked] == ["dp", "adaptive"] * 2
+    assert asked == ["dp", "adaptive"] * 2
     assert len({id(problem) for problem in problems}) == 2
     for row in found.rows:
         alone = {key: [row[key]] for key in over}
-        evaluating._LAST.forget()
+        executing._LAST.clear()
         assert {
             **ps.sweep("mlp", alone, cluster="dgx1-v100-32gb", global_batch=64, jobs=1).rows[0],
             "point": row["point"],
@@ -222,7 +223,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "other" / "points.jsonl").write_text('{"schema_version": 99}\n')
     with pytest.raises(ConfigError, match="is not a log of a sweep"):
         swept(out=tmp_path / "other")
-    busy = folder.SweepFolder(tmp_path / "busy")
+    busy = executing.SweepFolder(tmp_path / "busy")
     with busy.writing(), pytest.raises(ConfigError, match="another sweep writes"):
         swept(out=tmp_path / "busy")
 
@@ -230,7 +231,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 def test_without_pyarrow_the_csv_is_said_to_be_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     found = swept(out=tmp_path / "s")
-    assert found.notes == (folder.NO_PARQUET,)
+    assert found.notes == (executing.NO_PARQUET,)
     assert not (tmp_path / "s" / "points.parquet").exists()
 
 
