@@ -401,7 +401,8 @@ def cost(
         shape = None if input_shape is None else tuple(input_shape)
         spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
         priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
-    costs = Costs(model=model_in(priced, precision), cluster=cluster, numerics=Numerics(precision=precision, optimizer=optimizer))
+    numerics = Numerics(precision=precision, optimizer=optimizer)
+    costs = Costs(model=model_in(priced, precision), cluster=cluster, numerics=numerics)
     rows = tuple(component_rows(costs, batch, ways))
     name = priced.name if isinstance(model, Model) else model
     document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
