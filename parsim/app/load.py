@@ -58,7 +58,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     """
     plan, training = config.plan, config.training
     cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.groups)
+    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "

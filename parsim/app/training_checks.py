@@ -47,7 +47,7 @@ def check_training(config: Question, model: Model) -> None:
     order = _order(config)
     check_real(build_fake(config.model_spec))
     rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
-    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.update_groups]
     for optimizer, _, rule in rules:
         check_states(optimizer, rule)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)

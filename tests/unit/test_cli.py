@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parsim.app.calibration import calibration_cases, local_batches
+from parsim.app.calibration import calibration_request, local_batches
 from parsim.app.config import parse_config
 from parsim.cli import COMMANDS, main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
@@ -235,8 +235,7 @@ def test_cost_of_shards(call: Call) -> None:
 def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_use() -> None:
     text = RUN_TOML.replace("resnet50", "mlp").replace("num_classes = 100", "")
     configs = [parse_config(text), parse_config(text, ["training.global_batch=24"])]
-    cases = calibration_cases(configs, ["vit_small", "vit_small"], (4, 2))
-    assert cases == (
+    assert calibration_request(configs, ["vit_small", "vit_small"], batches=(4, 2)).models == (
         (ModelSpec(name="mlp"), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)),
         (ModelSpec(name="vit_small"), (2, 4)),
     )
