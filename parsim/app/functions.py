@@ -19,13 +19,13 @@ from parsim.app.ask import ask, check_options, simulate_prediction
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
+from parsim.app.judging import updatable
 from parsim.app.launch import check_launchable
 from parsim.app.load import THIS_MACHINE, cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.prices import CostTable, collective_row, component_rows
 from parsim.app.question import is_run_file, question_from_file, question_of
-from parsim.app.record_validation import updatable
 from parsim.app.sections import MOST_SAMPLES
 from parsim.app.training_checks import check_images_suit
 from parsim.costs.costs import Costs

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.export_folder import export_folder
 from parsim.app.frames import breakdown_frame, frame, timeline_frame
-from parsim.app.judging import judge, measured, typical_step
+from parsim.app.judging import diagnosed, judge, measured, typical_step
 from parsim.app.prediction import Prediction
-from parsim.app.record_validation import diagnosed
 from parsim.app.run_folder import RUN, RunFolder
 from parsim.costs.diagnosis import Diagnosis
 from parsim.formats.exports import Exported

@@ -11,11 +11,10 @@ from parsim.app.ask import with_every_rank
 from parsim.app.config import Question
 from parsim.app.doctor import progress, warn
 from parsim.app.elastic import restarting
-from parsim.app.judging import reopen, speed_of
+from parsim.app.judging import record_of, remember, remembered, reopen, speed_of, updatable, update_profile
 from parsim.app.launch import check_launchable, check_runnable, job_of, launch_job, warn_of_profile
 from parsim.app.measured import Measured, compared
 from parsim.app.prediction import Prediction
-from parsim.app.record_validation import record_of, remember, remembered, updatable, update_profile
 from parsim.app.run_folder import RunFolder, ending_told, forget_results, held, new_folder, resumption, write_json
 from parsim.app.training_checks import (
     check_adaptive,
