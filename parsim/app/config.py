@@ -416,8 +416,9 @@ def _check_agreement(question: Question) -> None:
         keys = ("optimizer_offload", "activation_offload", "synchronisation", *CUSTOM_KEYS)
         beside += [key for key in keys if getattr(plan, key) is not None]
         if beside:
-            key, value = beside[0], getattr(plan, beside[0])
-            raise ConfigError(f"plan.{key} = {value!r}: the plan is read from {plan.plan_path}; drop {', '.join(beside)}")
+            value = getattr(plan, beside[0])
+            key = f"{beside[0]} = {value!r}" if isinstance(value, str | int) else beside[0]
+            raise ConfigError(f"plan.{key}: the plan is read from {plan.plan_path}; drop {', '.join(beside)}")
     if plan.microbatches is not None and training.global_batch % plan.microbatches:
         raise ConfigError(
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
