@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.objective import loss_sum  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module, assert_same_state  # noqa: E402
+from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components  # noqa: E402
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 
