@@ -208,7 +208,7 @@ def backward_inputs(
     of_outputs = sum(edge is not None and value is not None for edge, value in zip(saved.edges, output_gradients, strict=True))
     starts, given = tuple(roots[:of_outputs]), tuple(gradients[:of_outputs])
     frontiers = _frontiers(starts, [entry.node for entry in entries], parameters)
-    hooks = [frontier.node.register_prehook(frontier.arrived.append) for frontier in frontiers or ()]
+    hooks = [_note(frontier) for frontier in frontiers or ()]
     arrived = iter(torch.autograd.grad(roots, entries, gradients, retain_graph=True, allow_unused=True))
     for hook in hooks:
         hook.remove()
@@ -235,6 +235,11 @@ def backward_weights(half: BackwardHalf) -> None:
                     inputs=frontier.parameters,
                     retain_graph=True,
                 )
+
+
+def _note(frontier: _Frontier) -> Any:
+    """A hook that notes the gradients which arrive."""
+    return frontier.node.register_prehook(frontier.arrived.append)
 
 
 def _frontiers(roots: Sequence[GradientEdge], entries: Sequence[Any], parameters: Sequence[Tensor]) -> list[_Frontier] | None:

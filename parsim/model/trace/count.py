@@ -368,8 +368,8 @@ class _Counts:
         values: dict[str, Value] = {}
         for number, name in self._names.items():
             size, (small, large) = self.footprint(name), self._tensors(name)
-            storages = [tensor.untyped_storage().nbytes() for tensor in (small, large)]
-            storage, _ = self._split(*storages, f"what {name} lies in", rounded=False)
+            one, other = (tensor.untyped_storage().nbytes() for tensor in (small, large))
+            storage, _ = self._split(one, other, f"what {name} lies in", rounded=False)
             is_batch = small.dim() > 0 and (small.shape[0], large.shape[0]) == self._batches
             values[name] = Value(
                 name=name,
