@@ -31,7 +31,7 @@ class Content(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As `Sharding` names it: "full", "partial", "maximum" or "shard:d"."""
+        """The name that `Sharding` has for it: "full", "partial", "maximum" or "shard:d"."""
         return f"{SHARD}:{self.dim}" if self.form == SHARD else self.form
 
 
@@ -111,14 +111,11 @@ class Step:
     @property
     def name(self) -> str:
         """What the call's function is called, for messages."""
-        return call_name(self.op)
+        return self.op.name
 
     def given(self, name: str, place: int, default: Any = None) -> Any:
         """The argument called `name`, or at `place`."""
-        for keyword, value in self.op.keywords:
-            if keyword == name:
-                return value
-        return self.op.arguments[place] if place < len(self.op.arguments) else default
+        return self.op.argument(name, place, default)
 
     def operands(self) -> tuple[int, ...]:
         """The slots the call reads, each once, in order."""
@@ -176,11 +173,6 @@ class Step:
 
 
 Rule = Callable[[Step], RuleOutcome]
-
-
-def call_name(op: Op) -> str:
-    """What a call's function is called, for messages."""
-    return str(getattr(op.function, "__name__", op.function))
 
 
 def operands_of(op: Op) -> tuple[int, ...]:

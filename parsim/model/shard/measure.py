@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.model.component import DividedSize, Footprint, Operator, OperatorShard, ParameterShard, Sharding, Share, Size
-from parsim.model.runnable import CallProgram, run_op
+from parsim.model.runnable import CallProgram, environment_of, run_op
 from parsim.model.shard.apply import localise
 from parsim.model.shard.content import Refused, Undecided
 from parsim.model.shard.propagate import Variant, propagate, variants, vocabulary_size
@@ -208,16 +208,13 @@ def _run_shard(
     Args:
         program: of the shard, with local shapes. origins: per call the number of the recorded one it stands for.
     """
-    environment: list[Any] = [None] * program.slots
     position = 0
     with whole.fakes, autocast_as(autocast), torch.enable_grad():
-        uncounted = []
-        for (_, slot, _), counted in zip(program.inputs, whole.counted_inputs, strict=True):
-            environment[slot] = like(program.tensors[slot]).requires_grad_(program.tensors[slot].differentiable)
-            uncounted += [] if counted else [environment[slot]]
+        kinds = [program.tensors[slot] for _, slot, _ in program.inputs]
+        inputs = [like(kind).requires_grad_(kind.differentiable) for kind in kinds]
         state = state_of(program)
-        for slot, value in (*state.items(), *((slot, constant) for constant, slot in program.constants)):
-            environment[slot] = value
+        environment = environment_of(program, inputs, state.items())
+        uncounted = [value for value, counted in zip(inputs, whole.counted_inputs, strict=True) if not counted]
         saved = SavedTensors(lambda: position)
         mode = OperatorMode(lambda: position, set(map(storage_key, state.values())))
         with saved.open(), mode:

@@ -184,15 +184,11 @@ def draws(program: CallProgram) -> bool:
 
 
 def _drops(op: Op) -> bool:
-    keywords = dict(op.keywords)
     if op.function is functional.scaled_dot_product_attention:
-        return bool(keywords.get("dropout_p", op.arguments[4] if len(op.arguments) > 4 else 0.0))
+        return bool(op.argument("dropout_p", 4, 0.0))
     if op.function is functional.multi_head_attention_forward:
-        return bool(keywords.get("training", True) and op.arguments[10])
-    if op.function not in DROPOUTS:
-        return False
-    p, training = (op.arguments[place] if len(op.arguments) > place else other for place, other in ((1, 0.5), (2, True)))
-    return bool(keywords.get("p", p) and keywords.get("training", training))
+        return bool(op.argument("training", 13, True) and op.argument("dropout_p", 10, 0.0))
+    return op.function in DROPOUTS and bool(op.argument("p", 1, 0.5) and op.argument("training", 2, True))
 
 
 def may_draw_on_host(program: CallProgram) -> bool:

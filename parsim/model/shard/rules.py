@@ -179,7 +179,7 @@ _RUNS = (1, 2, 3)
 
 
 def _entering(*operands: tuple[Ref | None, Content]) -> dict[int, Content]:
-    """As what full operands enter a call; None: there is no bias."""
+    """Contents with which full operands enter a call; None: there is no bias."""
     return {value.slot: content for value, content in operands if value is not None}
 
 

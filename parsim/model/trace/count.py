@@ -63,7 +63,7 @@ from parsim.model.trace.memory import (
 )
 from parsim.model.trace.operators import RawOperator, Watch, grow
 from parsim.model.trace.record import run_recorded
-from parsim.model.trace.recorder import Recorder, Recording, storage_key
+from parsim.model.trace.recorder import Recording, storage_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class TracedForward:
 
     Attributes:
         programs: per interval. operators_in: per interval, their calls counted from its first.
-        atomic: modules that run as a whole, each call of which is one in `collapsed`, cut into `collapsed_intervals`.
+        collapsed: the recording with one call for each module that runs as a whole, cut into `collapsed_intervals`.
         saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
             in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
@@ -81,7 +81,6 @@ class TracedForward:
     batch: int
     recording: Recording
     intervals: list[CallInterval]
-    atomic: frozenset[str]
     collapsed: Recording
     collapsed_intervals: list[CallInterval]
     programs: tuple[CallProgram, ...]
@@ -111,13 +110,9 @@ class TracedForward:
         """Bytes of what its kernels keep on pages of their own."""
         return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
 
-    def counts(self, storage: int) -> bool:
-        """Whether it is among some component's saved activations."""
-        return storage in self.savers and storage not in self.state
-
     def recorded(self, place: int) -> Recorded:
         """One component."""
-        counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
+        counted = tuple(number for number, is_counted in enumerate(self.whole(place).counted_inputs) if is_counted)
         return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
 
     def whole(self, place: int) -> WholeComponent:
@@ -163,44 +158,36 @@ def measure(
 
     `example`, `answers`: as for `run_recorded`.
     """
-    watchers: list[Watch] = []
-
-    def watch(recorder: Recorder) -> Watch:
-        watchers.append(Watch(recorder))
-        return watchers[-1]
-
+    watch = Watch()
     with autocast_as(autocast):
         recording, whole = recorded_in_parts(
             module, args, kwargs, granularity=granularity, loss=loss, example=example, answers=answers, watch=watch
         )
-    first = recording.tensors[recording.inputs[0][1]]
     collapsed = collapse(recording, whole, module)
     cuts = cut(collapsed.recording, module, granularity, whole)
-    intervals = [replace(entry, start=collapsed.starts[entry.start], end=collapsed.starts[entry.end]) for entry in cuts]
-    watcher = watchers[-1]
-    starts = [interval.start for interval in intervals]
-    operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
-    savers: dict[int, set[int]] = {}
-    for place, part in enumerate(_per_interval(intervals, watcher.saved.saves, itemgetter(0))):
-        for _, key, _ in part:
-            savers.setdefault(key, set()).add(place)
+    intervals = [replace(part, start=collapsed.starts[part.start], end=collapsed.starts[part.end]) for part in cuts]
+    operators = _per_interval(intervals, watch.mode.operators, lambda raw: raw.op)
+    first_saves = _per_interval(intervals, watch.saved.first_saves(watch.state), itemgetter(0))
+    savers: dict[int, dict[str, None]] = {}
+    for interval, saves in zip(intervals, _per_interval(intervals, watch.saved.saves, itemgetter(0)), strict=True):
+        for _, key, _ in saves:
+            savers.setdefault(key, {})[interval.name] = None
     return TracedForward(
-        batch=first.shape[0],
+        batch=recording.tensors[recording.inputs[0][1]].shape[0],
         recording=recording,
         intervals=intervals,
-        atomic=whole,
         collapsed=collapsed.recording,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
-        operators_in=[[raw._replace(op=raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
-        saved_in=[
-            [(key, size) for _, key, size in part]
-            for part in _per_interval(intervals, watcher.saved.first_saves(watcher.state), itemgetter(0))
+        operators_in=[
+            [raw._replace(op=raw.op - interval.start) for raw in part]
+            for interval, part in zip(intervals, operators, strict=True)
         ],
-        savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
-        state=frozenset(watcher.state),
-        fakes=watcher.recorder.fakes,
-        casts=frozenset(watcher.mode.casts),
+        saved_in=[[(key, size) for _, key, size in saves] for saves in first_saves],
+        savers={key: tuple(names) for key, names in savers.items()},
+        state=frozenset(watch.state),
+        fakes=watch.fakes,
+        casts=frozenset(watch.mode.casts),
         autocast=autocast,
     )
 
@@ -359,8 +346,9 @@ class _Counts:
         small, large = self._tensors(name)
         rate, fixed = self._split(_size_bytes(small), _size_bytes(large), f"value {name}", rounded=False)
         key = storage_key(small)
-        saved, savers = self._small.counts(key), self._small.savers.get(key, ())
-        return ValueFootprint(bytes_per_sample=rate, fixed_bytes=fixed, saved=saved, savers=savers)
+        savers = self._small.savers.get(key, ())
+        is_saved = bool(savers) and key not in self._small.state
+        return ValueFootprint(bytes_per_sample=rate, fixed_bytes=fixed, saved=is_saved, savers=savers)
 
     def values(self) -> dict[str, Value]:
         """All values that cross boundaries of components, by name."""

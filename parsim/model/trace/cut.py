@@ -425,10 +425,10 @@ def _program(recording: Recording, interval: CallInterval, names: dict[int, str]
         for number in outputs:
             slot.setdefault(number, len(slot))
         last_use.update(dict.fromkeys((*op.reads, *outputs), place))
-    left = {*interval.outputs, *(number for _, number in writes)}
+    lasting = {*interval.outputs, *(number for _, number in writes)}
     drops: dict[int, list[int]] = {}
     for number, place in last_use.items():
-        if number not in left:
+        if number not in lasting:
             drops.setdefault(place, []).append(slot[number])
     differentiable = recording.differentiable
 

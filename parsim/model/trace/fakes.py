@@ -258,12 +258,11 @@ whether it matters to it where its tensors lie in their memory."""
 
 
 def _operator(function: Any) -> tuple[Any, int, bool]:
-    known = _OPERATORS.get(id(function))
-    if known is None:
+    if id(function) not in _OPERATORS:
         computes = torch.Tag.pointwise in function.tags or torch.Tag.reduction in function.tags or function in _COMPUTING
         makes_views = any(returned.alias_info is not None for returned in function._schema.returns)
-        known = _OPERATORS[id(function)] = function, len(_OPERATORS), makes_views or not computes
-    return known
+        _OPERATORS[id(function)] = function, len(_OPERATORS), makes_views or not computes
+    return _OPERATORS[id(function)]
 
 
 _COMPUTING = tuple(

@@ -42,7 +42,7 @@ from parsim.model.component import (
     SplitBackward,
     Value,
 )
-from parsim.model.runnable import CallProgram, TensorKind, run_op
+from parsim.model.runnable import CallProgram, TensorKind, environment_of, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
 from parsim.model.shard.narrow import ways_of
@@ -299,19 +299,14 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _given_to(program: CallProgram) -> _Given:
-    given = _Given([], [], [], [None] * program.slots)
-    for _, slot, differentiable in program.inputs:
-        given.inputs.append(like(program.tensors[slot]))
-        given.environment[slot], edge = enter(given.inputs[-1]) if differentiable else (given.inputs[-1], None)
-        given.entries.append(edge)
-    for slot, value in state_of(program).items():
-        given.environment[slot] = value
-        if value.requires_grad:
-            value.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-            given.parameters.append(value)
-    for constant, slot in program.constants:
-        given.environment[slot] = constant
-    return given
+    inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
+    state = state_of(program)
+    parameters = [value for value in state.values() if value.requires_grad]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    entered = [enter(value) if flows else (value, None) for value, (_, _, flows) in zip(inputs, program.inputs, strict=True)]
+    environment = environment_of(program, (value for value, _ in entered), state.items())
+    return _Given(inputs, [edge for _, edge in entered], parameters, environment)
 
 
 def state_of(program: CallProgram) -> dict[int, Tensor]:
@@ -401,11 +396,7 @@ class _Program:
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program = self._program
-        environment: list[Any] = [None] * program.slots
-        for (_, slot, _), value in zip(program.inputs, inputs, strict=True):
-            environment[slot] = value
-        for slot, value in (*self._state.items(), *((slot, constant) for constant, slot in program.constants)):
-            environment[slot] = value
+        environment = environment_of(program, inputs, self._state.items())
         for op in program.ops:
             run_op(op, environment)
         return tuple(environment[slot] for _, slot, _ in program.outputs)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -340,20 +341,24 @@ class SavedTensors:
 
 
 class Watch:
-    """Operators and saved tensors of a forward that is being recorded."""
+    """Operators and saved tensors of one forward that is being recorded.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        tensors = recorder.recording.tensors
-        self.state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        frozen = any(
-            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
-        )
-        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
-        self.saved = SavedTensors(lambda: recorder.current)
+    Attributes:
+        state: storages of parameters and buffers.
+    """
+
+    fakes: FakeTensorMode
+    state: set[int]
+    mode: OperatorMode
+    saved: SavedTensors
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self, recorder: Recorder) -> Iterator[None]:
         """Inside, statistics are taken."""
+        state = [(recorder.recording.tensors[number], key) for number, key in recorder.recording.state.items()]
+        frozen = any(key.kind == "parameter" and not tensor.requires_grad for tensor, key in state)
+        self.fakes, self.state = recorder.fakes, {storage_key(tensor) for tensor, _ in state}
+        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
+        self.saved = SavedTensors(lambda: recorder.current)
         with self.saved.open(), self.mode:
             yield

@@ -296,7 +296,7 @@ def run_recorded(
     *,
     loss: str | OpenLoss | None,
     loss_in_parts: bool = False,
-    watch: Callable[[Recorder], Watch] | None = None,
+    watch: Watch | None = None,
     skew: bool = False,
     example: bool = False,
     answers: Sequence[bool] | None = None,
@@ -305,7 +305,7 @@ def run_recorded(
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
-        watch: makes what is open during the forward, inside the fake mode (statistics hang there).
+        watch: open during the forward, inside the fake mode.
         loss_in_parts: where a loss can be taken in parts (`parsim.model.total_loss`), so that shards need not gather.
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
@@ -333,14 +333,13 @@ def run_recorded(
                     recorder.recording.samples = first.shape[0] if first.dim() else 1
                 if example:
                     recorder.known.follow(_example_values(recorder, leaves, other=skew))
-                watcher = None if watch is None else watch(recorder)
                 stack.enter_context(_module_hooks(recorder))
                 stack.enter_context(_autograd_functions(recorder))
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(eager())
                 stack.enter_context(fakes)
-                if watcher is not None:
-                    stack.enter_context(watcher.open())
+                if watch is not None:
+                    stack.enter_context(watch.open(recorder))
                 stack.enter_context(recorder)
                 output = module(*fake_args, **fake_kwargs)
                 _note_output(recorder, output)

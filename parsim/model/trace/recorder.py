@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec
 
 from parsim.errors import TraceError
 from parsim.model.objective import Settled
-from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
+from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey
 from parsim.model.trace.checks import at_line, gradient_message, hint, hook_message, value_message, weight_message
 
 # The values of tensors of a recording, where they can be known although the recording runs on fake tensors.
@@ -181,8 +181,7 @@ class KnownValues:
         scores, indices = self._recording.tensors[op.arguments[0].slot], self._recording.tensors[value]
         if not scores.is_floating_point() or indices.is_floating_point() or scores.dim() < 1:
             return None
-        positional = op.arguments[1 + (op.name == "topk") :]
-        dim = dict(op.keywords).get("dim", positional[0] if positional else _ROUTERS[op.name])
+        dim = op.argument("dim", 2 if op.name == "topk" else 1, _ROUTERS[op.name])
         if not isinstance(dim, int) or isinstance(dim, bool):
             return None
         experts = scores.shape[dim]
@@ -314,27 +313,17 @@ class DataDecision:
     line: str
 
 
-@dataclass(slots=True)
-class RecordedOp:
-    """One torch-level call; Refs hold value numbers of the whole recording.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOp(Op):
+    """One torch-level call of a module call; Refs hold value numbers of the whole recording.
 
     `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed.
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-    outputs: tuple[tuple[tuple[Any, ...], int], ...]
-    context: Context
     call: int | None
     reads: tuple[int, ...]
     mutated: tuple[int, ...]
     measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
-
-    @property
-    def name(self) -> str:
-        """What the function is called."""
-        return str(getattr(self.function, "__name__", ""))
 
 
 @dataclass(slots=True)
@@ -578,8 +567,7 @@ class Recorder(TorchFunctionMode):
         made = list(tensors_in(result))
         if not made and not changed and name != "__set__":
             return result
-        fresh = self._write(function, args, kwargs, given, changed, made)
-        recording.ops[-1].measured = measured
+        fresh = self._write(function, args, kwargs, given, changed, made, measured)
         if exact:
             self._exact.update(fresh)
             if assumed or measured is not None:
@@ -685,6 +673,7 @@ class Recorder(TorchFunctionMode):
         given: list[Tensor],
         changed: list[Tensor],
         made: list[tuple[tuple[Any, ...], Tensor]],
+        measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None,
     ) -> list[int]:
         """Append the call to the recording; returns the value numbers it makes."""
 
@@ -711,6 +700,7 @@ class Recorder(TorchFunctionMode):
                 call=self.stack[-1] if self.stack else None,
                 reads=tuple(dict.fromkeys(map(self.number_of, given))),
                 mutated=mutated,
+                measured=measured,
             )
         )
         return fresh

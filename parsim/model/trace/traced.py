@@ -69,8 +69,12 @@ class _Index(NamedTuple):
     ignored: int | None = None
 
 
-_EMBEDDINGS = {functional.embedding: (0, 1), functional.embedding_bag: (0, 1), torch.embedding: (1, 0)}
-"""The places of indices and table among the arguments."""
+_EMBEDDINGS = {
+    functional.embedding: (("input", 0), ("weight", 1)),
+    functional.embedding_bag: (("input", 0), ("weight", 1)),
+    torch.embedding: (("indices", 1), ("weight", 0)),
+}
+"""Names and places of indices and table among the arguments."""
 _ALONG_A_DIM = (torch.gather, Tensor.gather, torch.index_select, Tensor.index_select)
 _OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
@@ -78,27 +82,22 @@ _OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[_Index]:
     """The indices among the arguments of a call."""
 
-    def argument(place: int, *names: str, default: Any = None) -> Any:
-        keywords = dict(op.keywords)
-        named = next((keywords[name] for name in names if name in keywords), default)
-        return op.arguments[place] if place < len(op.arguments) else named
-
     if op.function in _EMBEDDINGS:
         index, table = _EMBEDDINGS[op.function]
-        if type(weight := argument(table, "weight")) is Ref:
-            yield _Index(argument(index, "input", "indices"), tensors[weight.slot].shape[0], "an embedding of")
+        if type(weight := op.argument(*table)) is Ref:
+            yield _Index(op.argument(*index), tensors[weight.slot].shape[0], "an embedding of")
     elif op.function in _ALONG_A_DIM:
-        given, dim = argument(0, "input"), argument(1, "dim")
+        given, dim = op.argument("input", 0), op.argument("dim", 1)
         if type(given) is Ref and isinstance(dim, int) and tensors[given.slot].dim():
-            yield _Index(argument(2, "index"), tensors[given.slot].shape[dim], f"dim {dim} of a tensor with")
+            yield _Index(op.argument("index", 2), tensors[given.slot].shape[dim], f"dim {dim} of a tensor with")
     elif op.function is functional.one_hot:
-        classes = argument(1, "num_classes", default=-1)
+        classes = op.argument("num_classes", 1, -1)
         if isinstance(classes, int) and classes > 0:
-            yield _Index(argument(0), classes, "one_hot of")
+            yield _Index(op.argument("tensor", 0), classes, "one_hot of")
     elif op.function in _OF_CLASSES:  # where targets are numbers of classes
-        given, target = argument(0, "input"), argument(1, "target")
+        given, target = op.argument("input", 0), op.argument("target", 1)
         if type(given) is Ref and type(target) is Ref and not tensors[target.slot].is_floating_point():
-            logits, ignored = tensors[given.slot], argument(4, "ignore_index", default=IGNORED)
+            logits, ignored = tensors[given.slot], op.argument("ignore_index", 4, IGNORED)
             yield _Index(target, logits.shape[1 if logits.dim() > 1 else 0], "the classes of a loss,", ignored=ignored)
     elif op.function is Tensor.__getitem__ and type(op.arguments[0]) is Ref:
         yield from _indexed(tensors[op.arguments[0].slot], op.arguments[1], tensors)
