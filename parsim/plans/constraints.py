@@ -82,7 +82,7 @@ def check_groups_fill(dp_shard: int | None, devices: int) -> None:
     """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
 
     Args:
-        dp_shard: that is asked for. devices: of the cluster.
+        dp_shard: that is asked for.
     """
     if dp_shard is not None and devices % dp_shard:
         raise PlanError(

@@ -120,9 +120,6 @@ class Mesh:
 def check_mesh(mesh: Mesh, devices: int) -> None:
     """Check that the axes multiply to the number of devices.
 
-    Args:
-        mesh: all axes. devices: of the cluster.
-
     Raises:
         PlanError: they do not.
     """

@@ -628,9 +628,6 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
 def check_plan(plan: Plan, model: Model) -> None:
     """Check that the stages hold exactly the model's components, in its order, each with a valid placement.
 
-    Args:
-        plan: to check. model: that it is for.
-
     Raises:
         PlanError: the first rule that is broken, with its values.
     """
@@ -689,7 +686,7 @@ def holding(component: Component, placement: Placement, parameter: str) -> tuple
     """A key of the part of a parameter that a tp rank holds, and of the ranks over which its gradient is summed.
 
     Args:
-        component: that uses the parameter. placement: of the component. parameter: its qualified name.
+        parameter: its qualified name.
     """
     match placement.kind:
         case "shard":
@@ -742,11 +739,7 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def synchronisation_in_words(plan: Plan) -> str:
-    """`averaging weights every 8 steps with an outer nesterov optimizer`; "" for synchronous training.
-
-    Args:
-        plan: of any synchronisation.
-    """
+    """`averaging weights every 8 steps with an outer nesterov optimizer`; "" for synchronous training."""
     rule = plan.synchronisation
     every = "after every step" if rule.period_steps == 1 else f"every {rule.period_steps} steps"
     match rule.kind:

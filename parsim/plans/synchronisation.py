@@ -111,11 +111,7 @@ class MixingSchedule:
         return tuple(range(self.graph(0, replicas).period))
 
     def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
-        """Of Ada in order how many rounds a graph lasts, and its name; the last one stays. Of other graphs none.
-
-        Args:
-            replicas: that mix.
-        """
+        """Of Ada in order how many rounds a graph lasts, and its name; the last one stays. Of other graphs none."""
         if self.name != ADA:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
@@ -350,7 +346,7 @@ class Synchronisation:
         """Check that replicas of a mesh can be synchronised so.
 
         Args:
-            mesh: of the plan. zero_stage: of the plan.
+            zero_stage: of the plan.
 
         Raises:
             PlanError: too few replicas, states that are divided over replicas, a graph that is not connected, weights that do
@@ -433,11 +429,7 @@ class Synchronisation:
         return MergeRule(kind=self.merge, workers=replicas, rate=self.merge_rate, exponent=self.merge_exponent)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
-        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn.
-
-        Args:
-            replicas: that mix.
-        """
+        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
         if self.graph:
             return self.mixing.cycle(replicas)
         return tuple(range(DRAWN_ROUNDS)) if self.participation < 1 else (0,)

@@ -127,8 +127,7 @@ def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
     """The same with every pattern of names as the components that it means.
 
     Args:
-        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:". model: whose components are
-            meant.
+        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:".
 
     Raises:
         ConfigError: a pattern means none, or no component that it means keeps less by operator.
@@ -151,7 +150,7 @@ def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOf
     """The same with every pattern of names as the components that it means.
 
     Args:
-        offload: of activations. model: whose components are meant.
+        offload: of activations.
 
     Raises:
         ConfigError: a pattern means none.

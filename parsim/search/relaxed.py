@@ -24,7 +24,7 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import folds
 from parsim.search.by_hand import custom_plan
-from parsim.search.search import Search
+from parsim.search.search import Search, first_of_each
 from parsim.search.space import meshes, microbatch_counts
 from parsim.search.tree import Tally
 from parsim.units import format_seconds
@@ -41,7 +41,7 @@ def relaxed_search(
 
     Args:
         problem: with `constraints.synchronisation` relaxed. strategies: dp, hp, mp (stale) or adaptive, which is all of them.
-        samples: draws for the intervals. top: keep so many plans instead of the best of each family.
+        top: keep so many plans instead of the best of each family.
 
     Returns:
         A Search, whose candidates all keep the rule.
@@ -50,42 +50,45 @@ def relaxed_search(
         ScheduleError: the rule has no plan on these devices, with the reasons. CostError: nothing can be priced.
     """
     reasons: dict[str, None] = {}
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     untried = 0
     plans = _plans(problem, strategies, reasons)
     for mesh, same in groupby(plans, key=lambda plan: plan.mesh):
         group = list(same)
-        one_is_enough = top is None and mesh.size > SCREENED_RANKS and len(group) > 1 and _is_dear(problem, group[0])
+        # such ranks are simulated one by one, and once where the replicas average
+        is_dear = group[0].synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(group[0]))
+        one_is_enough = top is None and mesh.size > SCREENED_RANKS and len(group) > 1 and is_dear
         if one_is_enough:
             group.sort(key=lambda plan: _screened_s(problem, plan))
         for number, plan in enumerate(group):
-            if len(found) == MOST_PLANS:
+            if len(evaluations) == MOST_PLANS:
                 untried += 1
                 continue
             try:
-                found.append(evaluate(problem, plan, samples=0))
+                evaluations.append(evaluate(problem, plan, samples=0))
             except PlanError as error:
                 reasons[str(error)] = None
                 continue
-            if one_is_enough and found[-1].result.fits:
+            if one_is_enough and evaluations[-1].result.fits:
                 untried += len(group) - number - 1
                 break
-    if not found:
+    if not evaluations:
         rule = problem.constraints.synchronisation
         why = "; ".join(reason.removeprefix(f"synchronisation {rule}: ") for reason in reasons)
         raise ScheduleError(f"no plan has synchronisation {rule}: {why or _no_mesh(problem, strategies)}")
-    found.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
-    shown = found[:top] if top is not None else _best_of_each(found)
+    evaluations.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    best_of_each = first_of_each(evaluations, lambda entry: entry.result.plan.strategy)
+    shown = best_of_each if top is None else evaluations[:top]
     best = shown[0]
     candidates = tuple(with_interval(problem, entry, samples=samples, reason=_reason(entry, best)) for entry in shown)
     return Search(
         candidates=candidates,
         chosen=candidates[0] if best.result.fits else None,
         status="best_of_candidates" if best.result.fits else "infeasible",
-        lower_bound_s=min(entry.result.lower_bound_s for entry in found),
-        judged=len(found),
+        lower_bound_s=min(entry.result.lower_bound_s for entry in evaluations),
+        judged=len(evaluations),
         skipped=(),
-        tally=Tally(simulated=len(found), untried=untried),
+        tally=Tally(simulated=len(evaluations), untried=untried),
     )
 
 
@@ -95,11 +98,6 @@ def _no_mesh(problem: PlanningProblem, strategies: Sequence[str]) -> str:
     if tuple(strategies) == ("hp",) and asked.synchronisation.mixes and (asked.pp or 1) * (asked.tp or 1) == 1:
         return 'replicas of strategy "hp" have several ranks: set plan.mesh with pp or tp above 1, or plan.strategy = "dp"'
     return "the mesh leaves no replicas"
-
-
-def _is_dear(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether many ranks may be simulated one by one, and once where the replicas average."""
-    return plan.synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(plan))
 
 
 def _averaging(plan: Plan) -> Plan:
@@ -112,13 +110,6 @@ def _screened_s(problem: PlanningProblem, plan: Plan) -> float:
         return evaluate(problem, _averaging(plan), samples=0).result.step_s.median
     except PlanError:
         return math.inf
-
-
-def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    best: dict[str, Evaluation] = {}
-    for entry in ranked:
-        best.setdefault(entry.result.plan.strategy, entry)
-    return list(best.values())
 
 
 def _reason(entry: Evaluation, best: Evaluation) -> str:
@@ -137,16 +128,16 @@ def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[
         problem: with constraints; an axis that they give is kept. strategies: as `relaxed_search` takes them.
     """
     asked, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
-    found: list[Mesh] = []
+    chosen: list[Mesh] = []
     for mesh in meshes(problem):
         if mesh.tp != (asked.tp or 1) or problem.global_batch % mesh.dp:
             continue
         suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (asked.pp or 1)
         if suits and ("adaptive" in strategies or _family(mesh) in strategies):
-            if found and mesh.size < found[0].size:
+            if chosen and mesh.size < chosen[0].size:
                 break
-            found.append(mesh)
-    return found
+            chosen.append(mesh)
+    return chosen
 
 
 def _family(mesh: Mesh) -> str:

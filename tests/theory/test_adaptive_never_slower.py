@@ -16,7 +16,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.plan import ZERO_STAGES
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.search.families import FAMILIES, dp_plans
+from parsim.search.families import FAMILIES
 from parsim.search.search import search
 from parsim.search.space import BUCKET_BYTES
 from tests.models import chain_model
@@ -112,7 +112,7 @@ def test_adaptive_is_not_beaten_by_any_bucket_size_or_zero_stage_of_data_paralle
     """60 million parameters per component: no bucket size holds the whole model."""
     model = chain_model((1e9, 1e9), elements=60_000_000)
     problem = PlanningProblem(model=model, cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=64)
-    plans = [plan for plan in dp_plans(problem) if plan.mesh.dp == 4 and plan.microbatches == 1]
+    plans = [plan for plan in FAMILIES["dp"](problem) if plan.mesh.dp == 4 and plan.microbatches == 1]
     assert {(plan.zero_stage, plan.bucket_bytes) for plan in plans} == {
         (stage, size) for stage in ZERO_STAGES for size in BUCKET_BYTES
     }

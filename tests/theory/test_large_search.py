@@ -20,10 +20,9 @@ from parsim.search import space as usual
 from parsim.search.bound import chain_seconds, step_bound_s
 from parsim.search.families import FAMILIES
 from parsim.search.memory_floor import least_kept, weights_are_too_many
-from parsim.search.recompute import place_excess_bytes
 from parsim.search.search import search
 from parsim.search.space import Node
-from parsim.search.stages import Cutting, cut_places
+from parsim.search.stages import Cutting, cut_places, place_excess_bytes
 from parsim.search.tensor import uniform_placements
 from parsim.search.tree import Members, outline_bound_s
 from tests.models import chain_model
@@ -133,10 +132,14 @@ def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_
 def test_models_of_many_components_are_cut_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer(40)
     names = [component.name for component in model.components]
-    assert cut_places(model) == tuple(range(len(names) + 1))
+
+    def places() -> tuple[int, ...]:
+        return cut_places(PlanningProblem(model=model, cluster=machine(1), global_batch=1))
+
+    assert places() == tuple(range(len(names) + 1))
     monkeypatch.setattr("parsim.search.stages.MOST_PLACES", 50)
     monkeypatch.setattr("parsim.search.stages.MOSTLY", 0.8)
-    inner = [names[place] for place in cut_places(model)[2:-4]]
+    inner = [names[place] for place in places()[2:-4]]
     assert len(inner) > 30
     assert len({name.split(".")[-1] for name in inner}) == 1
 

@@ -134,7 +134,7 @@ def test_what_is_left_out_for_its_memory_does_not_fit(
     whole = cluster_from_profile(MACHINES["dgx1-v100-32gb"], 8)
     small = tuple(replace(each, type=replace(each.type, memory_bytes=int(memory_gib * 2**30))) for each in whole.devices)
     problem = PlanningProblem(model=model, cluster=replace(whole, devices=small), global_batch=64, zero_stage=zero_stage)
-    options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
+    options = tuple(uniform_options(problem, component, mesh.tp, divides=True) for component in model.components)
     if missing_bytes(problem, mesh, microbatches, options):
         for recompute in ("none", "full"):
             plan = replace(some_plan(problem, mesh, microbatches, ("1f1b", 1)), recompute=recompute, zero_stage=zero_stage)

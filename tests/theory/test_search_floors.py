@@ -23,11 +23,11 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.search.bound import DeviceSeconds, order_bound_s
+from parsim.search.bound import device_bound_s, order_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, plan_floor
-from parsim.search.recompute import every_set, may_fit_recomputing, place_excess_bytes, recomputed_to_fit
+from parsim.search.recompute import every_set, may_fit_recomputing, recomputed_to_fit
 from parsim.search.search import search
-from parsim.search.stages import balanced_plan
+from parsim.search.stages import balanced_plan, place_excess_bytes
 from parsim.search.tensor import uniform_placements
 
 PROFILE = load_profile("dgx1-v100-32gb")
@@ -164,7 +164,7 @@ def test_no_plan_on_fewer_devices_is_faster_than_all_computation_divided_evenly(
     assert found.chosen is not None
     step_s = found.chosen.result.step_s.median
     larger = PlanningProblem(model=MODELS[name], cluster=cluster_from_profile(PROFILE, 8), global_batch=12)
-    bound_s = larger.remembered(DeviceSeconds).step_s(larger, devices)
+    bound_s = device_bound_s(larger, devices)
     assert 0 < bound_s <= step_s
 
 

@@ -18,9 +18,9 @@ from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import step_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
-from parsim.search.recompute import place_excess_bytes, recomputed_to_fit, segmented_to_fit
+from parsim.search.recompute import recomputed_to_fit, segmented_to_fit
 from parsim.search.search import search
-from parsim.search.stages import Cutting, ending_with_most, repeated_blocks, segments_of, within_stages
+from parsim.search.stages import Cutting, ending_with_most, place_excess_bytes, repeated_blocks, segments_of, within_stages
 
 LAYERS = 6
 

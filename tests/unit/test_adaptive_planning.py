@@ -31,7 +31,7 @@ from parsim.search.adapt.planning import (
     side_by_side,
     switch_cost,
 )
-from parsim.search.families import dp_plans, single_plans
+from parsim.search.families import FAMILIES
 from parsim.search.search import search
 from parsim.search.stages import balanced_plan
 from parsim.work import SendRecv
@@ -43,8 +43,8 @@ PROBLEM = PlanningProblem(
     cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 4),
     global_batch=64,
 )
-DP = next(iter(dp_plans(PROBLEM)))
-SINGLE = next(iter(single_plans(PROBLEM)))
+DP = next(iter(FAMILIES["dp"](PROBLEM)))
+SINGLE = next(iter(FAMILIES["single"](PROBLEM)))
 MP = balanced_plan(PROBLEM, "mp", Mesh(pp=4), microbatches=8, pipeline_order="1f1b")
 HP = balanced_plan(PROBLEM, "hp", Mesh(pp=2, dp=2), microbatches=4, pipeline_order="gpipe")
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]

@@ -16,7 +16,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.adapt import planning as prepared
 from parsim.search.adapt.planning import likely, pool_planner, prepared_planner, prepared_pool, search_planner
-from parsim.search.families import dp_plans
+from parsim.search.families import FAMILIES
 from tests.models import chain_model
 
 PROBLEM = PlanningProblem(
@@ -26,7 +26,7 @@ PROBLEM = PlanningProblem(
     zero_stage=0,
     recompute=NONE,
 )
-DP = next(plan for plan in dp_plans(PROBLEM) if plan.world_size == 2)
+DP = next(plan for plan in FAMILIES["dp"](PROBLEM) if plan.world_size == 2)
 SLOW_LINK = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1)), 100.0),))
 SLOW_RANK = RunCorrections(ranks=((0, 1.0), (1, 3.0)))
 POOL = prepared_pool(PROBLEM, DP)
@@ -64,7 +64,7 @@ def test_more_ranks_and_plans_that_do_not_fit_are_searched_for(monkeypatch: pyte
         raise AssertionError("nothing is prepared for many ranks")
 
     wide = replace(PROBLEM, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8))
-    eight = next(plan for plan in dp_plans(wide) if plan.world_size == 8)
+    eight = next(plan for plan in FAMILIES["dp"](wide) if plan.world_size == 8)
     small = tuple(replace(device, type=replace(device.type, memory_bytes=1 << 20)) for device in PROBLEM.cluster.devices)
     cramped = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=small))
     with pytest.raises(ScheduleError, match="fits"):

@@ -347,11 +347,7 @@ MOST_RANKS = 4
 
 
 def likely(world_size: int) -> tuple[RunCorrections, ...]:
-    """The states of the machine that plans are prepared for.
-
-    Args:
-        world_size: ranks of the plans.
-    """
+    """The states of the machine that plans are prepared for."""
     ranks = range(world_size)
     everything = CommunicationClass("all_reduce", tuple(ranks))
     links = [RunCorrections(communication=((everything, factor),)) for factor in COMMUNICATION]
@@ -398,9 +394,6 @@ def prepared_planner(problem: PlanningProblem, current: Plan, strategy: str = "a
     """A planner that has its plans at hand, and has planned once.
 
     For more than `MOST_RANKS` ranks, or a plan that does not fit, every planning searches; its seconds are assumed.
-
-    Args:
-        problem, current, strategy: as `prepared_pool` takes them.
     """
     searching = search_planner(problem, (strategy,), world_size=current.world_size)
     if current.world_size > MOST_RANKS:

@@ -41,9 +41,6 @@ AGREEMENT = 1e-6
 def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solution:
     """Find the fitting choice with the shortest step by branch and cut (HiGHS through cvxpy).
 
-    Args:
-        placing: the problem. time_limit_s: of the solver.
-
     Returns:
         A Solution; its status tells whether optimality is proven. Leaves out what `PlacementProblem` leaves out.
 
@@ -213,11 +210,7 @@ class Certificate:
 
 
 def relative_difference(one: Solution, other: Solution) -> float | None:
-    """|one - other| over the larger one; None unless both hold a choice.
-
-    Args:
-        one, other: answers to one problem.
-    """
+    """|one - other| over the larger one; None unless both hold a choice."""
     if not one.choice or not other.choice:
         return None
     larger = max(one.seconds, other.seconds)
@@ -225,11 +218,7 @@ def relative_difference(one: Solution, other: Solution) -> float | None:
 
 
 def verdict_of(one: Solution, other: Solution) -> str:
-    """ "agree" (both proved the same optimum, or that there is none), "disagree" (different answers) or "unproven".
-
-    Args:
-        one, other: answers of two solvers to one problem.
-    """
+    """ "agree" (both proved the same optimum, or that there is none), "disagree" (different answers) or "unproven"."""
     if not {one.status, other.status} <= {"optimal", "infeasible"}:
         return "unproven"
     difference = relative_difference(one, other)
@@ -242,7 +231,6 @@ def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Seq
     """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
 
     Args:
-        placing: the problem. microbatches: of its plan.
         hints: choices from which the exact solver may begin.
     """
     return Certificate(
@@ -255,11 +243,7 @@ def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Seq
 
 
 def timed(solve: Callable[[], Solution]) -> SolverRun:
-    """The answer of a solver; "inaccurate", with the reason, where it fails.
-
-    Args:
-        solve: the solver, with its problem.
-    """
+    """The answer of a solver; "inaccurate", with the reason, where it fails."""
     begin_s = time.perf_counter()
     try:
         solution = solve()
@@ -269,11 +253,7 @@ def timed(solve: Callable[[], Solution]) -> SolverRun:
 
 
 def certificate_text(certificate: dict[str, Any]) -> str:
-    """`Certificate.to_dict()` as text for people, or the reason why there is none.
-
-    Args:
-        certificate: the dictionary.
-    """
+    """`Certificate.to_dict()` as text for people, or the reason why there is none."""
     paper = certificate.get("paper")
     after = [] if paper is None else _lines("the paper's formulation", paper)
     if "exact" not in certificate:

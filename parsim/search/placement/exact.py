@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -379,7 +379,7 @@ def solve_exactly(
     """The choice with the shortest step that fits, proven; "feasible" with its bound if that takes too many labels.
 
     Args:
-        placing: the problem. most_labels: kept at once.
+        most_labels: kept at once.
         hints: known choices to start from (the uniform ones); those that do not fit are ignored.
 
     Returns:
@@ -388,32 +388,20 @@ def solve_exactly(
     frontiers = Frontiers(_with_distinct_ranks(placing))
     placing = frontiers.placing
     best, relaxation = _bounds(frontiers, hints)
-    if relaxation.value == np.inf:
-        return _infeasible(placing)
-    if best is not None and best[0] - relaxation.value <= TOLERANCE * abs(best[0]):
-        return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="optimal")
-    if best is None and not _parts_fit(placing):
-        return _infeasible(placing)
-    search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
-    found = search.run()
-    if found is not None and (best is None or found[0] < best[0]):
-        best = found
-    if search.gave_up:
-        if best is None:
-            return Solution(
-                choice=(),
-                seconds=np.inf,
-                lower_bound_s=relaxation.value,
-                status="inaccurate",
-                reason="the search was left before any choice that fits was found",
-            )
-        return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="feasible")
-    if best is None:
-        return _infeasible(placing)
-    return Solution(choice=best[1], seconds=best[0], lower_bound_s=best[0], status="optimal")
-
-
-def _infeasible(placing: PlacementProblem) -> Solution:
+    bound_s, gave_up = relaxation.value, False
+    proven = best is not None and best[0] - bound_s <= TOLERANCE * abs(best[0])
+    if bound_s < np.inf and not proven and (best is not None or _parts_fit(placing)):
+        search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
+        found, gave_up = search.run(), search.gave_up
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+        if not gave_up and best is not None:
+            bound_s = best[0]
+    if best is not None and bound_s < np.inf:
+        return Solution(choice=best[1], seconds=best[0], lower_bound_s=bound_s, status="feasible" if gave_up else "optimal")
+    if gave_up:
+        reason = "the search was left before any choice that fits was found"
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=bound_s, status="inaccurate", reason=reason)
     return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
 
 
@@ -432,24 +420,12 @@ def _parts_fit(placing: PlacementProblem) -> bool:
 def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:
     """Tp ranks that need the same memory under every option are one constraint: the one with the lowest limit."""
     columns = np.concatenate(placing.memory_bytes, axis=0).T
-    order = np.argsort(placing.limit_bytes, kind="stable")
-    seen: dict[bytes, int] = {}
-    for rank in order.tolist():
-        seen.setdefault(columns[rank].tobytes(), rank)
-    keep = sorted(seen.values())
-    if len(keep) == len(placing.limit_bytes):
-        return placing
-    return PlacementProblem(
-        components=placing.components,
-        options=placing.options,
-        forward_s=placing.forward_s,
-        backward_s=placing.backward_s,
-        synchronisation_s=placing.synchronisation_s,
-        conversion_s=placing.conversion_s,
-        memory_bytes=tuple(own[:, keep] for own in placing.memory_bytes),
-        limit_bytes=placing.limit_bytes[keep],
-        allowed=placing.allowed,
-    )
+    distinct: dict[bytes, int] = {}
+    for rank in np.argsort(placing.limit_bytes, kind="stable").tolist():
+        distinct.setdefault(columns[rank].tobytes(), rank)
+    keep = sorted(distinct.values())
+    memory = tuple(sizes[:, keep] for sizes in placing.memory_bytes)
+    return replace(placing, memory_bytes=memory, limit_bytes=placing.limit_bytes[keep])
 
 
 def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
@@ -525,13 +501,9 @@ class _Search:
         self._most = most_labels
         self._comparisons = COMPARISONS_PER_LABEL * most_labels
         self._history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self._least = self._least_memory()
+        least = np.array([sizes.min(axis=0) for sizes in self._placing.memory_bytes])
+        self._least = np.concatenate([np.zeros((1, least.shape[1])), np.cumsum(least, axis=0)])  # [i]: of components before i
         self.gave_up = False
-
-    def _least_memory(self) -> Floats:
-        """[i]: what the components before i need at least, per constraint."""
-        own = np.array([entry.min(axis=0) for entry in self._placing.memory_bytes])
-        return np.concatenate([np.zeros((1, own.shape[1])), np.cumsum(own, axis=0)])
 
     def run(self) -> tuple[float, tuple[int, ...]] | None:
         dims = len(self._placing.limit_bytes)
@@ -589,14 +561,11 @@ class _Search:
                     grown.setdefault(place, []).append(_chosen(made, alive))
         merged = {}
         for place, parts in grown.items():
-            merged[place], compared = _undominated(_joined(parts), self._comparisons)
+            merged[place], compared = _undominated(_Labels(*map(np.concatenate, zip(*parts, strict=True))), self._comparisons)
             self._comparisons -= compared
-        self._history.append(
-            (
-                np.concatenate([labels.parent for labels in merged.values()]) if merged else np.zeros(0, dtype=np.int64),
-                np.concatenate([labels.option for labels in merged.values()]) if merged else np.zeros(0, dtype=np.int64),
-            )
-        )
+        none = np.zeros(0, dtype=np.int64)
+        parents = np.concatenate([none, *(labels.parent for labels in merged.values())])
+        self._history.append((parents, np.concatenate([none, *(labels.option for labels in merged.values())])))
         return merged
 
     def _alive(self, labels: _Labels, cut: int, to_go_s: float | None) -> NDArray[np.bool_]:
@@ -620,17 +589,7 @@ class _Search:
 
 def _chosen(labels: _Labels, which: NDArray[Any]) -> _Labels:
     """Some labels: by mask or by place."""
-    return _Labels(labels.seconds[which], labels.late[which], labels.memory[which], labels.parent[which], labels.option[which])
-
-
-def _joined(parts: Sequence[_Labels]) -> _Labels:
-    return _Labels(
-        np.concatenate([part.seconds for part in parts]),
-        np.concatenate([part.late for part in parts]),
-        np.concatenate([part.memory for part in parts]),
-        np.concatenate([part.parent for part in parts]),
-        np.concatenate([part.option for part in parts]),
-    )
+    return _Labels(*(column[which] for column in labels))
 
 
 def _undominated(labels: _Labels, most_comparisons: int) -> tuple[_Labels, int]:

@@ -25,7 +25,6 @@ from parsim.model.component import Component
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement, ValueLayout, input_ends, output_ends
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.predict.problem import PlanningProblem
 from parsim.search.placement.certificate import relative_difference, timed, verdict_of
 from parsim.search.placement.problem import Solution
@@ -52,20 +51,12 @@ class PaperProblem:
 
 
 def paper_step_s(problem: PaperProblem, choice: tuple[int, ...]) -> float:
-    """Seconds of the objective for one choice.
-
-    Args:
-        problem: as the paper prints it. choice: per component the number of its strategy.
-    """
+    """Seconds of the objective for one choice."""
     return float(sum(problem.seconds(number)[strategy] for number, strategy in enumerate(choice)))
 
 
 def paper_fits(problem: PaperProblem, choice: tuple[int, ...]) -> bool:
-    """Whether a choice fits every device.
-
-    Args:
-        problem: as the paper prints it. choice: per component the number of its strategy.
-    """
+    """Whether a choice fits every device."""
     used = sum(own[strategy] for own, strategy in zip(problem.memory_bytes, choice, strict=True))
     return bool(np.all(used <= problem.limit_bytes * (1 + 1e-12)))
 
@@ -99,7 +90,6 @@ def solve_paper_dynamic(problem: PaperProblem, *, most_labels: int = 50_000) -> 
     So is one beside which even the smallest of them do not fit.
 
     Args:
-        problem: as the paper prints it.
         most_labels: of one component; with more, the answer is "inaccurate". Many devices whose memory is just too small for
             the fastest choice make that many.
     """
@@ -143,11 +133,7 @@ def _known_to_fit_s(problem: PaperProblem) -> float:
 
 
 def solve_paper_milp(problem: PaperProblem) -> Solution:
-    """Solve as a mixed-integer linear programme, by HiGHS through cvxpy.
-
-    Args:
-        problem: as the paper prints it.
-    """
+    """Solve as a mixed-integer linear programme, by HiGHS through cvxpy."""
     import cvxpy as cp
 
     cvxpy: Any = cp  # it types neither its operators nor its functions
@@ -211,7 +197,7 @@ def paper_problem_of(
     """Price every strategy of every component by the problem's costs.
 
     Args:
-        problem: model, cluster and batch. microbatches: into which the batch is cut. zero_stage: of the memory and the sums.
+        zero_stage: of the memory and the sums.
 
     Returns:
         The paper's problem, and per component the placements that its strategies stand for. Seconds of one step, bytes per
@@ -219,7 +205,7 @@ def paper_problem_of(
     """
     mesh = Mesh(tp=problem.cluster.size)
     samples = problem.global_batch // microbatches
-    prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES, zero_stage=zero_stage)
+    prices = Prices(problem=problem, mesh=mesh, samples=samples, zero_stage=zero_stage)
     components = problem.model.components
     strategies = tuple(placements_of(each, mesh, samples, places=tuple(range(mesh.tp))) for each in components)
     figures = [_figures(prices, each, choices, microbatches) for each, choices in zip(components, strategies, strict=True)]
@@ -273,9 +259,6 @@ def _moved_s(prices: Prices, component: Component, choice: Placement) -> float:
 
 def paper_certificate(problem: PlanningProblem, *, microbatches: int = 1) -> dict[str, Any]:
     """The paper's problem of this model and cluster, solved by the dynamic programme and by the MILP.
-
-    Args:
-        problem: model, cluster and batch. microbatches: into which the batch is cut.
 
     Returns:
         Plain JSON with the keys of `Certificate.to_dict`, and `placements`, the strategy of every component (none if nothing
