@@ -524,13 +524,3 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
         exceeded[first : first + 256] = np.any(exceeds, axis=1)
     largest = [moment for moment, over in zip(seen, exceeded.tolist(), strict=True) if not over]
     return tuple(sorted(largest, key=sum))
-
-
-@lru_cache(maxsize=1024)
-def halves_waiting(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """The most microbatches on a rank whose backward has run for inputs and not yet for weights."""
-    waiting = most = 0
-    for action in pipeline_actions(order, rank, ranks, microbatches, chunks):
-        waiting += (action.phase is Phase.BACKWARD_INPUT) - (action.phase is Phase.BACKWARD_WEIGHT)
-        most = max(most, waiting)
-    return most

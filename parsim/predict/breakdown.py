@@ -34,7 +34,7 @@ from parsim.errors import GraphError
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.numeric import Bools, Floats, Ints
-from parsim.plans.plan import Plan, names_by_operator, recomputed_names
+from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, stable_order
 from parsim.program.task import COMPUTE
 from parsim.timeline import Timeline
@@ -349,14 +349,9 @@ def model_flop(model: Model, *, causal: bool = False) -> float:
 
 
 def recomputed_flop(model: Model, plan: Plan) -> float:
-    """Of one sample, the forwards that run a second time.
-
-    Args:
-        model: of the plan. plan: its `recompute` and `segments` name them.
-    """
-    again = set(recomputed_names(plan.recompute, plan.components)) | {name for part in plan.segments for name in part}
-    some = names_by_operator(plan.recompute, plan.components) - again
-    return sum(_forward(model.component(name)) for name in again) + sum(_repeated(model.component(name)) for name in some)
+    """The forwards that run a second time, of one sample."""
+    whole, some = plan.recomputed, plan.recomputed_by_operator
+    return sum(_forward(model.component(name)) for name in whole) + sum(_repeated(model.component(name)) for name in some)
 
 
 def _repeated(component: Component) -> float:

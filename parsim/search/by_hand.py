@@ -27,7 +27,7 @@ from parsim.plans.plan import (
     Plan,
     Recompute,
     check_plan,
-    holding,
+    tied_apart,
 )
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.problem import PlanningProblem
@@ -77,18 +77,24 @@ def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: in
         ConfigError: a pattern without a component, two pins that contradict each other, a placement that its component cannot
             have on any mesh of so many devices.
     """
-    found: dict[str, tuple[str, Placement]] = {}
+    pinned: dict[str, tuple[str, Placement]] = {}
     for pattern, placement in patterns.items():
         for name in components_of(pattern, model, "plan.pin"):
-            earlier, other = found.setdefault(name, (pattern, placement))
+            earlier, other = pinned.setdefault(name, (pattern, placement))
             if other != placement:
                 raise ConfigError(
                     f"plan.pin contradicts itself: {name} is {other} by {earlier!r} and {placement} by {pattern!r}; drop one"
                 )
             _check_rule(model, name, placement, f"plan.pin.{pattern!r}")
             _check_devices(placement, devices, f"plan.pin.{pattern!r}")
-    _check_tied(model, found)
-    return tuple((component.name, found[component.name][1]) for component in model.components if component.name in found)
+    placements = {component.name: pinned[component.name][1] for component in model.components if component.name in pinned}
+    if (apart := tied_apart(model, placements)) is not None:
+        first, second, parameter = apart
+        raise ConfigError(
+            f"plan.pin contradicts itself: {first} ({placements[first]}) and {second} ({placements[second]}) share "
+            f"the parameter {parameter} and would hold it differently; pin them alike, or only one of them"
+        )
+    return tuple(placements.items())
 
 
 def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins: Pins = ()) -> Forbids:
@@ -124,7 +130,7 @@ def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
 
 
 def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
-    """The same with every pattern of names as the components that it means.
+    """The choice with every pattern of names as the components that it means.
 
     Args:
         recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:".
@@ -147,10 +153,7 @@ def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
 
 
 def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOffload:
-    """The same with every pattern of names as the components that it means.
-
-    Args:
-        offload: of activations.
+    """The choice of activations with every pattern of names as the components that it means.
 
     Raises:
         ConfigError: a pattern means none.
@@ -197,22 +200,6 @@ def _check_devices(placement: Placement, devices: int, where: str) -> None:
         raise ConfigError(f"{where} = {str(placement)!r}: there is no tp rank {placement.shard} on {devices} devices")
     if placement.kind == "replicate" and devices == 1:
         raise ConfigError(f"{where} = {str(placement)!r}: there is nothing to replicate over on one device")
-
-
-def _check_tied(model: Model, pinned: Mapping[str, tuple[str, Placement]]) -> None:
-    """Pinned components that share a parameter hold it alike."""
-    held: dict[str, tuple[str, object]] = {}
-    for component in model.components:
-        if component.name in pinned:
-            placement = pinned[component.name][1]
-            for parameter in component.parameters:
-                how = holding(component, placement, parameter.name)
-                first, other = held.setdefault(parameter.name, (component.name, how))
-                if other != how:
-                    raise ConfigError(
-                        f"plan.pin contradicts itself: {first} ({pinned[first][1]}) and {component.name} ({placement}) share "
-                        f"the parameter {parameter.name} and would hold it differently; pin them alike, or only one of them"
-                    )
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,15 @@ from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly
-from parsim.search.placement.problem import PlacementProblem, Solution, converted, placement_problem_of, step_s, unconverted
+from parsim.search.placement.problem import (
+    PlacementProblem,
+    Solution,
+    converted,
+    no_choice,
+    placement_problem_of,
+    step_s,
+    unconverted,
+)
 from parsim.search.prices import Prices, placements_of
 from parsim.units import divisors
 
@@ -231,7 +239,7 @@ def _within_memory(
     if best is not None:
         return best
     reason = "what fits by its parts does not fit as a whole, with its communicators, conversions and workspace"
-    return Solution(choice=(), seconds=np.inf, lower_bound_s=lower_bound_s, status="inaccurate", reason=reason), None
+    return no_choice("inaccurate", reason, lower_bound_s), None
 
 
 def _evenly_cut(placing: PlacementProblem) -> Iterator[tuple[int, ...]]:

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import parsim as ps
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -25,11 +23,8 @@ from parsim.search.space import Node
 from parsim.search.stages import Cutting, cut_places, place_excess_bytes
 from parsim.search.tensor import uniform_placements
 from parsim.search.tree import Members, outline_bound_s
+from tests.machines import machine
 from tests.models import chain_model
-
-
-def machine(devices: int = 8) -> Cluster:
-    return cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
 
 
 def transformer(layers: int = 4) -> Model:
@@ -119,8 +114,7 @@ def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_
     equal = cutting.fastest()
     totals = [entry.needed_bytes for entry in asked.memory(equal)]
     limit = round(0.9 * max(totals) + 0.1 * min(totals))
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=limit)) for each in asked.cluster.devices)
-    tight = replace(asked, cluster=replace(asked.cluster, devices=devices))
+    tight = replace(asked, cluster=machine(4, memory_bytes=limit))
     assert any(place_excess_bytes(tight, equal))
     kept = np.array([component.saved_activation_bytes * equal.microbatch_samples for component in model.components])
     found = replace(cutting, problem=tight).fitting_recomputed("none", kept)
@@ -170,8 +164,7 @@ def test_where_weights_alone_are_too_many_no_plan_on_so_many_devices_fits(device
     elements = sum(parameter.elements for parameter in question.model.trainable_parameters)
     share = 16 * elements // devices
     for room, too_many in ((share + 2**20, False), (share - 2**20, True)):
-        small = tuple(replace(each, type=replace(each.type, memory_bytes=room, context_bytes=0)) for each in machine().devices)
-        asked = replace(question, cluster=replace(machine(), devices=small))
+        asked = replace(question, cluster=machine(memory_bytes=room, context_bytes=0))
         assert weights_are_too_many(asked, devices) == too_many
         assert not weights_are_too_many(asked, devices + 1)
         for plan in FAMILIES["dp"](asked) if too_many else ():
@@ -190,9 +183,8 @@ def test_a_large_question_of_which_nothing_fits_opens_no_plans_on_fewer_devices(
 
     found_on = Members.of_mesh
     monkeypatch.setattr(Members, "of_mesh", of_mesh)
-    small = tuple(replace(each, type=replace(each.type, memory_bytes=2**27)) for each in machine().devices)
     question = PlanningProblem(
-        model=transformer(2), cluster=replace(machine(), devices=small), global_batch=24, precision="amp_fp16", optimizer="adam"
+        model=transformer(2), cluster=machine(memory_bytes=2**27), global_batch=24, precision="amp_fp16", optimizer="adam"
     )
     found = search(question, ("dp",), samples=0)
     assert found.chosen is None

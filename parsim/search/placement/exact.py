@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 
 from parsim.jit import njit
 from parsim.numeric import Floats
-from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s, why_infeasible
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, no_choice, step_s, why_infeasible
 
 # The compiled loops of the exact placement solver. Importing this module loads numba (about a second).
 
@@ -400,9 +400,8 @@ def solve_exactly(
     if best is not None and bound_s < np.inf:
         return Solution(choice=best[1], seconds=best[0], lower_bound_s=bound_s, status="feasible" if gave_up else "optimal")
     if gave_up:
-        reason = "the search was left before any choice that fits was found"
-        return Solution(choice=(), seconds=np.inf, lower_bound_s=bound_s, status="inaccurate", reason=reason)
-    return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
+        return no_choice("inaccurate", "the search was left before any choice that fits was found", bound_s)
+    return no_choice("infeasible", why_infeasible(placing))
 
 
 def _parts_fit(placing: PlacementProblem) -> bool:
@@ -452,8 +451,7 @@ def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple
     for _ in range(ROUNDS):
         choice = relaxation.choice()
         consider(choice)
-        used = sum((own[option] for own, option in zip(placing.memory_bytes, choice, strict=True)), np.zeros_like(scale))
-        over = (used - placing.limit_bytes) / scale
+        over = (memory_of(placing, choice) - placing.limit_bytes) / scale
         if np.all(over <= 0) and not prices.any():
             break
         target = best[0] if best is not None else 2 * abs(tightest.value) + 1e-12

@@ -285,6 +285,12 @@ class Solution:
         return {"status": self.status, "seconds": seconds, "lower_bound_s": bound, "gap": self.gap, "reason": self.reason}
 
 
+def no_choice(status: str, reason: str, lower_bound_s: float = 0.0) -> Solution:
+    """Without a choice: what is infeasible has an infinite bound."""
+    bound_s = np.inf if status == "infeasible" else lower_bound_s
+    return Solution(choice=(), seconds=np.inf, lower_bound_s=bound_s, status=status, reason=reason)
+
+
 def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
     """Seconds of the step of one choice, whether it fits or not; infinite for a pair that is not allowed.
 
@@ -307,15 +313,9 @@ def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
 
 
 def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> Floats:
-    """Memory of one choice.
-
-    Returns:
-        float64 [tp]: bytes per tp rank.
-    """
-    total = np.zeros_like(placing.limit_bytes)
-    for number, option in enumerate(choice):
-        total = total + placing.memory_bytes[number][option]
-    return total
+    """float64 [tp]: bytes per tp rank of one choice."""
+    rows = (sizes[option] for sizes, option in zip(placing.memory_bytes, choice, strict=True))
+    return sum(rows, np.zeros_like(placing.limit_bytes))
 
 
 def fits(placing: PlacementProblem, choice: Sequence[int]) -> bool:
