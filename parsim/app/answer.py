@@ -25,7 +25,7 @@ from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
-from parsim.search.search import Search, is_tie, most_frequent, same_program, search, simpler_tie
+from parsim.search.search import Search, is_tie, most_frequent, search, simpler_tie
 from parsim.search.tree import Tally
 from parsim.units import format_bytes, format_percent, format_seconds
 
@@ -288,7 +288,7 @@ class Answer:
         if not self.fits:
             return None
         plan = self.evaluation.result.plan
-        return next(number for number, entry in enumerate(self._ranked) if same_program(entry.result.plan, plan))
+        return next(number for number, entry in enumerate(self._ranked) if entry.result.plan.program == plan.program)
 
     def __str__(self) -> str:
         return "\n".join(self.heading()) + f"\n\n{to_text(self.report())}" + "\n".join(self.lines())

@@ -206,7 +206,7 @@ def plans_to_run(answer: Answer) -> list[Evaluation]:
     microbatches, since there is nothing to distribute."""
     candidates = answer.search.candidates if answer.search is not None else (answer.evaluation,)
     programs = {  # two families may meet in one plan: it runs once
-        replace(entry.result.plan, strategy="custom"): entry for entry in reversed(candidates) if entry.result.fits
+        entry.result.plan.program: entry for entry in reversed(candidates) if entry.result.fits
     }
     evaluations = list(reversed(programs.values()))[:PLANS_RUN]
     if answer.problem.cluster.size > 1 or not evaluations:

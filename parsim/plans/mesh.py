@@ -81,11 +81,11 @@ class Mesh:
 
     @property
     def least_zero_stage(self) -> int:
-        """Of plans on this mesh: sharding groups are for states that are divided."""
+        """The least ZeRO stage of plans on this mesh: sharding groups are for states that are divided."""
         return 1 if self.dp_shard else 0
 
     def undivided(self) -> Mesh:
-        """The same without sharding groups."""
+        """The mesh without sharding groups."""
         return replace(self, dp_shard=0) if self.dp_shard else self
 
     @property
@@ -108,7 +108,7 @@ class Mesh:
         return tuple(self.stage_range(stage))
 
     def stage_range(self, stage: int) -> range:
-        """The same, which are in a row."""
+        """The ranks of a stage, which are in a row."""
         width, place = self.copies * self.tp, stage % self.pp
         return range(place * width, (place + 1) * width)
 

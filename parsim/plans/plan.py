@@ -389,6 +389,11 @@ class Plan:
         if self.recompute != NONE or self.segments:
             raise PlanError('synchronisation "stale" keeps activations until they are used; set recompute = "none"')
 
+    @property
+    def program(self) -> Plan:
+        """What is run, whatever the family it was chosen from is called."""
+        return replace(self, strategy="custom")
+
     def without_zero(self) -> Plan:
         """The custom plan that computes the same with whole states in buckets of the default size."""
         return replace(
@@ -419,7 +424,7 @@ class Plan:
 
     @property
     def recomputed_by_operator(self) -> frozenset[str]:
-        """Those of whose forward some operators run again, where that keeps less."""
+        """The components of whose forward some operators run again, where that keeps less."""
         return named(self.recompute, self.components)[1] - self.recomputed
 
     @property

@@ -97,7 +97,7 @@ def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None])
 
 
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
+    """Meshes with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
     axis beside it adds little, and is left out where a model has many components. None where the constraints give tp, for then
     all that can be cut is cut."""
     asked = problem.constraints
@@ -136,7 +136,7 @@ def _hp(problem: PlanningProblem) -> list[Mesh]:
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:
-    """Those that keep the constraints. Raises ScheduleError if none does."""
+    """The meshes that keep the constraints. Raises ScheduleError if none does."""
     kept = [mesh for mesh in some if problem.constraints.allow(mesh)]
     if not kept:
         raise ScheduleError(

@@ -11,8 +11,7 @@ above the bound may still not fit.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import mul
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 
 from parsim.model.component import Component
 from parsim.model.formats import component_in, value_in
-from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
@@ -51,47 +49,45 @@ MOST_KINDS = 24
 """Kinds of components of which more and less recomputation is tried, the most frequent first."""
 
 AS_IT_IS, SOME, WHOLE = 0, 1, 2
+"""How a component is recomputed: not, by operator, or all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastKept:
     """Attributes:
     recompute, segments: of a plan, of which stages may cut segments in two.
-    kept: float64 [n], bytes per sample that each component keeps. whole: bool [n], whether all of its forward runs again.
+    kept: float64 [n], bytes per sample that each component keeps.
     """
 
     recompute: Recompute
     kept: Floats
-    whole: NDArray[np.bool_]
     segments: Segments = ()
+
+
+def recompute_of(levels: Iterable[tuple[str, int]]) -> Recompute:
+    """A plan's choice of components with SOME, WHOLE or AS_IT_IS."""
+    return tuple(name if level == WHOLE else BY_OPERATOR + name for name, level in levels if level != AS_IT_IS) or NONE
 
 
 @once
 def least_kept(problem: PlanningProblem) -> LeastKept:
     """The choice that keeps least of those that treat components of one kind alike, without segments."""
-    model, ledger = problem.model, _ledger(problem)
-    backwards = model.differentiable_components
+    components, backwards = problem.model.components, problem.model.differentiable_components
     kinds: dict[str, list[int]] = {}
-    for number, component in enumerate(model.components):
+    for number, component in enumerate(components):
         if component.name in backwards:
             kinds.setdefault(component.fingerprint, []).append(number)
-    levels = [WHOLE if component.name in backwards else AS_IT_IS for component in model.components]
-    least = ledger.kept(levels).sum()
-    frequent = Counter({kind: len(numbers) for kind, numbers in kinds.items()}).most_common(MOST_KINDS)
-    for kind, _ in frequent:
-        numbers = kinds[kind]
-        for level in (AS_IT_IS, SOME) if model.components[numbers[0]].selective is not None else (AS_IT_IS,):
+    levels = [WHOLE if component.name in backwards else AS_IT_IS for component in components]
+    least = _kept_bytes(problem, levels).sum()
+    for numbers in sorted(kinds.values(), key=len, reverse=True)[:MOST_KINDS]:
+        for level in (AS_IT_IS, SOME) if components[numbers[0]].selective is not None else (AS_IT_IS,):
             tried = list(levels)
             for number in numbers:
                 tried[number] = level
-            if (total := ledger.kept(tried).sum()) < least:
+            if (total := _kept_bytes(problem, tried).sum()) < least:
                 least, levels = total, tried
-    entries = tuple(
-        component.name if level == WHOLE else BY_OPERATOR + component.name
-        for component, level in zip(model.components, levels, strict=True)
-        if level != AS_IT_IS
-    )
-    return LeastKept(recompute=entries or NONE, kept=ledger.kept(levels), whole=np.array(levels) == WHOLE)
+    recompute = recompute_of(zip(problem.model.component_index, levels, strict=True))
+    return LeastKept(recompute=recompute, kept=_kept_bytes(problem, levels))
 
 
 @once
@@ -106,71 +102,66 @@ def tightest(problem: PlanningProblem) -> LeastKept:
 
 
 def _together(problem: PlanningProblem, segments: Segments) -> LeastKept:
-    alone, names = least_kept(problem).recompute, problem.model.component_index
+    alone = least_kept(problem).recompute
     number_of = {name: number for number, segment in enumerate(segments) for name in segment}
-    entries = () if isinstance(alone, str) else alone
-    rest = [entry for entry in entries if entry.removeprefix(BY_OPERATOR) not in number_of]
-    levels = dict.fromkeys(names, AS_IT_IS)
-    levels |= {entry.removeprefix(BY_OPERATOR): SOME if entry.startswith(BY_OPERATOR) else WHOLE for entry in rest}
-    levels |= {name: WHOLE for name in number_of if name in problem.model.differentiable_components}
-    by_component = list(levels.values())
-    return LeastKept(
-        recompute=tuple(rest) or NONE,
-        kept=_ledger(problem).kept(by_component, [number_of.get(name, -1) for name in names]),
-        whole=np.array(by_component) == WHOLE,
-        segments=segments,
-    )
+    levels = dict.fromkeys(problem.model.component_index, AS_IT_IS)
+    for entry in () if isinstance(alone, str) else alone:
+        levels[entry.removeprefix(BY_OPERATOR)] = SOME if entry.startswith(BY_OPERATOR) else WHOLE
+    recompute = recompute_of((name, level) for name, level in levels.items() if name not in number_of)
+    for name in number_of:
+        levels[name] = WHOLE if name in problem.model.differentiable_components else AS_IT_IS
+    kept = _kept_bytes(problem, list(levels.values()), [number_of.get(name, -1) for name in levels])
+    return LeastKept(recompute=recompute, kept=kept, segments=segments)
+
+
+Keepers = list[tuple[int, set[int]]]
+"""Components that may keep a value, and at which levels each does."""
 
 
 @once
-def _ledger(problem: PlanningProblem) -> _Ledger:
-    return _Ledger(problem.model, problem.precision)
-
-
-class _Ledger:
-    """By value the components that may keep it and when, by component what it keeps beside values."""
-
-    def __init__(self, model: Model, precision: str) -> None:
-        order = model.component_index
-        components = [component_in(component, precision) for component in model.components]
-        self._own = [
-            (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0)
-            for one in components
-        ]
-        keepers: dict[str, dict[int, set[int]]] = {}
-        for number, component in enumerate(components):
-            for name in dict.fromkeys(component.inputs):
-                keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
-            for name in component.selective.values if component.selective else ():
-                keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
-        self._values: list[tuple[float, int, list[tuple[int, set[int]]]]] = []
-        for value in (value_in(value, precision) for value in model.values):
-            savers = sorted(order[name] for name in value.savers or ())
-            size = float(value.bytes_per_sample)
-            if savers:
-                saved, some, whole = self._own[savers[0]]
-                self._own[savers[0]] = max(0.0, saved - size), some, whole
-            if value.producer is None:
-                continue
-            found = keepers.get(value.name, {})
+def _ledger(problem: PlanningProblem) -> tuple[list[tuple[float, float, float]], list[tuple[float, int, Keepers]]]:
+    """By component the bytes that it keeps beside values at every level; by value its bytes, its maker and who may keep it."""
+    model, precision, order = problem.model, problem.precision, problem.model.component_index
+    components = [component_in(component, precision) for component in model.components]
+    beside = [
+        (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0) for one in components
+    ]
+    keepers: dict[str, dict[int, set[int]]] = {}
+    for number, component in enumerate(components):
+        for name in dict.fromkeys(component.inputs):
+            keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
+        for name in component.selective.values if component.selective else ():
+            keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
+    values = []
+    for value in (value_in(value, precision) for value in model.values):
+        savers = sorted(order[name] for name in value.savers or ())
+        size = float(value.bytes_per_sample)
+        if savers:
+            saved, some, whole = beside[savers[0]]
+            beside[savers[0]] = max(0.0, saved - size), some, whole
+        if value.producer is not None:
+            keeping = keepers.get(value.name, {})
             for number in savers:
-                found.setdefault(number, set()).add(AS_IT_IS)
-            self._values.append((size, order[value.producer], sorted(found.items())))
+                keeping.setdefault(number, set()).add(AS_IT_IS)
+            values.append((size, order[value.producer], sorted(keeping.items())))
+    return beside, values
 
-    def kept(self, levels: list[int], segments: Sequence[int] = ()) -> Floats:
-        """float64 [n], bytes per sample: a value counts with the first component that keeps it.
 
-        Args:
-            levels: by component. segments: by component the number of its segment, -1 for none.
-        """
-        total = np.array([own[level] for own, level in zip(self._own, levels, strict=True)])
-        for size, maker, keepers in self._values:
-            for number, when in keepers:
-                remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
-                if levels[number] in when and not remade:
-                    total[number] += size
-                    break
-        return total
+def _kept_bytes(problem: PlanningProblem, levels: Sequence[int], segments: Sequence[int] = ()) -> Floats:
+    """float64 [n], bytes per sample: a value counts with the first component that keeps it.
+
+    Args:
+        levels: by component. segments: by component the number of its segment, -1 for none.
+    """
+    beside, values = _ledger(problem)
+    total = np.array([sizes[level] for sizes, level in zip(beside, levels, strict=True)])
+    for size, maker, keepers in values:
+        for number, when in keepers:
+            remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
+            if levels[number] in when and not remade:
+                total[number] += size
+                break
+    return total
 
 
 # Bytes of parameters, gradients and optimizer state that the components hold at least, by ZeRO stage.
@@ -553,7 +544,7 @@ MOST_FORWARDS = 256
 
 @dataclass(frozen=True)
 class PlanFloor:
-    """Of the plans of one cut into stages: the floor of its mesh and placements, and what its places run.
+    """The floor of the mesh and placements of plans with one cut into stages, and what its places run.
 
     Attributes: plan: with any ZeRO stage, buckets and recomputation.
     """

@@ -6,26 +6,23 @@ whole (`Plan.segments`). What a place does not fit is the excess of its worst ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from parsim.plans.plan import BY_OPERATOR, FULL, NONE, SELECTIVE, Plan, Recompute
+from parsim.plans.plan import FULL, SELECTIVE, Plan
 from parsim.predict.memory import BUFFERS
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import prices_of
-from parsim.search.memory_floor import kept_together, least_kept
+from parsim.search.memory_floor import SOME, WHOLE, kept_together, least_kept, recompute_of
 from parsim.search.space import is_large
 from parsim.search.stages import Segments, is_long, place_excess_bytes, within_stages
 from parsim.work import BY_OPERATOR_PART, Phase
 
 FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocator")
 """Lines of memory of which recomputation may free something."""
-
-SOME, WHOLE = 1, 2
-"""How a component is recomputed: by operator, or all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,6 @@ def backwards_of(problem: PlanningProblem, plan: Plan) -> list[str]:
     """The components of a plan that have a backward, in execution order."""
     backwards = problem.layout(plan).differentiable
     return [name for name in plan.components if name in backwards]
-
-
-def recompute_of(levels: Iterable[tuple[str, int]]) -> Recompute:
-    """A plan's choice of components with SOME, WHOLE or 0, which is neither."""
-    return tuple(name if level == WHOLE else BY_OPERATOR + name for name, level in levels if level) or NONE
 
 
 def recomputing(plan: Plan, by_place: Sequence[Sequence[Relief]], counts: Sequence[int]) -> Plan:

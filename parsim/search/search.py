@@ -168,7 +168,7 @@ def search(
 
 def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
     first = candidates[0].result.plan
-    return any(each.result.strategy == name and not same_program(each.result.plan, first) for each in candidates)
+    return any(each.result.strategy == name and each.result.plan.program != first.program for each in candidates)
 
 
 NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
@@ -244,7 +244,7 @@ def _rank(entry: JudgedPlan) -> tuple[bool, float]:
 
 
 def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
-    """The same plan and the same figures under another strategy's name."""
+    """A plan and its figures under another strategy's name."""
     return replace(entry, plan=replace(entry.plan, strategy=strategy))
 
 
@@ -257,7 +257,7 @@ def _evaluated(problem: PlanningProblem, shown: Sequence[JudgedPlan], steps: _St
     known: dict[Plan, Evaluation] = {}
     evaluations = []
     for entry in shown:
-        program = replace(entry.plan, strategy="custom")
+        program = entry.plan.program
         if program not in known:
             known[program] = evaluate(problem, entry.plan, samples=0, fold=True, run=steps.simulated(program))
         evaluation = known[program]
@@ -291,7 +291,7 @@ class _Steps:
 
     def of(self, plan: Plan) -> float:
         """Simulated once, whatever the strategy is called."""
-        program = replace(plan, strategy="custom")
+        program = plan.program
         if program not in self.seconds:
             run = simulated_step(self.problem, plan, fold=True)
             self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
@@ -390,7 +390,7 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
     for entry in kept:
         reason = _reason(entry, first, problem.recompute)
         if not first.result.fits:
-            program = replace(entry.result.plan, strategy="custom")
+            program = entry.result.plan.program
             if program not in ways_out:
                 ways_out[program] = way_out(problem, program)
             reason += ways_out[program]
@@ -425,15 +425,10 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     again = f"; recomputes {_recomputed_text(plan)}" if plan.recomputes else ""
     if entry is first:
         return f"fastest plan that fits{again}"
-    if same_program(plan, first.result.plan):
+    if plan.program == first.result.plan.program:
         return f"the same plan as {first.result.strategy}"
     slower = step_s - least_s
     return f"slower by {format_seconds(slower)} ({100 * slower / least_s:.0f}%){_where(entry, first)}{again}"
-
-
-def same_program(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ at most in the name of their strategy."""
-    return replace(one, strategy=other.strategy) == other
 
 
 def _where(entry: Evaluation, first: Evaluation) -> str:

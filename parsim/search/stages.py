@@ -149,7 +149,7 @@ class StageCosts:
         return [rooms[place] / self.chunks for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)]
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int, kept_bytes: Floats | None = None) -> Floats:
-        """As `seconds`, infinite where the stage would hold more than its limit.
+        """The `seconds` of a stage, infinite where the stage would hold more than its limit.
 
         Args:
             limits_bytes: by stage. kept_bytes: float64 [n], of one microbatch, where components are recomputed.
@@ -463,7 +463,7 @@ class Cutting:
         return tuple((places[first], places[last]) for first, last in cut)
 
     def placing(self, placements: Mapping[str, Placement]) -> Cutting:
-        """The same with other placements, by component."""
+        """The cutting with other placements, by component."""
         return replace(self, placements=placements)
 
     @property

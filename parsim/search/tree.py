@@ -187,7 +187,7 @@ class Closest:
         return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
 
     def _plans(self) -> list[Plan]:
-        """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
+        """What to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
         exact = None if self.exact is None else _first_plan(self.exact[1])
         near = [node for missing, node in self.bounded if missing < float("inf")] or [node for _, node in self.bounded]
 
@@ -225,7 +225,7 @@ class Incumbents:
 
     @property
     def best_s(self) -> float:
-        """Of all plans so far."""
+        """The step of the fastest plan so far."""
         return min(self.steps_s.values(), default=float("inf"))
 
     @property
@@ -321,7 +321,7 @@ def judged_best_first(
             continue
         tally.simulated += 1
         judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
-        incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
+        incumbents.steps_s[node.plan.program] = step_s
     tally.leave([*passed, *((bound_s, node.size) for bound_s, _, node in queue)], incumbents.bar_s)
     if spare is not None:
         incumbents.closest.add(closest)

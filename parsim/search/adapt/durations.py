@@ -44,7 +44,7 @@ class Lasting:
         return replace(self, ended=self.ended + 1, steps=self.steps + lasted)
 
     def expected_steps(self, lasted: int, left: int) -> float:
-        """Of the `left` steps of the run, how many a state that has lasted `lasted` steps is expected to go on for."""
+        """How many of the `left` steps of the run a state that has lasted `lasted` steps is expected to go on for."""
         if not self.tail + self.ended:
             return float(left)
         scale, shape = self.steps + lasted, self.tail + self.ended

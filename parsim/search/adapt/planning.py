@@ -149,7 +149,7 @@ def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
 
     def chosen(corrections: RunCorrections, current: Plan) -> PlanChoice:
         choice = plan_for(corrections, current)
-        if replace(choice.plan, strategy=current.strategy) == current:
+        if choice.plan.program == current.program:
             return choice
         built = problem.model.parameter_bytes if problem.cluster.devices[0].type.kind == "cpu" else 0
         for before, after in zip(problem.memory(current), problem.memory(choice.plan), strict=True):
@@ -214,7 +214,7 @@ class PricedPlan:
         return durations
 
     def step_s(self, corrections: RunCorrections) -> float:
-        """As `evaluate` finds it without noise of single ranks."""
+        """The step that `evaluate` finds without noise of single ranks."""
         rows = self.durations_s(corrections)[None, :]
         return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
 
@@ -368,18 +368,18 @@ def prepared_pool(problem: PlanningProblem, current: Plan, strategy: str = "adap
     Raises:
         ScheduleError: the current plan does not fit. CostError, PlanError: it cannot be priced.
     """
-    found = {_program(current): priced(problem, current)}
+    pool = {current.program: priced(problem, current)}
     for state in likely(current.world_size):
-        wanted = DISTRIBUTED if strategy == "adaptive" and state != NO_RUN_CORRECTIONS else (strategy,)
+        families = DISTRIBUTED if strategy == "adaptive" and state != NO_RUN_CORRECTIONS else (strategy,)
         try:
-            best = search(problem.corrected(state), wanted, samples=0).candidates
+            best = search(problem.corrected(state), families, samples=0).candidates
         except (ScheduleError, CostError, PlanError):
             continue  # the current plan can be priced: there is just nothing beside it
         for entry in best:
             plan = entry.result.plan
-            if entry.result.fits and plan.world_size == current.world_size and _program(plan) not in found:
-                found[_program(plan)] = priced(problem, plan)
-    return tuple(found.values())
+            if entry.result.fits and plan.world_size == current.world_size and plan.program not in pool:
+                pool[plan.program] = priced(problem, plan)
+    return tuple(pool.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,8 +406,3 @@ def prepared_planner(problem: PlanningProblem, current: Plan, strategy: str = "a
     began = time.perf_counter()
     planner(likely(current.world_size)[1], current)
     return Prepared(plan_for=planner, planning_s=time.perf_counter() - began)
-
-
-def _program(plan: Plan) -> Plan:
-    """The plan whatever its family is called."""
-    return replace(plan, strategy="custom")

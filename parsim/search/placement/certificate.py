@@ -277,7 +277,7 @@ _VERDICTS = {
 
 
 def certificate_of(problem: PlanningProblem, found: Search | None, strategy: str) -> dict[str, Any]:
-    """Of the number of microbatches with the best placement that the search found.
+    """The certificate for the number of microbatches with the best placement that the search found.
 
     Args:
         found: the search; None for a plan that was given.

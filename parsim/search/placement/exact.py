@@ -73,77 +73,10 @@ def undominated(
     return keep, compared
 
 
-@njit(cache=True, nogil=True)
-def least_of_states(
-    states: NDArray[np.int64],
-    ways: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    edges: NDArray[np.int64],
-    edge_firsts: NDArray[np.int64],
-    before: NDArray[np.int64],
-    option: NDArray[np.int64],
-    edge_s: Floats,
-    node_s: Floats,
-) -> tuple[Floats, NDArray[np.int64]]:  # pragma: no cover (compiled)
-    """The least seconds of every state of a `StateTable`, and the extension that has them.
-
-    Args:
-        node_s: float64 [options]. The others are the fields of a StateTable.
-
-    Returns:
-        float64 and int64 [states of all cuts]. The first state is the empty one, of 0 seconds.
-    """
-    count = begins[-1] + states[-1]
-    least = np.zeros(count)
-    picks = np.zeros(count, dtype=np.int64)
-    for number in range(len(states)):
-        size = states[number] * ways[number]
-        for state in range(states[number]):
-            best, pick = np.inf, 0
-            for way in range(ways[number]):
-                place = state * ways[number] + way
-                at = firsts[number] + place
-                seconds = least[begins[number] + before[at]] + node_s[nodes[number] + option[at]]
-                for edge in range(edges[number]):
-                    seconds += edge_s[edge_firsts[number] + edge * size + place]
-                if seconds < best:
-                    best, pick = seconds, way
-            least[begins[number + 1] + state] = best
-            picks[begins[number + 1] + state] = pick
-    return least, picks
-
-
-@njit(cache=True, nogil=True)
-def way_to_the_last(
-    ways: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    before: NDArray[np.int64],
-    option: NDArray[np.int64],
-    picks: NDArray[np.int64],
-) -> NDArray[np.int64]:  # pragma: no cover (compiled)
-    """The options on the way to the last state.
-
-    Args:
-        picks: of `least_of_states`. The others are the fields of a StateTable.
-    """
-    chosen = np.zeros(len(ways), dtype=np.int64)
-    state = 0
-    for back in range(len(ways)):
-        number = len(ways) - 1 - back
-        at = firsts[number] + state * ways[number] + picks[begins[number + 1] + state]
-        chosen[number] = option[at]
-        state = before[at]
-    return chosen
-
-
 # A shortest path over states as flat arrays, so that one compiled loop walks it under any costs of the options.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTable:
+class StateTable(NamedTuple):
     """Components in order. A state of a cut is an option for each component before it that later ones look at.
 
     An extension is a state with an option of the next component; it leads to a state of the next cut.
@@ -168,40 +101,53 @@ class StateTable:
     option: NDArray[np.int64]
     edge_s: Floats
 
-    def least(self, node_s: Floats) -> tuple[Floats, NDArray[np.int64]]:
-        """The least seconds of every state, and which of the extensions that lead to it has them (the first of equals).
-
-        Args:
-            node_s: float64 [options of all components].
-        """
-
-        return least_of_states(
-            self.states,
-            self.ways,
-            self.begins,
-            self.firsts,
-            self.nodes,
-            self.edges,
-            self.edge_firsts,
-            self.before,
-            self.option,
-            self.edge_s,
-            node_s,
-        )
-
-    def choice(self, picks: NDArray[np.int64]) -> tuple[int, ...]:
-        """The option of every component on the way to the last state.
-
-        Args:
-            picks: of `least`.
-        """
-
-        return tuple(way_to_the_last(self.ways, self.begins, self.firsts, self.before, self.option, picks).tolist())
-
     def of_cut(self, values: Floats, cut: int) -> Floats:
-        """The entries of one cut. Args: values: per state. cut: lies before the component of that number."""
+        """Of values by state the entries of the cut before the component of that number."""
         end = self.begins[cut + 1] if cut + 1 < len(self.begins) else None
         return values[self.begins[cut] : end]
+
+
+@njit(cache=True, nogil=True)
+def least_of_states(table: StateTable, node_s: Floats) -> tuple[Floats, NDArray[np.int64]]:  # pragma: no cover (compiled)
+    """The least seconds of every state, and which of the extensions that lead to it has them (the first of equals).
+
+    Args:
+        node_s: float64 [options of all components].
+
+    Returns:
+        float64 and int64 [states of all cuts]. The first state is the empty one, of 0 seconds.
+    """
+    count = table.begins[-1] + table.states[-1]
+    least = np.zeros(count)
+    picks = np.zeros(count, dtype=np.int64)
+    for number in range(len(table.states)):
+        size = table.states[number] * table.ways[number]
+        for state in range(table.states[number]):
+            best, pick = np.inf, 0
+            for way in range(table.ways[number]):
+                place = state * table.ways[number] + way
+                at = table.firsts[number] + place
+                seconds = least[table.begins[number] + table.before[at]] + node_s[table.nodes[number] + table.option[at]]
+                for edge in range(table.edges[number]):
+                    seconds += table.edge_s[table.edge_firsts[number] + edge * size + place]
+                if seconds < best:
+                    best, pick = seconds, way
+            least[table.begins[number + 1] + state] = best
+            picks[table.begins[number + 1] + state] = pick
+    return least, picks
+
+
+@njit(cache=True, nogil=True)
+def way_to_the_last(table: StateTable, picks: NDArray[np.int64]) -> NDArray[np.int64]:  # pragma: no cover (compiled)
+    """The option of every component on the way to the last state, by the picks of `least_of_states`."""
+    chosen = np.zeros(len(table.ways), dtype=np.int64)
+    state = 0
+    for back in range(len(table.ways)):
+        number = len(table.ways) - 1 - back
+        at = table.firsts[number] + state * table.ways[number] + picks[table.begins[number + 1] + state]
+        chosen[number] = table.option[at]
+        state = table.before[at]
+    return chosen
 
 
 # The problem without memory limits and without late gradient sums: a shortest path over frontiers.
@@ -291,7 +237,7 @@ class Frontiers:
     def _extensions(
         self, number: int, held: tuple[int, ...], kept: tuple[int, ...]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Floats]]:
-        """Of every state of cut `number` with every option of the component: both, and the seconds of the edges between.
+        """Every state of cut `number` with every option of the component, and the seconds of the edges between.
 
         In the order of the states of the next cut, and of one state all that lead to it in a row.
         """
@@ -331,12 +277,12 @@ class Relaxation:
             placing.forward_s[number] + placing.backward_s[number] + placing.memory_bytes[number] @ prices
             for number in range(frontiers.count)
         ]
-        self._least_s, self._picks = frontiers.table.least(np.concatenate(node))
+        self._least_s, self._picks = least_of_states(frontiers.table, np.concatenate(node))
         self.value = float(self._least_s[-1]) - float(prices @ placing.limit_bytes)
 
     def choice(self) -> tuple[int, ...]:
         """The cheapest choice of the relaxed problem."""
-        return self._frontiers.table.choice(self._picks)
+        return tuple(way_to_the_last(self._frontiers.table, self._picks).tolist())
 
     def to_go(self, cut: int) -> Floats | None:
         """What the components before the cut cost at least, by the options of `after[cut]`; None if too many states."""
@@ -639,7 +585,7 @@ def options_in_reach(
 
 
 def numbers_among(kept: Numbers, choices: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Those choices of which every option is kept, by its number among the kept ones.
+    """The choices of which every option is kept, by its number among the kept ones.
 
     Args:
         kept: by component. choices: by the numbers of all options.

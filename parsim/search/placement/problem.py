@@ -58,7 +58,7 @@ class PlacementProblem:
     allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
 
     def in_units(self, unit_s: float) -> PlacementProblem:
-        """The same problem with every time in units of `unit_s` seconds."""
+        """The problem with every time in units of `unit_s` seconds."""
         return replace(
             self,
             forward_s=tuple(own / unit_s for own in self.forward_s),
@@ -68,7 +68,7 @@ class PlacementProblem:
         )
 
     def restricted(self, keep: Sequence[Sequence[int]]) -> PlacementProblem:
-        """The same problem with some of every component's options: `keep` lists their numbers."""
+        """The problem with some of every component's options: `keep` lists their numbers."""
 
         def kept(rows: tuple[Floats, ...]) -> tuple[Floats, ...]:
             return tuple(row[list(numbers)] for row, numbers in zip(rows, keep, strict=True))
