@@ -100,8 +100,8 @@ class Mesh:
 
     def to_dict(self) -> dict[str, int]:
         """Axes by name; cp and ep where they are not 1, dp_shard where it is not all of dp."""
-        found = {name: size for name, size in asdict(self).items() if size > 1 or name in ("pp", "dp", "tp")}
-        return found | ({"dp_shard": self.dp_shard} if self.dp_shard else {})
+        axes = {name: size for name, size in asdict(self).items() if size > 1 or name in ("pp", "dp", "tp")}
+        return axes | ({"dp_shard": self.dp_shard} if self.dp_shard else {})
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks at place `stage % pp` of the pp axis; a pipeline order's row says at which place each stage runs."""

@@ -40,12 +40,12 @@ Forbids = tuple[tuple[str, str], ...]
 def components_of(pattern: str, model: Model, key: str) -> tuple[str, ...]:
     """The components a pattern means, in execution order. Raises ConfigError if there are none; `key` says where it stands."""
     names = tuple(component.name for component in model.components)
-    found = tuple(name for name in names if fnmatchcase(name, pattern))
-    if not found:
+    matching = tuple(name for name in names if fnmatchcase(name, pattern))
+    if not matching:
         alike = {re.sub(r"[0-9]+", "*", name) for name in names}  # of 100 layers one pattern, where no name is near
         near = near_matches(pattern, names if get_close_matches(pattern, names, cutoff=0.5) else alike)
         raise ConfigError(f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}{near}")
-    return found
+    return matching
 
 
 def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> dict[str, Placement]:
@@ -55,10 +55,10 @@ def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> di
         ConfigError: a pattern without a component, or whose components all belong to earlier patterns; a placement that its
             component cannot have.
     """
-    found: dict[str, Placement] = {}
+    placement_of: dict[str, Placement] = {}
     for pattern, placement in patterns.items():
         names = components_of(pattern, model, "plan.placements")
-        free = [name for name in names if name not in found]
+        free = [name for name in names if name not in placement_of]
         if not free:
             raise ConfigError(
                 f"plan.placements.{pattern!r} = {str(placement)!r} never applies: an earlier pattern has placed each of its "
@@ -66,8 +66,8 @@ def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> di
             )
         for name in free:
             _check_rule(model, name, placement, f"plan.placements.{pattern!r}")
-            found[name] = placement
-    return {component.name: found.get(component.name, BATCH) for component in model.components}
+            placement_of[name] = placement
+    return {component.name: placement_of.get(component.name, BATCH) for component in model.components}
 
 
 def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: int) -> Pins:
@@ -103,25 +103,25 @@ def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins
     Raises:
         ConfigError: a pattern without a component, a pin that is forbidden, a component that is left no kind of placement.
     """
-    found: dict[str, dict[str, str]] = {}
+    forbidden_by: dict[str, dict[str, str]] = {}
     for pattern, texts in patterns.items():
         for name in components_of(pattern, model, "plan.forbid"):
-            found.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
+            forbidden_by.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
     for name, pinned in pins:
         for text in (pinned.kind, str(pinned)):
-            if text in found.get(name, {}):
+            if text in forbidden_by.get(name, {}):
                 raise ConfigError(
                     f"plan.pin and plan.forbid contradict each other: {name} is pinned to {pinned}, and {text} is forbidden by "
-                    f"{found[name][text]!r}; drop one"
+                    f"{forbidden_by[name][text]!r}; drop one"
                 )
-    for name, forbidden in found.items():
+    for name, forbidden in forbidden_by.items():
         possible = [kind for kind in KINDS if kind != "shard" or model.component(name).shardings]
         if all(kind in forbidden for kind in possible):
             raise ConfigError(
                 f"plan.forbid leaves {name} no placement: {', '.join(possible)} are all it can have, and all are forbidden; "
                 "allow one of them"
             )
-    return tuple((name, text) for name, forbidden in found.items() for text in forbidden)
+    return tuple((name, text) for name, forbidden in forbidden_by.items() for text in forbidden)
 
 
 def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
@@ -142,14 +142,14 @@ def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
         if recompute == SELECTIVE:
             _check_by_operator(model, model.components, recompute)
         return recompute
-    found: dict[str, None] = {}
+    entries: dict[str, None] = {}
     for entry in recompute:
         pattern = entry.removeprefix(BY_OPERATOR)
         names = components_of(pattern, model, "plan.recompute")
         if entry != pattern:
             _check_by_operator(model, [model.component(name) for name in names], entry)
-        found.update((entry.removesuffix(pattern) + name, None) for name in names)
-    return tuple(found)
+        entries.update((entry.removesuffix(pattern) + name, None) for name in names)
+    return tuple(entries)
 
 
 def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOffload:

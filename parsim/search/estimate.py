@@ -96,7 +96,7 @@ def _recomputed_share(
 ) -> float:
     """The share of the forwards that must run again; infinite where that is not enough with equal stages."""
     devices = problem.cluster.devices[: mesh.size]
-    room = USED * min(device.type.memory_bytes - device.type.context_bytes for device in devices) * mesh.pp
+    room = USED * min(device.type.room_bytes for device in devices) * mesh.pp
     name, chunks = order
     alive = in_flight(name, 0, mesh.pp, count, chunks) / chunks
     over = held.weights[stage] + alive * held.saved - room

@@ -100,11 +100,11 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     """Meshes with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
     axis beside it adds little, and is left out where a model has many components. None where the constraints give tp, for then
     all that can be cut is cut."""
-    asked = problem.constraints
-    if asked.tp is not None:
+    constraints = problem.constraints
+    if constraints.tp is not None:
         return []
     few = len(problem.model.components) <= FEW_COMPONENTS
-    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (asked.dp or 1))))
+    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (constraints.dp or 1))))
 
 
 def _single(problem: PlanningProblem) -> list[Mesh]:

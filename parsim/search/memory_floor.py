@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from parsim.model.component import Component
 from parsim.model.formats import component_in, value_in
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
@@ -32,6 +31,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
 from parsim.records import once
 from parsim.search.bound import ROUNDING, computation_of, prices_of, whole_step_s
+from parsim.search.prices import narrowed
 from parsim.search.stages import Segments, segments_of
 from parsim.work import Phase
 
@@ -245,7 +245,7 @@ def untied_components(problem: PlanningProblem) -> tuple[Component, ...]:
 
 def weights_are_too_many(problem: PlanningProblem, devices: int) -> bool:
     """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer."""
-    rooms = (device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[:devices])
+    rooms = (device.type.room_bytes for device in problem.cluster.devices[:devices])
     return _weights_bytes(problem) > devices * max(rooms)
 
 
@@ -310,9 +310,8 @@ def least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Opt
 
 def saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:
     """What one component saves of one microbatch on a rank that has it."""
-    shard = narrow(component_in(component, problem.precision), placement.rule, placement.ways)
     local = samples * placement.batch_ways(mesh.tp) // mesh.tp
-    return float(shard.saved_activation_bytes * local)
+    return float(narrowed(problem, component.name, placement.rule, placement.ways)[0].saved_activation_bytes * local)
 
 
 def always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
@@ -454,10 +453,7 @@ class MemoryFloor:
 def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> MemoryFloor:
     """What the components of a model hold at least where each may have these placements."""
     devices = problem.cluster.devices
-    rooms = [
-        max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
-        for place in range(mesh.pp)
-    ]
+    rooms = [max(devices[rank].type.room_bytes for rank in mesh.stage_ranks(place)) for place in range(mesh.pp)]
     saved, largest_bytes = least_saved(problem, mesh, samples, options)
     if problem.activation_offload:  # what a component saves may all be away, but for its own backward
         saved = np.zeros_like(saved)

@@ -48,17 +48,17 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
         places: the tp ranks worth placing a component on alone.
     """
     tp = mesh.tp
-    found = [BATCH] if samples % tp == 0 else []
+    placements = [BATCH] if samples % tp == 0 else []
     if tp > 1:
-        found.append(REPLICATE)
-        found += [Placement("place", shard=shard) for shard in places]
+        placements.append(REPLICATE)
+        placements += [Placement("place", shard=shard) for shard in places]
     for sharding in component.shardings:
-        found += [
+        placements += [
             Placement("shard", rule=sharding.rule, ways=ways)
             for ways in range(2, tp + 1)
             if tp % ways == 0 and sharding.allows(ways) and samples % (tp // ways) == 0
         ]
-    return tuple(found)
+    return tuple(placements)
 
 
 ComputeKey = tuple[str, bool, Phase, int, str, int, str, tuple[tuple[int, int], ...]]
@@ -92,6 +92,13 @@ def _same_work(problem: PlanningProblem) -> dict[str, tuple[str, bool]]:
 
 
 ShardRanks = tuple[tuple[int, ...], ...]
+
+
+@once
+def narrowed(problem: PlanningProblem, name: str, rule: str, ways: int) -> tuple[Component, int]:
+    """One shard of a component, and the bytes of its weights in another precision."""
+    shard = narrow(component_in(problem.model.component(name), problem.precision), rule, ways)
+    return shard, shard.cast_bytes
 
 
 @dataclass(frozen=True)
@@ -259,14 +266,6 @@ class Prices:
             total += self.work_s(whole, 0) * step.elements / whole.elements
         return total
 
-    def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
-        """One shard of a component, and the bytes of its weights in another precision."""
-        known, key = self.problem.answers("narrowed"), (component.name, placement.rule, placement.ways)
-        if key not in known:
-            shard = narrow(component_in(component, self.problem.precision), placement.rule, placement.ways)
-            known[key] = shard, shard.cast_bytes
-        return cast(tuple[Component, int], known[key])
-
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
         """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.
 
@@ -275,7 +274,7 @@ class Prices:
         if not placement.runs_on(shard):
             return 0.0
         tp = self.mesh.tp
-        own, cast = self._narrowed(component, placement)
+        own, cast = narrowed(self.problem, component.name, placement.rule, placement.ways)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         rate = self.problem.device_bytes_per_element
         state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))

@@ -94,8 +94,12 @@ def relaxed_search(
 
 def _no_mesh(problem: PlanningProblem, strategies: Sequence[str]) -> str:
     """Why no mesh suits the rule and the family."""
-    asked = problem.constraints
-    if tuple(strategies) == ("hp",) and asked.synchronisation.mixes and (asked.pp or 1) * (asked.tp or 1) == 1:
+    constraints = problem.constraints
+    if (
+        tuple(strategies) == ("hp",)
+        and constraints.synchronisation.mixes
+        and (constraints.pp or 1) * (constraints.tp or 1) == 1
+    ):
         return 'replicas of strategy "hp" have several ranks: set plan.mesh with pp or tp above 1, or plan.strategy = "dp"'
     return "the mesh leaves no replicas"
 
@@ -127,12 +131,12 @@ def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[
     Args:
         problem: with constraints; an axis that they give is kept. strategies: as `relaxed_search` takes them.
     """
-    asked, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
+    constraints, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
     chosen: list[Mesh] = []
     for mesh in meshes(problem):
-        if mesh.tp != (asked.tp or 1) or problem.global_batch % mesh.dp:
+        if mesh.tp != (constraints.tp or 1) or problem.global_batch % mesh.dp:
             continue
-        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (asked.pp or 1)
+        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (constraints.pp or 1)
         if suits and ("adaptive" in strategies or _family(mesh) in strategies):
             if chosen and mesh.size < chosen[0].size:
                 break
@@ -146,24 +150,24 @@ def _family(mesh: Mesh) -> str:
 
 def _plans(problem: PlanningProblem, strategies: Sequence[str], reasons: dict[str, None]) -> Iterator[Plan]:
     """The plans of the rule; why others are none goes into `reasons`."""
-    asked = problem.constraints
-    stale = asked.synchronisation.kind == "stale"
+    constraints = problem.constraints
+    stale = constraints.synchronisation.kind == "stale"
     if barred := [each.name for each in problem.model.components if not problem.allows(each.name, BATCH)]:
         text = f"plan.pin and plan.forbid bar placement batch for {', '.join(barred[:4])}, and relaxed plans have no other"
         reasons[f"{text}; drop them"] = None
         return
     for mesh in relaxed_meshes(problem, strategies):
         try:
-            for count in [asked.microbatches or 1] if stale else microbatch_counts(problem, mesh):
+            for count in [constraints.microbatches or 1] if stale else microbatch_counts(problem, mesh):
                 plan = custom_plan(
                     problem,
                     mesh,
                     microbatches=count,
-                    pipeline_order=asked.pipeline_order or "1f1b",
-                    chunks=asked.chunks or 1,
-                    bucket_bytes=asked.bucket_bytes or DEFAULT_BUCKET_BYTES,
+                    pipeline_order=constraints.pipeline_order or "1f1b",
+                    chunks=constraints.chunks or 1,
+                    bucket_bytes=constraints.bucket_bytes or DEFAULT_BUCKET_BYTES,
                     recompute=NONE if problem.recompute == AUTO else problem.recompute,
-                    synchronisation=asked.synchronisation,
+                    synchronisation=constraints.synchronisation,
                 )
                 yield replace(plan, strategy=_family(mesh))
         except (PlanError, ScheduleError) as error:

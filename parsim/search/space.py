@@ -54,20 +54,20 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
     Args:
         wanted: of pp, dp and tp, whether to make the mesh; None: all.
     """
-    asked, most = problem.constraints, len(problem.model.components)
+    constraints, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
-        context = asked.cp or 1
+        context = constraints.cp or 1
         if devices % context:
             continue
         for pp in divisors(devices // context):
-            if asked.pp not in (None, pp) or (pp > most and not asked.pp):
+            if constraints.pp not in (None, pp) or (pp > most and not constraints.pp):
                 continue
             for tp in divisors(devices // context // pp):
                 dp = devices // context // (pp * tp)
                 if wanted is not None and not wanted(pp, dp, tp):
                     continue  # of 16,384 devices there are 377,000
-                if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
-                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1))
+                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % (constraints.ep or 1) == 0:
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=constraints.ep or 1))
 
 
 def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
@@ -120,20 +120,21 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
     Raises:
         ScheduleError: the model has too few components.
     """
-    asked = problem.constraints
-    names = FREE_ORDERS if asked.pipeline_order is None else (asked.pipeline_order,)
+    constraints = problem.constraints
+    names = FREE_ORDERS if constraints.pipeline_order is None else (constraints.pipeline_order,)
     most = len(problem.model.components) // mesh.pp
     if mesh.pp == 1:
-        return [(asked.pipeline_order or "1f1b", 1)]
+        return [(constraints.pipeline_order or "1f1b", 1)]
     possible = []
     for name in names:
         row = PIPELINE_ORDERS[name]
-        counts = {row.fewest_chunks, *FREE_CHUNKS} if asked.chunks is None else {asked.chunks}
+        counts = {row.fewest_chunks, *FREE_CHUNKS} if constraints.chunks is None else {constraints.chunks}
         possible += [(name, count) for count in sorted(counts) if row.takes(count) and count <= most]
     if not possible:
+        chunked = "" if constraints.chunks is None else f" with {constraints.chunks} chunks each"
         raise ScheduleError(
-            f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline"
-            f'{"" if asked.chunks is None else f" with {asked.chunks} chunks each"}; use fewer stages or granularity "layer"'
+            f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline{chunked}; "
+            'use fewer stages or granularity "layer"'
         )
     return possible
 
@@ -268,9 +269,11 @@ def most_singles(problem: PlanningProblem) -> int:
 
 def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bool:
     """Whether a part of a large problem is opened first."""
-    asked = problem.constraints
-    within = asked.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
-    return within and (asked.pipeline_order is not None or asked.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS)
+    constraints = problem.constraints
+    within = constraints.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
+    return within and (
+        constraints.pipeline_order is not None or constraints.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
+    )
 
 
 # Uneven pipeline stages, chosen by cost: contiguous runs of components whose slowest stage is as fast as can be.

@@ -141,12 +141,12 @@ class StageCosts:
 
     def limits_bytes(self) -> list[float]:
         """Per stage what its smallest device has for components of one chunk."""
-        types = [device.type for device in self.problem.cluster.devices]
+        devices = self.problem.cluster.devices
         rooms = [
-            float(min(types[rank].memory_bytes - types[rank].context_bytes for rank in self.mesh.stage_ranks(place)))
+            min(devices[rank].type.room_bytes for rank in self.mesh.stage_ranks(place)) / self.chunks
             for place in range(self.mesh.pp)
         ]
-        return [rooms[place] / self.chunks for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)]
+        return [rooms[place] for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)]
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int, kept_bytes: Floats | None = None) -> Floats:
         """The `seconds` of a stage, infinite where the stage would hold more than its limit.

@@ -145,7 +145,7 @@ def _unconverted(
                 "drop one of them"
             )
     devices = problem.cluster.devices[: mesh.tp]
-    limits = [stages * float(device.type.memory_bytes - device.type.context_bytes) for device in devices]
+    limits = [stages * float(device.type.room_bytes) for device in devices]
     placing = unconverted(prices, options, microbatches=microbatches, limit_bytes=limits)
     return prices, placing, list(_uniform_choices(placing, problem, mesh))
 

@@ -82,9 +82,9 @@ def updated(
     base = _on(problem, without_updates(profile))
     observed = [seconds_by_class(graph, task_durations_s(len(graph.tasks), timeline)) for timeline in timelines]
     evidence = Evidence(observed=observed, expected=expected_seconds(base, plan), step_s=step_s, floor=floor)
-    found = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
+    corrections = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
     before_s = _step_s(problem, plan)
-    changes = _changes(before, found)
+    changes = _changes(before, corrections)
     if not changes:
         return Updated(profile=profile, changes=(), before_s=before_s, after_s=before_s)
     provenance = {
@@ -94,7 +94,7 @@ def updated(
         "steps": steps,
         "aa_floor": floor,
     }
-    after = with_update(profile, found, problem.cluster, provenance)
+    after = with_update(profile, corrections, problem.cluster, provenance)
     return Updated(profile=after, changes=changes, before_s=before_s, after_s=_step_s(_on(problem, after), plan))
 
 
@@ -205,15 +205,15 @@ def diagnosis_of(
         floor=floor,
         slowness=slowness,
     )
-    found = diagnose(predicted, observed)
-    if found.as_predicted is not False or step_s < predicted.high_s or evaluation.period is not None or timed < LEAST_STEPS:
-        return found
+    verdict = diagnose(predicted, observed)
+    if verdict.as_predicted is not False or step_s < predicted.high_s or evaluation.period is not None or timed < LEAST_STEPS:
+        return verdict
     return diagnose(predicted, observed, unexplained_s=step_s - _explained_s(problem, evaluation, predicted, observed))
 
 
 def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedStep:
     graph, step = evaluation.graph, evaluation.result.step_s
-    own = task_durations_s(len(graph.tasks), evaluation.timeline)
+    seconds_by_task = task_durations_s(len(graph.tasks), evaluation.timeline)
     drawn = sampled_durations_s(evaluation)
     places: dict[WorkClass, list[int]] = {}
     for task in graph.tasks:
@@ -222,9 +222,9 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedSte
             places.setdefault(key, []).append(task.index)
     draws: dict[WorkClass, Floats] = {key: drawn[:, tasks].sum(axis=1) for key, tasks in places.items()}
     return PredictedStep(
-        seconds=seconds_by_class(graph, own),
+        seconds=seconds_by_class(graph, seconds_by_task),
         draws=draws,
-        loading=_loading_s(graph, own),
+        loading=_loading_s(graph, seconds_by_task),
         low_s=step.p05,
         median_s=step.median,
         high_s=step.p95,

@@ -107,8 +107,9 @@ def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, fl
 
 def _class_seconds(evaluation: Evaluation) -> dict[WorkClass, float]:
     columns = evaluation.compiled.columns
-    own = np.bincount(columns.unit, weights=task_durations_s(columns.size, evaluation.timeline), minlength=len(columns.units))
-    return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, own.tolist(), strict=True))
+    by_task = task_durations_s(columns.size, evaluation.timeline)
+    by_unit = np.bincount(columns.unit, weights=by_task, minlength=len(columns.units))
+    return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, by_unit.tolist(), strict=True))
 
 
 def controller_for(
@@ -178,8 +179,8 @@ def search_planner(
         results = [entry.result for entry in found.candidates]
         fitting = [result for result in results if result.fits and world_size in (None, result.plan.world_size)]
         if not fitting:
-            asked = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
-            raise ScheduleError(asked)
+            refusal = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
+            raise ScheduleError(refusal)
         best = fitting[0]
         return PlanChoice(
             plan=best.plan,
@@ -315,13 +316,13 @@ def _holdings(plan: Plan, model: Model) -> dict[int, dict[str, HeldParameter]]:
     held: dict[int, dict[str, HeldParameter]] = {}
     for stage in plan.stages:
         for rank in stage.ranks:
-            own = held.setdefault(rank, {})
+            parts = held.setdefault(rank, {})
             shard = plan.shard_of_rank(rank)
             for name, placement in stage.placed():
                 if placement.runs_on(shard):
                     component = model.component(name)
                     for parameter in component.parameters:
-                        own[parameter.name] = hold(component, placement, parameter, shard)
+                        parts[parameter.name] = hold(component, placement, parameter, shard)
     return held
 
 

@@ -258,9 +258,11 @@ def _lines(what: str, certificate: dict[str, Any]) -> list[str]:
     ]
     for name, title in (("exact", "exact solver"), ("milp", "MILP (HiGHS)")):
         run = certificate[name]
-        found = "no choice" if run["seconds"] is None else f"{format_seconds(run['seconds'])}, gap {format_percent(run['gap'])}"
+        answer = (
+            "no choice" if run["seconds"] is None else f"{format_seconds(run['seconds'])}, gap {format_percent(run['gap'])}"
+        )
         why = f" ({run['reason']})" if run["reason"] else ""
-        lines.append(f"  {title}: {run['status']}, {found}; took {format_seconds(run['taken_s'])}{why}")
+        lines.append(f"  {title}: {run['status']}, {answer}; took {format_seconds(run['taken_s'])}{why}")
     if certificate["relative_difference"] is not None:
         lines.append(f"  relative difference of the two: {certificate['relative_difference']:.1e}")
     return lines

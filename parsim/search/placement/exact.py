@@ -43,14 +43,14 @@ def undominated(
     count, ranks = memory.shape
     keep = np.zeros(count, dtype=np.bool_)
     kept = np.empty(count, dtype=np.int64)
-    found = 0
+    survivors = 0
     compared = 0
     for place in range(count):
         if compared > most_comparisons:
             keep[place:] = True
             return keep, compared
         superfluous = False
-        for number in range(found):
+        for number in range(survivors):
             other = kept[number]
             compared += 1
             behind = late[other] - late[place]
@@ -67,8 +67,8 @@ def undominated(
                 kept[number // 2] = other
                 break
         if not superfluous:
-            kept[found] = place
-            found += 1
+            kept[survivors] = place
+            survivors += 1
             keep[place] = True
     return keep, compared
 
@@ -199,11 +199,11 @@ class Frontiers:
 
     def _crossing(self, spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, ...]]:
         """By cut the components, ascending, each of which counts from one cut to another."""
-        found: list[list[int]] = [[] for _ in range(self.count + 1)]
+        by_cut: list[list[int]] = [[] for _ in range(self.count + 1)]
         for component, first, last in sorted(spans):
             for cut in range(first, last + 1):
-                found[cut].append(component)
-        return [tuple(own) for own in found]
+                by_cut[cut].append(component)
+        return [tuple(own) for own in by_cut]
 
     def size(self, component: int) -> int:
         return len(self.placing.options[component])
@@ -358,8 +358,8 @@ def _parts_fit(placing: PlacementProblem) -> bool:
     once = np.zeros((len(sizes), sum(sizes)))
     once[np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))] = 1.0
     room = placing.limit_bytes / scale + PARTS_SLACK
-    found = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
-    return int(found.status) != 2  # 2: infeasible, as HiGHS proved
+    solved = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
+    return int(solved.status) != 2  # 2: infeasible, as HiGHS proved
 
 
 def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:
@@ -591,5 +591,5 @@ def numbers_among(kept: Numbers, choices: Iterable[Sequence[int]]) -> list[tuple
         kept: by component. choices: by the numbers of all options.
     """
     places = [{number: place for place, number in enumerate(own)} for own in kept]
-    found = [[own.get(number) for own, number in zip(places, choice, strict=True)] for choice in choices]
-    return [tuple(number for number in choice if number is not None) for choice in found if None not in choice]
+    numbered = [[own.get(number) for own, number in zip(places, choice, strict=True)] for choice in choices]
+    return [tuple(number for number in choice if number is not None) for choice in numbered if None not in choice]

@@ -65,7 +65,7 @@ def paper_problem_of(problem: PlanningProblem, *, microbatches: int = 1, zero_st
         synchronisation_s=nothing,
         conversion_s={},
         memory_bytes=tuple(memory for _, memory in rows),
-        limit_bytes=np.array([float(device.type.memory_bytes - device.type.context_bytes) for device in devices]),
+        limit_bytes=np.array([float(device.type.room_bytes) for device in devices]),
         allowed={},
     )
 
