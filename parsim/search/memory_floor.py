@@ -121,7 +121,7 @@ Keepers = list[tuple[int, set[int]]]
 @once
 def _ledger(problem: PlanningProblem) -> tuple[list[tuple[float, float, float]], list[tuple[float, int, Keepers]]]:
     """By component the bytes that it keeps beside values at every level; by value its bytes, its maker and who may keep it."""
-    model, precision, order = problem.model, problem.precision, problem.model.component_index
+    model, precision, order = problem.model, problem.numerics.precision, problem.model.component_index
     components = [component_in(component, precision) for component in model.components]
     beside = [
         (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0) for one in components
@@ -336,7 +336,7 @@ def _kept_rates(problem: PlanningProblem) -> Floats:
     component keeps either what it saves and no value stands for, or, recomputed, what it reads: of that its share among all
     readers. The less of both counts. Values that share storage count together as no more than what their first saver saves.
     """
-    model, precision = problem.model, problem.precision
+    model, precision = problem.model, problem.numerics.precision
     order = model.component_index
     saved = [float(component_in(component, precision).saved_activation_bytes) for component in model.components]
     values = [value for value in (value_in(value, precision) for value in model.values) if value.producer is not None]

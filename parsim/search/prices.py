@@ -97,7 +97,7 @@ ShardRanks = tuple[tuple[int, ...], ...]
 @once
 def narrowed(problem: PlanningProblem, name: str, rule: str, ways: int) -> tuple[Component, int]:
     """One shard of a component, and the bytes of its weights in another precision."""
-    shard = narrow(component_in(problem.model.component(name), problem.precision), rule, ways)
+    shard = narrow(component_in(problem.model.component(name), problem.numerics.precision), rule, ways)
     return shard, shard.cast_bytes
 
 

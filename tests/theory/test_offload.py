@@ -66,7 +66,7 @@ def plan_of(model: Model, *, dp: int = 1, batch: int = 8, microbatches: int = 1,
 
 
 def problem_of(model: Model, cluster: Cluster, **rest: object) -> PlanningProblem:
-    return PlanningProblem(model=model, cluster=cluster, global_batch=8, optimizer="adam", **rest)  # type: ignore[arg-type]
+    return PlanningProblem(model=model, cluster=cluster, global_batch=8, numerics=Numerics(optimizer="adam"), **rest)  # type: ignore[arg-type]
 
 
 def step_s(problem: PlanningProblem, plan: Plan) -> float:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from parsim.cli import build
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
@@ -23,7 +24,8 @@ from tests.machines import machine
 
 def question(name: str, *, devices: int = 8, batch: int = 256, **changes: int) -> PlanningProblem:
     model = load_model(ModelSpec(name=name))
-    return PlanningProblem(model=model, cluster=machine(devices, **changes), global_batch=batch, optimizer="adam")
+    cluster = machine(devices, **changes)
+    return PlanningProblem(model=model, cluster=cluster, global_batch=batch, numerics=Numerics(optimizer="adam"))
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_b_16"])

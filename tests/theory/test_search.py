@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from parsim.errors import PlanError, ScheduleError
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
@@ -231,7 +232,8 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
 
     def asked(memory_bytes: int) -> PlanningProblem:
         one = machine(1, memory_bytes=memory_bytes)
-        return PlanningProblem(model=model, cluster=one, global_batch=64, precision="amp_fp16", optimizer="adam")
+        numerics = Numerics(precision="amp_fp16", optimizer="adam")
+        return PlanningProblem(model=model, cluster=one, global_batch=64, numerics=numerics)
 
     ample = asked(2**40)
     plan = custom_plan(ample, Mesh())

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import ParsimError
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -209,7 +210,8 @@ def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
 
 def gpt_on(memory_bytes: int) -> PlanningProblem:
     cluster = machine(2, memory_bytes=memory_bytes)
-    return PlanningProblem(model=MODELS["gpt_small"], cluster=cluster, global_batch=64, precision="amp_fp16")
+    numerics = Numerics(precision="amp_fp16")
+    return PlanningProblem(model=MODELS["gpt_small"], cluster=cluster, global_batch=64, numerics=numerics)
 
 
 def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:

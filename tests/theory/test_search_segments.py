@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.screen import Outline, plan_of
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -36,8 +37,7 @@ def asked(granularity: str, devices: int = 2, memory_bytes: int = 32 * 2**30) ->
         model=transformer(granularity),
         cluster=machine(devices, memory_bytes=memory_bytes),
         global_batch=4,
-        precision="amp_fp16",
-        optimizer="adam",
+        numerics=Numerics(precision="amp_fp16", optimizer="adam"),
         segments=granularity == "sublayer",
     )
 
