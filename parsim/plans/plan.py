@@ -267,7 +267,7 @@ class Plan:
         optimizer_offload: the optimizer's state and master weights are in the host's memory. A rank's gradients are copied
             there, the host updates, and the new parameters are copied back.
         activation_offload: the components whose saved activations are copied to the host after their forward, and fetched
-            before their backward: True (all), False (none) or their names (`parsim.plans.plan`).
+            before their backward: True (all), False (none) or their names.
         clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
         synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """

@@ -211,7 +211,7 @@ class Synchronisation:
 
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
-        graph: of gossip, as text (`parsim.plans.synchronisation`): "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+        graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
         outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.

@@ -1,6 +1,9 @@
-"""The computation of a plan in closed form: what no place on the pp axis can do faster, conversions and transfers included.
+"""Lower bounds of a step in closed form: what no simulation of a plan goes below, from what is known of it.
 
-Part of the lower bound of a step: `parsim.search.bound`.
+    chain      one microbatch through a whole model on one stage: what all cuts into stages have in common
+    places     computation, conversions and transfers of one cut, at every place on the pp axis, and the order of its blocks
+    step       with sums of gradients, gathered parameters and the optimizer: one plan
+    devices    the computation of the batch, divided evenly over so many devices
 
 Bounds that add up what comes before a stage hold for chains alone; stages of two towers run beside one another.
 """

@@ -97,7 +97,7 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
 # The cheapest recomputation that makes a plan fit: memory bought with forwards run twice.
 #
 # At every place on the pp axis, steps are taken in the order of what a second of recomputing each frees, the best first. As
-# few are taken as make its ranks fit (`parsim.search.recompute`).
+# few are taken as make its ranks fit.
 #
 # Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few
 # components all sets are tried (`every_set`).

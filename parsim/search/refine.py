@@ -173,7 +173,7 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
 # stages          the fastest cut whose stages fit without recomputation
 # components      as few of them recomputed as make the plan fit
 # segments        whole layers recomputed, as few as make it fit, where a problem has segments
-# sets            of a model of few components, every set that fits (`parsim.search.refine`)
+# sets            of a model of few components, every set that fits (`sets_that_fit`)
 
 
 def may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> bool:

@@ -4,7 +4,7 @@ In this order the late gradient sums need one number: after component i they out
 F_i = sync_i + max(0, F_{i+1} - backward_i). A label is (seconds so far, F, bytes per tp rank) for one set of options of the
 components that earlier ones still refer to. One label dominates another if it uses no more memory anywhere and its seconds,
 plus the amount by which its F is larger, are no more. A label is dropped as soon as no completion can beat the best choice
-known, by the Lagrangian bound of `parsim.search.placement.exact`. Where no choice that fits is known, a linear program
+known, by a Lagrangian bound (`Relaxation`). Where no choice that fits is known, a linear program
 over divided components tells first whether any can.
 """
 

@@ -249,8 +249,7 @@ def _ties(prices: Prices, options: Sequence[Sequence[Placement]]) -> dict[tuple[
     return allowed
 
 
-# The step time of a choice of placements under `parsim.search.placement.problem`, and the Solution that
-# every solver returns.
+# The step time of a choice of placements, and the Solution that every solver returns.
 #
 #     step = sum of forward and backward, conversions included, + what of the gradient synchronisation outlasts the backward
 #
