@@ -233,7 +233,7 @@ class KeptActivations:
         return Again(saved_bytes=sum(part.saved_bytes for part in parts), released_bytes=parts[-1].released_bytes)
 
     def _again(self, name: str) -> Again:
-        """Of this component alone. By operator the counted bytes contain all but the inputs that are released."""
+        """The changes by this component alone. By operator the counted bytes contain all but the inputs that are released."""
         component, samples = self._alone(name), self.layout.local_samples(name)
         selective = component.selective if self.layout.recomputes_by_operator(name) else None
         saved, released = component.saved_activation_bytes * samples + component.saved_fixed_bytes, 0
@@ -338,6 +338,7 @@ class RankValues:
         self.stage, self.shard, self.tp = plan.stage_of_rank(rank), plan.shard_of_rank(rank), plan.mesh.tp
         self.names = self.layout.rank_components(rank)
         self.place = {name: number for number, name in enumerate(self.names)}
+        self._numbers = [self.layout.model.component_index[name] for name in self.names]  # ascending
         self._kind_of: dict[str, int | None] = {}
 
     @cached_property
@@ -364,8 +365,6 @@ class RankValues:
         it there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from
         waits. Leaves out values of which the Model does not say who keeps them.
         """
-        order = self.layout.model.component_index
-        numbers = [order[name] for name in self.names]  # ascending
         lifetimes = []
         for value in self._values_here:
             if value.savers is None:
@@ -375,7 +374,7 @@ class RankValues:
                 freed = next((self.place[saver] for saver in value.savers if saver in self.place), last)
                 lifetimes.append(Lifetime(value.name, 0, freed, self._bytes_here(value, self.batch_layout)))
             else:
-                begins = bisect_right(numbers, order[value.producer])
+                begins = self._up_to(value.producer)
                 lifetimes += self._shifted("values", value, partial(self._lifetimes_of, value, begins))
         return lifetimes
 
@@ -386,7 +385,8 @@ class RankValues:
         place, shard = self.place, self.shard
         made, here = self.layout.source[value.name].value, value.producer in place
         if not here and self.layout.stage_of_value[value.name] == self.stage:
-            begins = self._room_from(value, begins)
+            # who only receives makes room as soon as its communication before has ended, long before the other one sends
+            begins = min(begins, max(self._communicated_before(value, gradient=False), default=0))
         last: dict[ValueLayout, int] = {}
         kept: dict[ValueLayout, int] = {}
         # its maker keeps it as it was made; and so does who reads another value in the same storage, maybe before this one
@@ -417,19 +417,25 @@ class RankValues:
         waits = [Lifetime(value.name, begins, end, self._bytes_here(value, storage)) for storage, end in ends.items()]
         return [wait for wait in (*waits, *cut) if wait.born <= wait.freed and wait.size_bytes]
 
-    def _room_from(self, value: Value, begins: int) -> int:
-        """The first component beside which there is room for a value that another tp rank makes.
+    def _up_to(self, component: str) -> int:
+        """How many components of the rank run up to this one, itself included."""
+        return bisect_right(self._numbers, self.layout.model.component_index[component])
 
-        A rank that only receives makes room as soon as its communication before has ended, long before the other one sends.
-        """
+    def _communicated_before(self, value: Value, *, gradient: bool) -> list[int]:
+        """Of what the rank communicates on the tp axis before a value (before its gradient: gradients of later values) how many
+        components of the rank run up to its maker."""
         order, model = self.layout.model.component_index, self.layout.model
         assert value.producer is not None
-        first = 0
-        for name in self.layout.values_at[self.stage]:
-            maker = model.value[name].producer
-            if maker is not None and order[maker] < order[value.producer] and self._communicates(name, gradient=False):
-                first = max(first, sum(order[other] <= order[maker] for other in self.names))
-        return min(first, begins)
+        before = []
+        for other in map(model.value.__getitem__, self.layout.values_at[self.stage]):
+            if other.producer is not None and (other.differentiable or not gradient):
+                earlier, later = (value, other) if gradient else (other, value)
+                assert earlier.producer is not None
+                assert later.producer is not None
+                is_before = order[earlier.producer] < order[later.producer]
+                if is_before and self._communicates(other.name, gradient=gradient):
+                    before.append(self._up_to(other.producer))
+        return before
 
     def _communicates(self, value: str, *, gradient: bool) -> bool:
         """Whether the rank takes part in converting a value of its stage, or its gradient, on the tp axis."""
@@ -476,11 +482,10 @@ class RankValues:
                 continue
             if late and not local and reading.stage != home:
                 continue
-            begins = (
-                local[-1] if local else bisect_left(self.names, min(map(order.__getitem__, readers)), key=order.__getitem__)
-            )
+            begins = local[-1] if local else bisect_left(self._numbers, min(map(order.__getitem__, readers)))
             if not local and reading.stage == home:
-                begins = self._room_until(value, begins)
+                before = self._communicated_before(value, gradient=True)
+                begins = max(begins, min(before, default=len(self.names)))
             storage = reading.ends.gradient  # what sends nothing is made when it is read
             for hop in conversion(storage, layout.source[value.name].gradient, self.tp):
                 storage = storage if hop.operation in LOCAL_HOPS else hop.target
@@ -497,24 +502,6 @@ class RankValues:
                 begins = max(again, ends)
             lifetimes.append(Lifetime(value.name, ends, begins - 1, size))
         return lifetimes
-
-    def _room_until(self, value: Value, begins: int) -> int:
-        """One more than the last component whose backward runs beside the room for a gradient of another tp rank's making.
-
-        Args:
-            begins: components of the rank before the reader whose gradient it is.
-        """
-        order = self.layout.model.component_index
-        assert value.producer is not None
-        later = [
-            sum(order[name] < order[other.producer] for name in self.names) + (other.producer in self.place)
-            for other in map(self.layout.model.value.__getitem__, self.layout.values_at[self.stage])
-            if other.producer is not None
-            and other.differentiable
-            and order[other.producer] > order[value.producer]
-            and self._communicates(other.name, gradient=True)
-        ]
-        return max(begins, min(later, default=len(self.names)))
 
     def gradients_of(self, name: str) -> GradientSizes:
         """The sizes at a component of the rank."""

@@ -24,8 +24,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.masked else None
-        out: Tensor = self.head(self.encoder(x, mask=mask))
-        return out
+        return self.head(self.encoder(x, mask=mask))
 
 
 class Translator(nn.Module):
@@ -39,8 +38,7 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor, padding: Tensor) -> Tensor:
         mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
         out = self.transformer(source, target, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
-        classes: Tensor = self.head(out)
-        return classes
+        return self.head(out)
 
 
 class Recurrent(nn.Module):
@@ -54,8 +52,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = None if self.state is None else self.state.expand(-1, len(x), -1).contiguous()
-        out: Tensor = self.head(self.stack(x, first)[0][:, -1])
-        return out
+        return self.head(self.stack(x, first)[0][:, -1])
 
 
 class Cells(nn.Module):
@@ -70,8 +67,7 @@ class Cells(nn.Module):
         hidden = cell = torch.zeros(len(x), 6, dtype=x.dtype)
         for step in range(x.shape[1]):
             hidden, cell = self.cell(x[:, step], (hidden, cell))
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 class Packed(Recurrent):
@@ -82,8 +78,7 @@ class Packed(Recurrent):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out: Tensor = self.head(self.stack(packed)[1][0][-1])
-        return out
+        return self.head(self.stack(packed)[1][0][-1])
 
 
 class Experts(nn.Module):
@@ -219,8 +214,7 @@ class Mixture(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = x + block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Branch(nn.Module):
@@ -233,8 +227,7 @@ class Branch(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.gated(self.stem(x)))
-        return out
+        return self.head(self.gated(self.stem(x)))
 
 
 class Gated(nn.Module):
@@ -244,8 +237,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
-            out: Tensor = self.one(x)
-            return out
+            return self.one(x)
         return self.other(x).chunk(2, -1)[0].relu()
 
 
@@ -305,8 +297,7 @@ class Normed(nn.Module):
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x.mean(1))
-        return out
+        return self.head(x.mean(1))
 
 
 class UNet(nn.Module):
@@ -319,8 +310,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         high = F.silu(self.down(x))
-        out: Tensor = self.out(torch.cat([high, self.up(F.silu(self.bottom(high)))], 1))
-        return out
+        return self.out(torch.cat([high, self.up(F.silu(self.bottom(high)))], 1))
 
 
 class Denoiser(nn.Module):
@@ -332,8 +322,7 @@ class Denoiser(nn.Module):
         self.into, self.out = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 3, 3, padding=1)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = self.out(F.silu(self.into(x) + self.steps(t)[:, :, None, None]))
-        return out
+        return self.out(F.silu(self.into(x) + self.steps(t)[:, :, None, None]))
 
 
 class Checkpointed(nn.Module):
@@ -345,8 +334,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Complex(nn.Module):
@@ -357,8 +345,7 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x, norm="ortho")
-        out: Tensor = self.head((spectrum * (x.to(torch.cfloat) @ self.weight).conj()).abs() + spectrum.real)
-        return out
+        return self.head((spectrum * (x.to(torch.cfloat) @ self.weight).conj()).abs() + spectrum.real)
 
 
 def compiled() -> nn.Module:

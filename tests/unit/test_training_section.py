@@ -68,7 +68,7 @@ weight_decay = 0.0
 def test_a_group_takes_over_what_it_leaves_out() -> None:
     """Beside another optimizer rate and arguments are its own; the weight decay is that of all."""
     config = config_of(GROUPS)
-    critic, head = config.training.recipe.groups
+    critic, head = config.training.recipe.update_groups
     assert (critic.optimizer, critic.learning_rate, critic.weight_decay) == ("adam", 1e-3, 0.1)
     assert dict(critic.optimizer_args) == {"betas": (0.5, 0.9)}
     assert (head.optimizer, head.learning_rate, head.weight_decay) == ("sgd_momentum", 0.05, 0.0)
