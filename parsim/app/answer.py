@@ -25,7 +25,7 @@ from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
-from parsim.search.search import Search, is_tie, most_frequent, same_program, search, simpler_tie
+from parsim.search.search import Search, is_tie, most_frequent, search, simpler_tie
 from parsim.search.tree import Tally
 from parsim.units import format_bytes, format_percent, format_seconds
 
@@ -306,7 +306,7 @@ class Answer:
         if not self.fits:
             return None
         plan = self.evaluation.result.plan
-        return next(row for row, evaluation in enumerate(self._ranked) if same_program(evaluation.result.plan, plan))
+        return next(row for row, evaluation in enumerate(self._ranked) if evaluation.result.plan.program == plan.program)
 
     def __str__(self) -> str:
         return "\n".join(self.heading()) + f"\n\n{to_text(self.report())}" + "\n".join(self.lines())

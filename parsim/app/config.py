@@ -39,11 +39,11 @@ from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelSpec, takes_usual
-from parsim.plans.constraints import PlanConstraints, check_sharding_groups
+from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
-from parsim.plans.plan import AUTO, MOST_MICROBATCHES, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import AUTO, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
@@ -52,9 +52,6 @@ from parsim.search.families import FAMILIES
 from parsim.units import nearest_divisors
 
 Tables = TypeVar("Tables", bound=ConfigSection)
-
-PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
-"""Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
 
 Granularity = Literal["block", "sublayer", "layer"]
 

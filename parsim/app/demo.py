@@ -212,7 +212,7 @@ def plans_to_run(answer: Answer) -> list[Evaluation]:
     programs: dict[Plan, Evaluation] = {}  # two families may meet in one plan: it runs once
     for evaluation in candidates:
         if evaluation.result.fits:
-            programs.setdefault(replace(evaluation.result.plan, strategy="custom"), evaluation)
+            programs.setdefault(evaluation.result.plan.program, evaluation)
     evaluations = list(programs.values())[:PLANS_RUN]
     if answer.problem.cluster.size > 1 or not evaluations:
         return evaluations
