@@ -223,7 +223,7 @@ def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:
 
 
 Kept = TypeVar("Kept")
-Arguments = ParamSpec("Arguments")
+OtherArguments = ParamSpec("OtherArguments")
 
 
 class Remembering:
@@ -246,14 +246,14 @@ class Remembering:
         return {}
 
 
-Value = TypeVar("Value", bound=Remembering)
+Keeper = TypeVar("Keeper", bound=Remembering)
 
 
-def once(function: Callable[Concatenate[Value, Arguments], Kept]) -> Callable[Concatenate[Value, Arguments], Kept]:
+def once(function: Callable[Concatenate[Keeper, OtherArguments], Kept]) -> Callable[Concatenate[Keeper, OtherArguments], Kept]:
     """A function of a `Remembering` value and of hashable arguments that is worked out once for each of these."""
 
     @wraps(function)
-    def answer(value: Value, /, *args: Arguments.args, **settings: Arguments.kwargs) -> Kept:
+    def answer(value: Keeper, /, *args: OtherArguments.args, **settings: OtherArguments.kwargs) -> Kept:
         answers = value.answers(function)
         key = (args, tuple(settings.items())) if settings else args
         if key not in answers:
