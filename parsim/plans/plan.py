@@ -368,12 +368,7 @@ class Plan:
             )
         if self.synchronisation.kind == "stale":
             self._check_stale()
-        parts = self.mesh.dp * self.microbatches
-        if self.global_batch < 1 or self.global_batch % parts:
-            raise PlanError(
-                f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
-                f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
-            )
+        check_batch(self.global_batch, self.mesh, self.microbatches)
 
     def _check_stale(self) -> None:
         """In every step each stage works on one batch, and keeps those of which the backward is still to come."""
@@ -583,6 +578,16 @@ class Plan:
             raise PlanError(f"no plan file {path}; write one with `parsim plan RUN.toml`")
         with reading(f"{path} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
             return cls.from_json(read_text(path), str(path))
+
+
+def check_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
+    """Raise PlanError unless a batch divides over the replicas, and theirs into microbatches."""
+    parts = mesh.dp * microbatches
+    if global_batch < 1 or global_batch % parts:
+        raise PlanError(
+            f"global_batch ({global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = {parts}; "
+            f"the nearest that is: {max(1, round(global_batch / parts)) * parts}"
+        )
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:
