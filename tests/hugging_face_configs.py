@@ -8,20 +8,20 @@ from typing import Any
 _TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def _keys(text: str, **more: Any) -> dict[str, Any]:
+def keys_of(text: str, **more: Any) -> dict[str, Any]:
     """`{"hidden_size": 32, "tied": False}` of "hidden_size=32 tied=false"."""
     pairs = (word.partition("=") for word in text.split())
     return {key: json.loads(value) for key, _, value in pairs} | more
 
 
 def _config(model_type: str, architecture: str, text: str = "", **more: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "architectures": [architecture]} | _keys(text, **more)
+    return {"model_type": model_type, "architectures": [architecture]} | keys_of(text, **more)
 
 
 def _decoder(model_type: str, architecture: str, text: str = "") -> dict[str, Any]:
     """A small decoder in the manner of Llama, with four layers: the last two are copied."""
     sizes = "hidden_size=32 intermediate_size=48 num_hidden_layers=4 num_attention_heads=4 num_key_value_heads=2"
-    return _config(model_type, architecture, f"{sizes} max_position_embeddings=16 vocab_size=50", **_TOKENS) | _keys(text)
+    return _config(model_type, architecture, f"{sizes} max_position_embeddings=16 vocab_size=50", **_TOKENS) | keys_of(text)
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -66,10 +66,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "clip",
         "CLIPForImageClassification",
         "projection_dim=16 num_labels=7",
-        vision_config=_keys(
+        vision_config=keys_of(
             "hidden_size=32 intermediate_size=64 num_hidden_layers=4 num_attention_heads=4 image_size=16 patch_size=4"
         ),
-        text_config=_keys(
+        text_config=keys_of(
             "hidden_size=32 intermediate_size=64 num_hidden_layers=4 num_attention_heads=4 vocab_size=50 "
             "max_position_embeddings=16",
             **_TOKENS,

@@ -326,7 +326,7 @@ class TrainingRecipe(ConfigSection):
         rule = self.groups.get(group)
         if rule is None:
             return self
-        changes = {"groups": {}, "optimizer_args": rule.optimizer_args or (), "weight_decay": rule.weight_decay}
+        changes: dict[str, Any] = {"groups": {}, "optimizer_args": rule.optimizer_args or (), "weight_decay": rule.weight_decay}
         return self.model_copy(update=changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.matrix.sequence_modules import Cells
+from tests.matrix.vision_modules import Denoiser, UNet
+
 WIDTH, LENGTH, CLASSES = 8, 5, 3
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -53,21 +56,6 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first = None if self.state is None else self.state.expand(-1, len(x), -1).contiguous()
         return self.head(self.stack(x, first)[0][:, -1])
-
-
-class Cells(nn.Module):
-    """A loop over steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, 6)
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = torch.zeros(len(x), 6, dtype=x.dtype)
-        for step in range(x.shape[1]):
-            hidden, cell = self.cell(x[:, step], (hidden, cell))
-        return self.head(hidden)
 
 
 class Packed(Recurrent):
@@ -300,31 +288,6 @@ class Normed(nn.Module):
         return self.head(x.mean(1))
 
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(3, 4, 3, padding=1)
-        self.bottom = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.out = nn.Conv2d(8, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = F.silu(self.down(x))
-        return self.out(torch.cat([high, self.up(F.silu(self.bottom(high)))], 1))
-
-
-class Denoiser(nn.Module):
-    """A noisy image and the number of its step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.Embedding(1000, WIDTH)
-        self.into, self.out = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 3, 3, padding=1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.out(F.silu(self.into(x) + self.steps(t)[:, :, None, None]))
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +348,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "lstm": (lambda: Recurrent(nn.LSTM, layers=2, bidirectional=True), SEQUENCE),
     "gru_state": (lambda: Recurrent(nn.GRU, state=True), SEQUENCE),
     "rnn": (lambda: Recurrent(nn.RNN), SEQUENCE),
-    "lstm_cells": (Cells, SEQUENCE),
+    "lstm_cells": (Cells, floats((LENGTH, 6))),
     "experts_where": (lambda: Mixture(WhereExperts), SEQUENCE),
     "experts_hit": (lambda: Mixture(HitExperts), SEQUENCE),
     "experts_mask": (lambda: Mixture(MaskExperts), SEQUENCE),
@@ -396,7 +359,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "gan": (Adversaries, floats((WIDTH,), (4,))),
     "tied": (Tied, tokens(11, LENGTH)),
     "unet": (UNet, IMAGE),
-    "denoiser": (Denoiser, lambda batch: (torch.randn(batch, 3, 8, 8), torch.randint(1000, (batch,)))),
+    "denoiser": (Denoiser, lambda batch: (torch.randn(batch, 3, 8, 8), torch.randint(50, (batch,)))),
     "checkpointed": (Checkpointed, VECTOR),
     "complex": (Complex, VECTOR),
     "compiled": (compiled, VECTOR),
