@@ -117,7 +117,7 @@ class LearningRates:
 
     def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
         rules = [("", optimizer, learning_rate)]
-        rules += [(group.name, group.optimizer, group.learning_rate) for group in recipe.groups]
+        rules += [(group.name, group.optimizer, group.learning_rate) for group in recipe.update_groups]
         self._by_group = {name: LearningRate(own, rate, recipe.of(name), steps=steps, order=order) for name, own, rate in rules}
 
     def of(self, step: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,7 +60,19 @@ class Op:
     keywords: tuple[tuple[str, Any], ...]
     outputs: tuple[tuple[tuple[Any, ...], int], ...]
     context: Context
-    drop: tuple[int, ...]
+    drop: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the function is called."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    def argument(self, name: str, place: int, default: Any = None) -> Any:
+        """The argument called `name`, or at `place`."""
+        for keyword, value in self.keywords:
+            if keyword == name:
+                return value
+        return self.arguments[place] if place < len(self.arguments) else default
 
 
 def _fill(template: Any, environment: list[Any]) -> Any:
@@ -129,6 +141,18 @@ class CallProgram:
     tensors: tuple[TensorKind, ...]
 
 
+def environment_of(program: CallProgram, inputs: Iterable[Tensor], state: Iterable[tuple[int, Tensor]]) -> list[Any]:
+    """A tensor (or None) per slot: what the calls of a program start from. `state`: parameters and buffers by slot."""
+    environment: list[Any] = [None] * program.slots
+    for (_, slot, _), value in zip(program.inputs, inputs, strict=True):
+        environment[slot] = value
+    for slot, value in state:
+        environment[slot] = value
+    for constant, slot in program.constants:
+        environment[slot] = constant
+    return environment
+
+
 class Runnable:
     """One component of a recorded module.
 
@@ -151,7 +175,6 @@ class Runnable:
         self.output_differentiable = tuple(entry[2] for entry in program.outputs)
         self.parameter_names = tuple(key.name for key, _ in program.state if key.kind == "parameter")
         self.buffer_names = tuple(key.name for key, _ in program.state if key.kind == "buffer")
-        self._input_slots = tuple(entry[1] for entry in program.inputs)
         self._output_slots = tuple(entry[1] for entry in program.outputs)
         self.bind(module)
 
@@ -167,20 +190,16 @@ class Runnable:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The live parameters, in the order of `parameter_names`."""
-        return tuple(
-            holder[key]
-            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
-            if state_key.kind == "parameter"
-        )
+        return tuple(holder[key] for holder, key in self._places("parameter"))
 
     def buffers(self) -> tuple[Tensor, ...]:
         """The live buffers, in the order of `buffer_names`."""
-        return tuple(holder[key] for holder, key in self._buffer_places())
+        return tuple(holder[key] for holder, key in self._places("buffer"))
 
     @contextlib.contextmanager
     def reading_buffers(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, calls read and write `buffers` (in the order of `buffer_names`); the live ones stay as they are."""
-        places = [*self._buffer_places(), *((holder, key) for holder, key, _ in self._buffer_writes)]
+        places = [*self._places("buffer"), *((holder, key) for holder, key, _ in self._buffer_writes)]
         live = [holder[key] for holder, key in places]
         try:
             for (holder, key), buffer in zip(places, buffers, strict=False):  # those written only have no copy
@@ -190,28 +209,19 @@ class Runnable:
             for (holder, key), buffer in zip(places, live, strict=True):
                 holder[key] = buffer
 
-    def _buffer_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where each buffer of `buffer_names` lies."""
-        return [
-            (holder, key)
-            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
-            if state_key.kind == "buffer"
-        ]
+    def _places(self, kind: str) -> list[tuple[dict[str, Any], str]]:
+        """Where each parameter or buffer lies."""
+        places = zip(self._state, self.program.state, strict=True)
+        return [(holder, key) for (holder, key, _), (state_key, _) in places if state_key.kind == kind]
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the component on tensors in the order of `input_names`; returns them in the order of `output_names`.
 
         Raises TraceError if the number of inputs is wrong.
         """
-        if len(inputs) != len(self._input_slots):
-            raise TraceError(f"{self.name} takes {len(self._input_slots)} inputs {self.input_names}, got {len(inputs)}")
-        environment: list[Any] = [None] * self.program.slots
-        for slot, value in zip(self._input_slots, inputs, strict=True):
-            environment[slot] = value
-        for holder, key, slot in self._state:
-            environment[slot] = holder[key]
-        for constant, slot in self.program.constants:
-            environment[slot] = constant
+        if len(inputs) != len(self.input_names):
+            raise TraceError(f"{self.name} takes {len(self.input_names)} inputs {self.input_names}, got {len(inputs)}")
+        environment = environment_of(self.program, inputs, ((slot, holder[key]) for holder, key, slot in self._state))
         for op in self.program.ops:
             run_op(op, environment)
         for holder, key, slot in self._buffer_writes:

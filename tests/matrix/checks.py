@@ -27,8 +27,8 @@ from parsim.execute.stage import StageReplica
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model import record
-from parsim.model.autograd.cut import backward_components, forward_components
 from parsim.model.build import build_module
+from parsim.model.formats import Numerics
 from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -40,7 +40,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.search.search import search
-from tests.execute.bitwise import assert_same_state
+from tests.execute.bitwise import assert_same_state, backward_components, forward_components
 
 SAMPLES = 4
 MEMORY_TOLERANCE = 0.03
@@ -178,7 +178,9 @@ def flop(subject: Subject) -> str:
 
 def memory(subject: Subject) -> str:
     """Peak of live bytes of a real step on one rank against the prediction."""
-    problem = PlanningProblem(model=subject.model, cluster=_one_cpu(), global_batch=SAMPLES, optimizer="adam")
+    problem = PlanningProblem(
+        model=subject.model, cluster=_one_cpu(), global_batch=SAMPLES, numerics=Numerics(optimizer="adam")
+    )
     names = tuple(component.name for component in subject.model.components)
     plan = Plan(strategy="single", mesh=Mesh(), global_batch=SAMPLES, stages=(Stage(ranks=(0,), components=names),))
     (predicted,) = problem.memory(plan)
