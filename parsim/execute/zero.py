@@ -160,15 +160,8 @@ class DividedBucket:
         """Let go of all but this rank's part."""
         self.parameters.untyped_storage().resize_(0)
 
-    def weight_of(self, name: str) -> Tensor:
-        """This rank's part of one parameter (stage 3)."""
-        return self.chunk.data[self.parts[name][1]]
-
     def load_weight(self, name: str, weight: Tensor) -> None:
-        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3).
-
-        Raises ExecutionError where the shape is another.
-        """
+        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3). Raises as `check_shape`."""
         check_shape(name, weight, self._held[name])
         if name in self.parts:
             fragment, place = self.parts[name]
