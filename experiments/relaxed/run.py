@@ -25,6 +25,7 @@ from parsim.files import write_json_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.speed_factor import speed_beside
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -57,8 +58,7 @@ def problem_of(profile: str, spec: ModelSpec, batch: int) -> PlanningProblem:
         model=load_model(spec),
         cluster=cluster_from_profile(load_profile(profile), RANKS),
         global_batch=batch,
-        precision="fp32",
-        optimizer="sgd_momentum",
+        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
 
 

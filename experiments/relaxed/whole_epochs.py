@@ -9,6 +9,7 @@ from experiments.relaxed.clock import round_seconds
 from experiments.relaxed.times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
 from parsim.plans.synchronisation import parse_synchronisation
@@ -46,7 +47,10 @@ def epoch_rows(nodes: tuple[int, ...]) -> list[dict[str, Any]]:
     for count in nodes:
         cluster = cluster_from_profile(load_profile("summit-v100"), nodes=count, network="infiniband-100g")
         problem = PlanningProblem(
-            model=resnet50(), cluster=cluster, global_batch=cluster.size * BATCH, precision="fp32", optimizer="sgd"
+            model=resnet50(),
+            cluster=cluster,
+            global_batch=cluster.size * BATCH,
+            numerics=Numerics(precision="fp32", optimizer="sgd"),
         )
         rounds = IMAGES // (cluster.size * BATCH)
         for graph, text in RULES.items():
