@@ -18,7 +18,6 @@ from parsim.app.launch import check_runnable, nearest_that_fits
 from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.cuda.faults import (
-    check_devices,
     checkpoint_text,
     first_line,
     is_lost_device,
@@ -72,16 +71,6 @@ def test_memory_beside_tensors_and_an_unknown_prediction_are_told_too() -> None:
     told = out_of_memory(rank=0, step=0, predicted={}, held={}, allocated_bytes=9 * GIB, kept=checkpoint_text(None))
     assert "use more devices or microbatches" in str(told)
     assert str(told).endswith("No checkpoint was written yet: the training starts again.")
-
-
-def test_more_ranks_than_gpus_is_one_message_before_anything_starts() -> None:
-    check_devices(4, 4)
-    with pytest.raises(ExecutionError, match=r"8 ranks, one GPU each, and this host has 4 GPUs .* cluster.devices = 4"):
-        check_devices(8, 4)
-    with pytest.raises(ExecutionError, match=r"2 ranks, one GPU each, and this host has 1 GPU \(see"):
-        check_devices(2, 1)
-    with pytest.raises(ExecutionError, match=r"1 rank, which needs a GPU, and this host has none\. No driver\."):
-        check_devices(1, 0, "No driver.")
 
 
 @pytest.mark.parametrize(

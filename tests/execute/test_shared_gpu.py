@@ -63,6 +63,19 @@ def test_a_driver_that_is_too_old_is_named_wherever_gpus_are_asked_for(gpus: Any
         take_gpu(1, 1, alone=True)
 
 
+def test_more_ranks_than_gpus_is_one_message_before_anything_starts(gpus: Any) -> None:
+    gpus(4)
+    check_gpus(4, measures=True)
+    with pytest.raises(ExecutionError, match=r"8 ranks, one GPU each, and this host has 4 GPUs .* cluster.devices = 4"):
+        check_gpus(8, measures=False)
+    gpus(1)
+    with pytest.raises(ExecutionError, match=r"2 ranks, one GPU each, and this host has 1 GPU \(see"):
+        check_gpus(2, measures=False)
+    gpus(0, error="No driver.")
+    with pytest.raises(ExecutionError, match=r"1 rank, which needs a GPU, and this host has none\. .*No driver\."):
+        check_gpus(1, measures=False)
+
+
 def test_a_build_without_cuda_and_an_empty_list_of_gpus_are_told_apart(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(0)
     assert "No CUDA GPUs are available" in usable_gpus()[1]

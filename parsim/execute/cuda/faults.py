@@ -1,4 +1,4 @@
-"""Faults of a GPU, with one message each: memory that runs out, a lost device, a device that other processes use.
+"""Faults of a GPU, with one message each: memory that runs out, a lost device, a wrong operand.
 
 torch is imported where it is used: planning needs none.
 """
@@ -10,10 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
-from parsim.units import GIB, format_bytes
-
-OTHERS_BYTES = 2 * GIB
-"""A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
+from parsim.units import format_bytes
 
 LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
 ASSERTED = "device-side assert"
@@ -45,35 +42,12 @@ SHARED_MEMORY = "(NCCL communicates through /dev/shm; give a container more of i
 REST = "activations and what comes beside them"
 
 
-def check_devices(needed: int, available: int, why: str = "") -> None:
-    """Raise ExecutionError unless this host has a GPU for every rank. why: there is none."""
-    ranks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
-    if why:
-        raise ExecutionError(f"the plan has {ranks}, and this host has none. {why}")
-    if needed > available:
-        gpus = "1 GPU" if available == 1 else f"{available} GPUs"
-        raise ExecutionError(
-            f"the plan has {ranks}, and this host has {gpus} (see CUDA_VISIBLE_DEVICES); "
-            f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
-        )
-
-
 def visible_devices(wanted: Sequence[int], seen: str = "") -> str:
     """CUDA_VISIBLE_DEVICES for the GPUs of some numbers; "" where they are the first ones. seen: the variable as it is."""
     if list(wanted) == list(range(len(wanted))):
         return ""
     names = [name for name in seen.split(",") if name]
     return ",".join(names[number] if number < len(names) else str(number) for number in wanted)
-
-
-def check_alone(rank: int, device: str, used_bytes: int) -> None:
-    """Raise ExecutionError if somebody else's memory lies on a GPU on which this rank has only its context."""
-    if used_bytes > OTHERS_BYTES:
-        raise ExecutionError(
-            f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another "
-            "process computes there (`nvidia-smi` names it). It would slow every step and take the plan's memory; end it, "
-            "or leave this GPU out with CUDA_VISIBLE_DEVICES"
-        )
 
 
 def out_of_memory(

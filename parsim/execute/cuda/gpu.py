@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.faults import check_alone, check_devices
+from parsim.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,9 @@ def gpu_of(local_rank: int, available: int, environment: Mapping[str, str] = os.
     return local_rank % available if available and sharing(environment) else None
 
 
+OTHERS_BYTES = 2 * GIB
+"""A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
+
 CUDA_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
@@ -164,10 +167,16 @@ def check_gpus(ranks: int, *, measures: bool) -> None:
     Raises ExecutionError: too few GPUs, none that torch can use, or ranks that would be timed while they share one.
     """
     available, why = usable_gpus()
-    if not sharing():
-        check_devices(ranks, available, why)
-        return
-    check_devices(1, available, why)
+    needed = 1 if sharing() else ranks
+    asks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
+    if why:
+        raise ExecutionError(f"the plan has {asks}, and this host has none. {why}")
+    if needed > available:
+        gpus = "1 GPU" if available == 1 else f"{available} GPUs"
+        raise ExecutionError(
+            f"the plan has {asks}, and this host has {gpus} (see CUDA_VISIBLE_DEVICES); "
+            f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
+        )
     if measures and ranks > available:
         raise ExecutionError(
             f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train correctly, but their times mean nothing; use "
@@ -199,7 +208,12 @@ def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
         torch.cuda.set_device(device)
         if alone and not sharing():
             free, total = torch.cuda.mem_get_info(device)
-            check_alone(rank, str(device), total - free)
+            if total - free > OTHERS_BYTES:
+                raise ExecutionError(
+                    f"rank {rank} finds {format_bytes(total - free)} of {device} in use before it has allocated anything: "
+                    "another process computes there (`nvidia-smi` names it). It would slow every step and take the plan's "
+                    "memory; end it, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+                )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ExecutionError(f"rank {rank} cannot use {device}: {reason}. `nvidia-smi` says whether the GPU is well") from error
