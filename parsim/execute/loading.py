@@ -120,16 +120,12 @@ class WorkerBatches:
                 batch_size=None,
                 num_workers=self._count,
                 prefetch_factor=AHEAD,
-                collate_fn=_as_it_is,
+                collate_fn=lambda values: values,
                 worker_init_fn=partial(_begin_worker, parent=os.getpid()),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # else it draws the seeds of workers from that of the process, which others use
             )
         )
-
-
-def _as_it_is(values: Any) -> Any:
-    return values
 
 
 def _about_killed(number: int) -> str:

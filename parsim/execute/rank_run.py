@@ -101,8 +101,8 @@ class LineWatch(StepWatch):
 
     def peak_lines(self) -> dict[str, int]:
         """Bytes per line; they add up to the peak."""
-        kept = {line: size for line, size in self.lines.items() if line not in PASSING}
-        return {**kept, "workspace": self.live.peak_bytes - sum(kept.values())}
+        lines = {line: size for line, size in self.lines.items() if line not in PASSING}
+        return {**lines, "workspace": self.live.peak_bytes - sum(lines.values())}
 
 
 @contextmanager
@@ -144,10 +144,10 @@ def in_turns(place: ProcessPlace, build: Callable[[], T], *, whole_bytes: int, k
     if place.world_size == 1:
         return build()
     ranks = place.local_world_size
-    own = built_at_once(available_bytes(), whole_bytes=whole_bytes, kept_bytes=kept_bytes, ranks=ranks)
-    told = gather_values([own, ranks])
-    at_once = min(entry[0] for entry in told)
-    turns = -(-max(entry[1] for entry in told) // at_once)
+    here = built_at_once(available_bytes(), whole_bytes=whole_bytes, kept_bytes=kept_bytes, ranks=ranks)
+    everyone = gather_values([here, ranks])
+    at_once = min(count for count, _ in everyone)
+    turns = -(-max(count for _, count in everyone) // at_once)
     if turns == 1:
         return build()
     built: list[T] = []

@@ -110,9 +110,9 @@ class StepScripts:
             return self._whole
         if (since,) not in self._made:
             tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
-            left = {task.index for task, _, _ in tasks}
-            tasks = [(task, stream, tuple(index for index in before if index in left)) for task, stream, before in tasks]
-            launches = tuple(index for index in self._whole.launches if index in left)
+            runs_now = {task.index for task, _, _ in tasks}
+            tasks = [(task, stream, tuple(index for index in before if index in runs_now)) for task, stream, before in tasks]
+            launches = tuple(index for index in self._whole.launches if index in runs_now)
             self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
         return self._made[since,]
 
@@ -122,8 +122,8 @@ class StepScripts:
         tasks = rank_tasks(graph, self._rank)
         launches: tuple[int, ...] = ()
         if self._launch_order is not None:
-            own = {task.index for task, _, _ in tasks}
-            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in own)
+            numbers = {task.index for task, _, _ in tasks}
+            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in numbers)
         return StepScript(
             tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share, launches=launches
         )

@@ -211,8 +211,8 @@ class Store:
             hops = conversion(self._begin(instance), instance.layout, self.tp)
             hop = hops[-1] if hops else None
             if hop is not None and hop.operation not in LOCAL_HOPS:
-                whole = {"gather": hop.target, "scatter": hop.source}.get(hop.operation)
-                hop = hop if whole is not None and whole.rank == self.shard else None
+                undivided = {"gather": hop.target, "scatter": hop.source}.get(hop.operation)
+                hop = hop if undivided is not None and undivided.rank == self.shard else None
             self._last_hop[instance] = hop
         return self._last_hop[instance]
 

@@ -77,9 +77,9 @@ class TrainingLog:
 
     def _read_norms(self) -> None:
         """Norms as numbers: each is an array of the device until then."""
-        left = [norm for norm in self._norms[self._read :] if norm is not None]
-        if left:  # a plan clips in every step, or in none
-            self._norms[self._read :] = torch.cat(left).tolist()
+        unread = [norm for norm in self._norms[self._read :] if norm is not None]
+        if unread:  # a plan clips in every step, or in none
+            self._norms[self._read :] = torch.cat(unread).tolist()
         self._read = len(self._norms)
 
     def write(self, entry: RankRun, place: ProcessPlace, validation: dict[str, Any] | None) -> None:
@@ -151,15 +151,15 @@ def _cut(path: Path, steps: int) -> None:
     """Keep the lines of the first `steps` steps; one that cannot be read ends them."""
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for text in read_regular(path).decode("utf-8", errors="replace").splitlines():
         try:
             if not 0 < parse_json(text, allow_nan=True)["step"] <= steps:
                 break
         except (ValueError, KeyError, TypeError):
             break
-        kept.append(text + "\n")
-    write_text_atomically(path, "".join(kept))
+        lines.append(text + "\n")
+    write_text_atomically(path, "".join(lines))
 
 
 SAY_EVERY_S = 1.0

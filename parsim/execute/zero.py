@@ -74,12 +74,10 @@ class DividedBucket:
             view = self.parameters[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.data)
             parameter.data = view
-            first_own, last_own = max(start, offset), min(stop, offset + entry.elements)
-            if first_own < last_own:
-                own = fragment_of(entry)._replace(
-                    start=first_own - offset, stop=last_own - offset, shape=tuple(parameter.shape)
-                )
-                self.parts[entry.name] = own, slice(first_own - start, last_own - start)
+            begin, end = max(start, offset), min(stop, offset + entry.elements)
+            if begin < end:
+                spread = fragment_of(entry)._replace(start=begin - offset, stop=end - offset, shape=tuple(parameter.shape))
+                self.parts[entry.name] = spread, slice(begin - start, end - start)
         self.chunk = nn.Parameter(self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop])
         if stage >= 2:
             self.gradients = torch.zeros_like(self.chunk.data)
