@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, WrapValidator
 
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, ExecutionError, near_matches
 from parsim.execute.metrics import LOSS_NAME, METRICS
 from parsim.files import read_json, reading, version_problem, write_text_atomically
-from parsim.hardware.records import Name, Number, PairsOf
+from parsim.hardware.records import ConfigSection, Name, Number, PairsOf
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
@@ -24,7 +24,7 @@ from parsim.plans.constraints import UNCONSTRAINED, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.records import check_types
-from parsim.registry import Registry, RowOf
+from parsim.registry import Registry, RowOf, as_key_error
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -258,26 +258,51 @@ class UpdateGroup:
         return table | ({} if self.optimizer_args is None else {"optimizer_args": dict(self.optimizer_args)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecipe:
-    """Attributes:
-    groups: parameters that are updated by another optimizer, or at another rate.
-    optimizer_args: of torch's optimizer, in place of its defaults.
-    weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
-    schedule: of the learning rate; None: it stays.
-    clip_norm: the largest norm of all gradients together; None: any. evaluation: on the way; None: none.
-    ema: moving averages of the weights; None: none. tensorboard: write its event files too.
+def _by_name(groups: Any) -> Any:
+    """Groups that were given in a sequence, by their names."""
+    return {group.name: group for group in groups} if isinstance(groups, tuple) else groups
+
+
+class TrainingRecipe(ConfigSection):
+    """The keys of [training] that the executor takes beside the optimizer's own rule.
+
+    Attributes:
+        groups: by name: parameters that are updated by another optimizer, or at another rate, such as the two players of a GAN.
+        optimizer_args: of torch's optimizer, in place of its defaults: betas = [0.9, 0.95], eps = 1e-6, nesterov = true.
+        weight_decay: None: the optimizer's own default (0.01 for adamw, else 0).
+        no_weight_decay: parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*").
+        clip_norm: the largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; None:
+            any.
+        ema: moving averages of the weights (`parsim export --weights ema`); None: none are kept.
+        tensorboard: write what metrics.jsonl has for TensorBoard too, into RUN_DIR/tensorboard.
+        evaluation: on the way; None: only the test samples are scored, at the end. schedule: of the learning rate; None: it
+            stays.
     """
 
-    groups: tuple[UpdateGroup, ...] = ()
+    groups: Annotated[dict[str, UpdateGroup], BeforeValidator(_by_name)] = {}  # noqa: RUF012 - pydantic copies it
     optimizer_args: Arguments = ()
     weight_decay: WeightDecay | None = None
-    no_weight_decay: tuple[str, ...] = ()
-    schedule: Schedule | None = None
-    clip_norm: float | None = None
-    evaluation: EvaluationRule | None = None
+    no_weight_decay: tuple[Name, ...] = ()
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     ema: EmaRule | None = None
-    tensorboard: bool = False
+    tensorboard: StrictBool = False
+    evaluation: Annotated[EvaluationRule, WrapValidator(as_key_error)] | None = None
+    schedule: (
+        Annotated[
+            Schedule,
+            BeforeValidator(Schedule.from_table),
+            WrapValidator(as_key_error),
+            PlainSerializer(Schedule.to_table),
+        ]
+        | None
+    ) = None
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @property
+    def update_groups(self) -> tuple[UpdateGroup, ...]:
+        return tuple(self.groups.values())
 
     @property
     def group_settings(self) -> dict[str, Argument]:
@@ -287,10 +312,11 @@ class TrainingRecipe:
 
     def of(self, group: str) -> TrainingRecipe:
         """What goes with the updates of one group; "" for the parameters in none."""
-        for rule in self.groups:
-            if rule.name == group:
-                return replace(self, groups=(), optimizer_args=rule.optimizer_args or (), weight_decay=rule.weight_decay)
-        return self
+        rule = self.groups.get(group)
+        if rule is None:
+            return self
+        changes: dict[str, Any] = {"groups": {}, "optimizer_args": rule.optimizer_args or (), "weight_decay": rule.weight_decay}
+        return self.model_copy(update=changes)
 
 
 PLAIN = TrainingRecipe()
@@ -486,6 +512,7 @@ class Job:
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
+            entry["recipe"] = run.recipe.model_dump(mode="json")
         if self.adaptive is not None:
             document["adaptive"]["asked"] = self.adaptive.asked.to_dict()
         document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
@@ -517,7 +544,7 @@ class Job:
 def _run_from(document: dict[str, Any]) -> RunSpec:
     """Inverse of what `Job.save` writes of a run."""
     try:
-        recipe = TypeAdapter(TrainingRecipe).validate_python(document.get("recipe", {}))
+        recipe = TrainingRecipe.model_validate(document.get("recipe", {}))
     except (TypeError, ValueError, ConfigError) as error:
         raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
     changed = {

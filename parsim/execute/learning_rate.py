@@ -40,7 +40,8 @@ class LearningRates:
         assert recipe.schedule is not None
         self._schedule = recipe.schedule
         self._rules = [("", optimizer, learning_rate, recipe)]
-        self._rules += [(group.name, group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+        for group in recipe.update_groups:
+            self._rules.append((group.name, group.optimizer, group.learning_rate, recipe.of(group.name)))
         self._epoch_steps = 1 if recipe.schedule.per == "step" else order.steps_per_epoch
         self._length = max(1, self._unit(steps - 1) + 1 - self._schedule.warmup)
         self._begin()

@@ -27,7 +27,7 @@ from parsim.model.autograd.cut import (
     backward_weights,
     forward_component,
 )
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_to_recompute, recompute
 from parsim.model.component import LOSS
 from parsim.model.shard.pieces import padded_piece
 from parsim.plans.layouts import Hop, ValueLayout
@@ -271,9 +271,9 @@ class Computing:
         instances, stage, stale, layout = self._of[name], self._stage, self._stale, self._stage.layout
         take, put = self._values.take, self._values.store.put
         whole, counts = stage.runnables[name], name == LOSS and stage.loss_counts
-        again = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
         recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
         draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
+        again = partial(forward_to_recompute, by_operator=layout.recomputes_by_operator(name), draws=draws, on_host=on_host)
         # a value that is a view of a parameter outlives the component, and gathered parameters do not
         gathered = _storages(whole.parameters()) if layout.plan.zero_stage >= GATHERED else frozenset[int]()
 
@@ -285,7 +285,7 @@ class Computing:
                 if draws:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
-                    outputs, self._kept[key] = again(runnable, inputs, stage.device, draws=draws, on_host=on_host)
+                    outputs, self._kept[key] = again(runnable, inputs, stage.device)
                 else:
                     outputs, record = forward_component(runnable, inputs)
                     if differentiable:

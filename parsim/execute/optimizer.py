@@ -263,7 +263,7 @@ class GroupUpdates:
             group: MasterWeights([entry.tensor for entry in entries])
             for group, entries in (stepped.items() if master_weights else ())
         }
-        rules = {group.name: (group.optimizer, group.learning_rate) for group in recipe.groups}
+        rules = {group.name: (group.optimizer, group.learning_rate) for group in recipe.update_groups}
         self.optimizers = {group: self._made(*rules.get(group, (optimizer, learning_rate)), group) for group in stepped}
 
     def another(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:

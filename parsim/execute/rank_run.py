@@ -366,7 +366,7 @@ class RankRun:
         """Rates of the next step, by group of parameters; "" for those in none."""
         if self.rate is not None:
             return self.rate.of(min(self.step_number, self.steps - 1))
-        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
+        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.update_groups}}
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""

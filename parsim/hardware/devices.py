@@ -135,6 +135,11 @@ class DeviceType:
     context_bytes: int
     allocator: Allocator = NO_ALLOCATOR
 
+    @property
+    def room_bytes(self) -> int:
+        """Memory beside the framework's own."""
+        return self.memory_bytes - self.context_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

@@ -147,11 +147,7 @@ class ValueAndGradientLayout(NamedTuple):
 
 
 def input_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """The layout in which a component reads an input, and that in which it makes the gradient.
-
-    Args:
-        component: the reader. placement: of the component. tp: ranks of the stage. number: of the input.
-    """
+    """The layout in which a component reads an input, and that in which it makes the gradient."""
     if placement.kind == "shard":
         sharding = component.sharding(placement.rule)
         needs = sharding.inputs[number]
@@ -163,11 +159,7 @@ def input_ends(component: Component, placement: Placement, tp: int, number: int)
 
 
 def output_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """The layout in which a component makes an output, and that in which it needs the gradient.
-
-    Args:
-        component: the producer. placement: of the component. tp: ranks of the stage. number: of the output.
-    """
+    """The layout in which a component makes an output, and that in which it needs the gradient."""
     if placement.kind == "shard":
         sharding = component.sharding(placement.rule)
         makes = sharding.outputs[number]
@@ -264,9 +256,6 @@ def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, 
 
     Conversion paths share prefixes, so two readers of a value share the hops they have in common. No hop makes a partial
     layout or one of maxima.
-
-    Args:
-        source, target: layouts. tp: ranks of the stage.
 
     Raises:
         PlanError: the target is partial, or one of maxima.

@@ -1,15 +1,40 @@
-"""The comparison of a module with its components, bit by bit; used by test_trace.py and test_trace_hf.py."""
+"""A module run component by component, and compared with the module bit by bit."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parsim.model import record, trace
-from parsim.model.autograd.cut import backward_components, forward_components
+from parsim.model.autograd.cut import Saved, backward_component, forward_component
+from parsim.model.runnable import Runnable
+
+
+def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:
+    """Every component in order: all values by name (inputs included), and what each backward needs."""
+    values = dict(inputs)
+    saved = []
+    for component in components:
+        outputs, kept = forward_component(component, [values[name] for name in component.input_names])
+        values.update(zip(component.output_names, outputs, strict=True))
+        saved.append(kept)
+    return values, saved
+
+
+def backward_components(
+    components: Sequence[Runnable], saved: Sequence[Saved], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Every component in reverse order; `gradients` are those of the model's outputs. Returns them for every value."""
+    by_value: dict[str, Tensor | None] = dict(gradients)
+    for component, kept in zip(reversed(components), reversed(saved), strict=True):
+        given = [by_value.get(name) for name in component.output_names]
+        so_far = [by_value.get(name) for name in component.input_names]
+        by_value.update(zip(component.input_names, backward_component(kept, given, so_far), strict=True))
+    return {name: gradient for name, gradient in by_value.items() if gradient is not None}
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:

@@ -445,7 +445,7 @@ def plain_loop(run: RunSpec) -> dict[str, torch.Tensor]:
     data = dataset_for(GAME, "synthetic", root=None, split="train", seed=run.seed)
     order = order_of(data, 8, run.seed)
     made: dict[str, torch.optim.Optimizer] = {}
-    for own, player in zip(run.recipe.groups, (module.discriminator, module.generator), strict=True):
+    for own, player in zip(run.recipe.update_groups, (module.discriminator, module.generator), strict=True):
         arguments = dict(own.optimizer_args)
         make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd_momentum": torch.optim.SGD}[own.optimizer]
         if own.optimizer == "sgd_momentum":

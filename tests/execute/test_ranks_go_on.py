@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from parsim.commands.run import _scored as scored_text
+from parsim.commands.run import training_text
 from parsim.execute import train as loop
 from parsim.execute import worker
 from parsim.execute.checkpoint import checkpoint
@@ -228,8 +228,10 @@ def test_a_model_that_no_gpu_holds_as_a_whole_is_trained_and_not_scored(
         loop._score_last(SimpleNamespace(output=str(tmp_path)), ENTRY, tmp_path, None, {})  # type: ignore[arg-type]
     assert tried == [64, 16, 4, 1]
     found = json.loads((tmp_path / SCORE).read_text())
-    assert scored_text(found) == "the whole model with one sample needs more memory than cuda:0 has left"
-    assert scored_text({}) == "no test samples"
+    assert training_text("digits", {"losses": [], **found}).endswith(
+        ", the whole model with one sample needs more memory than cuda:0 has left"
+    )
+    assert training_text("digits", {"losses": []}) == "no step was left to train, no test samples"
 
 
 def test_fewer_samples_at_once_are_scored_where_more_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,10 +65,10 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(this_machine, "device_here", lambda: "cpu")
 
-    def not_found(config: Question, model: Model | None) -> Path:
+    def not_found(*arguments: object, **options: object) -> None:
         raise ConfigError("calibrates")
 
-    monkeypatch.setattr(this_machine, "_made", not_found)
+    monkeypatch.setattr(this_machine, "calibration_request", not_found)
 
     def keep(
         name: str = "a.json", samples: tuple[int, ...] = (1, 16), optimizer: str = "sgd_momentum", age_s: float = 0.0

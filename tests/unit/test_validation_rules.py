@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from parsim.data import load_dataset
 from parsim.data.samples import Target, hold_out
@@ -134,7 +132,7 @@ def test_the_recipe_of_a_job_is_read_as_it_was_written() -> None:
         ema=EmaRule(decay=0.5, evaluate=True),
         tensorboard=True,
     )
-    assert TypeAdapter(TrainingRecipe).validate_python(json.loads(json.dumps(asdict(recipe)))) == recipe
+    assert TrainingRecipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
 
 
 def test_a_schedule_that_follows_scores_needs_some() -> None:
