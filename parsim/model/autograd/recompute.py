@@ -1,6 +1,6 @@
 """Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+The outputs of the operators in `KEPT` stay from the first forward on: products with weights, convolutions,
 recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
 such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
 needs any more is neither kept nor repeated.
