@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -339,17 +339,16 @@ def question_from(
     if problem := control_character_in(document | {"model": shown}):
         raise ConfigError(f"{where}: {problem}: {NO_CONTROL}")
     put_on_path(document, folder or Path.cwd())
-    question = _validated(Question, document, where)
+    return _validated(Question, document, where, _check_agreement)
+
+
+def _validated(kind: type[Tables], document: Mapping[str, Any], where: str, check: Callable[[Tables], None]) -> Tables:
     try:
-        _check_agreement(question)
+        tables = kind.model_validate(document)
+        check(tables)
+        return tables
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return question
-
-
-def _validated(kind: type[Tables], document: Mapping[str, Any], where: str) -> Tables:
-    try:
-        return kind.model_validate(document)
     except ValidationError as error:
         # A union reports every member that did not match: one message per key is enough.
         problems = {
@@ -381,12 +380,7 @@ def cluster_section(
     changes = {key: value for key, value in changes_of(settings, overrides).items() if key == "cluster"}
     make_paths_absolute(changes, Path.cwd())
     merge(document, changes, "")
-    section = _validated(_ClusterTable, document, where).cluster
-    try:
-        check_machine(section)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return section
+    return _validated(_ClusterTable, document, where, lambda tables: check_machine(tables.cluster)).cluster
 
 
 _OTHER_NAMES = {
