@@ -223,7 +223,7 @@ def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:
 
 
 Kept = TypeVar("Kept")
-OtherArguments = ParamSpec("OtherArguments")
+P = ParamSpec("P")
 
 
 class Remembering:
@@ -246,14 +246,14 @@ class Remembering:
         return {}
 
 
-Keeper = TypeVar("Keeper", bound=Remembering)
+_Owner = TypeVar("_Owner", bound=Remembering)
 
 
-def once(function: Callable[Concatenate[Keeper, OtherArguments], Kept]) -> Callable[Concatenate[Keeper, OtherArguments], Kept]:
+def once(function: Callable[Concatenate[_Owner, P], Kept]) -> Callable[Concatenate[_Owner, P], Kept]:
     """A function of a `Remembering` value and of hashable arguments that is worked out once for each of these."""
 
     @wraps(function)
-    def answer(value: Keeper, /, *args: OtherArguments.args, **settings: OtherArguments.kwargs) -> Kept:
+    def answer(value: _Owner, /, *args: P.args, **settings: P.kwargs) -> Kept:
         answers = value.answers(function)
         key = (args, tuple(settings.items())) if settings else args
         if key not in answers:
