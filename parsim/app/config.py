@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -48,7 +48,6 @@ from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.registry import RowOf, as_key_error, is_reference
-from parsim.search.families import FAMILIES
 from parsim.units import nearest_divisors
 
 Tables = TypeVar("Tables", bound=ConfigSection)
@@ -339,17 +338,16 @@ def question_from(
     if problem := control_character_in(document | {"model": shown}):
         raise ConfigError(f"{where}: {problem}: {NO_CONTROL}")
     put_on_path(document, folder or Path.cwd())
-    question = _validated(Question, document, where)
+    return _validated(Question, document, where, _check_agreement)
+
+
+def _validated(kind: type[Tables], document: Mapping[str, Any], where: str, check: Callable[[Tables], None]) -> Tables:
     try:
-        _check_agreement(question)
+        tables = kind.model_validate(document)
+        check(tables)
+        return tables
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return question
-
-
-def _validated(kind: type[Tables], document: Mapping[str, Any], where: str) -> Tables:
-    try:
-        return kind.model_validate(document)
     except ValidationError as error:
         # A union reports every member that did not match: one message per key is enough.
         problems = {
@@ -381,12 +379,7 @@ def cluster_section(
     changes = {key: value for key, value in changes_of(settings, overrides).items() if key == "cluster"}
     make_paths_absolute(changes, Path.cwd())
     merge(document, changes, "")
-    section = _validated(_ClusterTable, document, where).cluster
-    try:
-        check_machine(section)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return section
+    return _validated(_ClusterTable, document, where, lambda tables: check_machine(tables.cluster)).cluster
 
 
 _OTHER_NAMES = {
@@ -449,6 +442,8 @@ def _check_agreement(question: Question) -> None:
 def _check_words(plan: PlanSection) -> None:
     """The strategy, ZeRO stage and recomputation are ones that exist, and the order takes the chunks."""
     if is_reference(plan.strategy):
+        from parsim.search.families import FAMILIES  # loads the engines
+
         try:
             FAMILIES[plan.strategy]
         except ParsimError as error:

@@ -46,10 +46,9 @@ def check_training(config: Question, model: Model) -> None:
     training, recipe = config.training, config.training.recipe
     order = _order(config)
     check_real(build_fake(config.model_spec))
-    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
-    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.update_groups]
-    for optimizer, _, rule in rules:
-        check_states(optimizer, rule)
+    check_states(training.optimizer, recipe)
+    for group in recipe.update_groups:
+        check_states(group.optimizer, recipe.of(group.name))
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     if recipe.evaluation is not None:
         _check_metrics(config, recipe.evaluation.metrics)
@@ -58,8 +57,7 @@ def check_training(config: Question, model: Model) -> None:
     steps = total_steps(config)
     if recipe.tensorboard:
         check_tensorboard()
-    for optimizer, rate, rule in rules:
-        check_schedule(optimizer, rate, rule, steps=steps, order=order)
+    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
 
 
 SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from parsim.app.config import Question, parse_config
 from parsim.app.training_checks import samples_not_taken
-from parsim.execute.job import TrainingRecipe
 
 FILE = """\
 [model]
@@ -74,7 +71,6 @@ def test_a_group_takes_over_what_it_leaves_out() -> None:
     assert dict(head.optimizer_args) == {"momentum": 0.8}
     assert config.training.optimizers == ("adam", "sgd_momentum")
     assert parse_config(config.to_toml()) == config
-    assert TrainingRecipe.from_dict(json.loads(json.dumps(config.training.recipe.to_dict()))) == config.training.recipe
 
 
 def test_samples_of_a_whole_training_are_not_those_of_a_run() -> None:

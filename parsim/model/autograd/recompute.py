@@ -1,6 +1,6 @@
 """Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+The outputs of the operators in `KEPT` stay from the first forward on: products with weights, convolutions,
 recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
 such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
 needs any more is neither kept nor repeated.
@@ -424,8 +424,9 @@ def forward_to_recompute(
     """
     buffers = runnable.buffers()
     places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]
+    detached = tuple(value.detach() for value in inputs)
     again = RecomputeInputs(
-        inputs=tuple(value.detach() for value in inputs),
+        inputs=detached,
         buffers=tuple(buffer.clone() for buffer in buffers),
         generators={place: generator_state(place) for place in places if draws},
     )
@@ -434,7 +435,7 @@ def forward_to_recompute(
             return forward_component(runnable, inputs)[0], again
     given = (*runnable.parameters(), *(constant for constant, _ in runnable.program.constants))
     outputs, calls = first_forward(runnable, inputs, FirstForward((*inputs, *given, *buffers)), buffers)
-    kept = tuple(value if read else Like.of(value) for value, read in zip(again.inputs, calls.inputs, strict=True))
+    kept = tuple(value if read else Like.of(value) for value, read in zip(detached, calls.inputs, strict=True))
     return outputs, replace(again, inputs=kept, calls=calls)
 
 
