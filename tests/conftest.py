@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from parsim.execute.processes import launch
 from tests.warm_ranks import STARTED_COLD
 from tests.warm_ranks import start as warm_start
 
-# No test reads a Model that an earlier run has traced, unless it says so.
-os.environ["PARSIM_MODEL_CACHE"] = "off"
+# Models are traced once in a run of the tests; none is read that an earlier run has traced.
+MODELS = tempfile.TemporaryDirectory(prefix="parsim-test-models-")
+os.environ["PARSIM_MODEL_CACHE"] = MODELS.name
 # Run files of tests name modules of the repository, wherever the files lie.
 os.environ["PARSIM_ALLOW_CODE"] = "1"
 
