@@ -48,7 +48,6 @@ from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.registry import RowOf, as_key_error, is_reference
-from parsim.search.families import FAMILIES
 from parsim.units import nearest_divisors
 
 Tables = TypeVar("Tables", bound=ConfigSection)
@@ -443,6 +442,8 @@ def _check_agreement(question: Question) -> None:
 def _check_words(plan: PlanSection) -> None:
     """The strategy, ZeRO stage and recomputation are ones that exist, and the order takes the chunks."""
     if is_reference(plan.strategy):
+        from parsim.search.families import FAMILIES
+
         try:
             FAMILIES[plan.strategy]
         except ParsimError as error:
