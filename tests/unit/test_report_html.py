@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,10 +31,10 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.predict.memory import NOT_TENSORS, RankMemory
 from parsim.report import figures
-from parsim.report import figures as memory_figures
 from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
 from parsim.units import format_seconds
+from tests.unit.browser import needs_chromium, visiting
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -222,13 +221,13 @@ def test_long_timelines_stay_small() -> None:
 
 
 def test_memory_shows_the_limit_unless_it_is_far_away() -> None:
-    near = memory_figures.memory_figure(memory_of(2, 4 * 2**30), device_bytes=[3 * 2**30, 3 * 2**30])
+    near = figures.memory_figure(memory_of(2, 4 * 2**30), device_bytes=[3 * 2**30, 3 * 2**30])
     assert [trace.name for trace in near.data][-2:] == ["measured on the device", "device limit"]
     assert near.data[-1].y == (4.0, 4.0)
     bars = np.sum([trace.y for trace in near.data if trace.type == "bar"], axis=0)
     peaks = [sum(size for _, size in rank["lines"]) / 2**30 for rank in memory_of(2, 1)]
     assert bars == pytest.approx(peaks)
-    far = memory_figures.memory_figure(memory_of(2, 2**40))
+    far = figures.memory_figure(memory_of(2, 2**40))
     assert "device limit" not in [trace.name for trace in far.data]
     assert "device limit 1024 GiB" in far.layout.yaxis.title.text
 
@@ -236,14 +235,14 @@ def test_memory_shows_the_limit_unless_it_is_far_away() -> None:
 def test_measured_memory_stands_beside_the_prediction_of_the_same_kind() -> None:
     """Live tensors beside lines of tensors, never beside the context: an error of 3% shows as that."""
     run = measured_run("dp", RESNET[:4], pp=1, dp=2, microbatches=1, seed=1, steps=1)
-    figure = memory_figures.memory_levels_figure(run.memory_levels)
+    figure = figures.memory_levels_figure(run.memory_levels)
     predicted, measured = figure.data
     assert list(predicted.y) == ["r0", "r1"]
     tensors = [sum(size for name, size in rank["lines"] if name not in NOT_TENSORS) / 2**20 for rank in run.memory]
     assert predicted.x == pytest.approx(tensors)
     assert measured.x == pytest.approx([1.03 * size for size in tensors])
     assert list(predicted.text) == ["-2.9%", "-2.9%"]
-    whole = memory_figures.memory_figure(run.memory)
+    whole = figures.memory_figure(run.memory)
     assert not [trace.name for trace in whole.data if "measured" in trace.name], "no diamond of tensors on a bar of everything"
 
 
@@ -251,17 +250,14 @@ def test_every_counter_of_a_gpu_has_its_own_bars() -> None:
     rank = RankMemory(rank=0, lines=(("activations", 4 * 2**30), ("context", 2**29), ("allocator", 2**28)), limit_bytes=2**34)
     use = MemoryUse(live_bytes=2**32, allocated_bytes=2**32, reserved_bytes=2**32 + 2**28, driver_bytes=5 * 2**30)
     rows = [row.to_dict() for row in memory_levels([rank], [use])]
-    figure = memory_figures.memory_levels_figure(rows)
+    figure = figures.memory_levels_figure(rows)
     assert list(figure.data[0].y) == ["r0 live tensors", "r0 allocated blocks", "r0 reserved", "r0 whole device"]
     assert list(figure.data[0].x) == pytest.approx([4, 4, 4.25, 4.75])
     assert list(figure.data[0].text)[:3] == ["0.0%", "0.0%", "0.0%"]
-    page = report_html(ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[_run_of(rank, rows)])]))
+    run = ReportRun(label="dp", memory=[asdict(rank)], memory_levels=rows)
+    page = report_html(ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[run])]))
     assert "diamonds: measured on the device" in page
     assert "What the allocator reserved" in page
-
-
-def _run_of(rank: RankMemory, rows: list[dict[str, object]]) -> ReportRun:
-    return ReportRun(label="dp", memory=[asdict(rank)], memory_levels=rows)
 
 
 def test_the_breakdown_stacks_to_the_step() -> None:
@@ -276,11 +272,8 @@ def test_the_breakdown_stacks_to_the_step() -> None:
 
 def test_kinds_of_task_have_colours_of_their_own() -> None:
     assert len(set(figures.KIND_COLOURS.values())) == len(figures.KIND_COLOURS)
-    assert len(set(memory_figures.MEMORY_COLOURS.values())) == len(memory_figures.MEMORY_COLOURS)
+    assert len(set(figures.MEMORY_COLOURS.values())) == len(figures.MEMORY_COLOURS)
     assert len(set(figures.CATEGORY_COLOURS.values())) == len(figures.CATEGORY_COLOURS)
-
-
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
 
 CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {
@@ -290,24 +283,13 @@ CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
     """Draws every figure without a console message or a request, fits the width, and its legend hides traces."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     write_report(report_data(), tmp_path / "report.html")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync"]
-    problems: list[str] = []
-    requests: list[str] = []
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto((tmp_path / "report.html").as_uri())
-        page.wait_for_selector("body[data-ready]", state="attached")
+    with visiting(width) as visit:
+        page = visit.tab((tmp_path / "report.html").as_uri())
         page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
         page.wait_for_function(
             "document.querySelectorAll('.plot .main-svg').length > 0 && !document.querySelector('.plot:empty')"
@@ -323,9 +305,8 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
             ".querySelector('.plot').data.find((trace) => trace.name === 'forward').visible"
         )
         clipped = page.evaluate(CLIPPED)
-        browser.close()
-    assert problems == []
-    assert requests == [(tmp_path / "report.html").as_uri()]
+    assert visit.problems == []
+    assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert len(drawn) > 15
     assert all(drawn)
     assert widths[0] <= widths[1], "the page scrolls sideways"
