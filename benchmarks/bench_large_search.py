@@ -17,7 +17,7 @@ from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.app.load import problem_of
 from parsim.app.question import question_of
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.plans.constraints import PlanConstraints
 from parsim.predict.problem import PlanningProblem
 from parsim.search.search import search

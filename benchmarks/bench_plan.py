@@ -24,6 +24,7 @@ from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.names import named
 from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
@@ -71,7 +72,9 @@ def row(
     )
 
     def asked() -> PlanningProblem:
-        return PlanningProblem(model=model, cluster=machine, global_batch=batch, precision="bf16", optimizer="adamw")
+        return PlanningProblem(
+            model=model, cluster=machine, global_batch=batch, numerics=Numerics(precision="bf16", optimizer="adamw")
+        )
 
     posed = asked()
     plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=zero_stage))

@@ -19,7 +19,8 @@ from parsim.costs.draws import medians_s
 from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -48,7 +49,9 @@ def cluster(ranks: int) -> Cluster:
 
 def problem(model: Model, machine: Cluster, plan: Plan) -> PlanningProblem:
     """One that has been asked nothing yet."""
-    return PlanningProblem(model=model, cluster=machine, global_batch=plan.global_batch, precision="amp_fp16", optimizer="adam")
+    return PlanningProblem(
+        model=model, cluster=machine, global_batch=plan.global_batch, numerics=Numerics(precision="amp_fp16", optimizer="adam")
+    )
 
 
 def row(what: str, model: Model, plan: Plan, draws: int, base_s: float | None) -> float:

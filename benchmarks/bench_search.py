@@ -14,7 +14,7 @@ from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem
 from parsim.search.search import Search, search

@@ -20,6 +20,7 @@ from machine import QUICK_NOTE, add_quick, processor_name
 from parsim.data.samples import BatchOrder
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -67,7 +68,7 @@ def planned(rule: str, replicas: int, steps: int) -> str:
     data = load_problem("digits")
     cluster = cluster_from_profile(load_profile("summit-v100"), nodes=nodes, network="infiniband-100g" if nodes > 1 else None)
     model = load_model(ModelSpec(name="mlp", args=(("width", 64), ("depth", 1)), input_shape=(1, 8, 8)))
-    problem = PlanningProblem(model=model, cluster=cluster, global_batch=cluster.size, optimizer="sgd")
+    problem = PlanningProblem(model=model, cluster=cluster, global_batch=cluster.size, numerics=Numerics(optimizer="sgd"))
     plan = custom_plan(problem, Mesh(dp=cluster.size), synchronisation=parse_synchronisation(rule))
     begun = time.process_time()
     step_s = simulated_step(problem, plan).step_s

@@ -123,7 +123,7 @@ class RankLostError(ExecutionError):
         self.ranks, self.device_lost, self.raised = tuple(ranks), device_lost, raised
 
     def with_text(self, text: str) -> RankLostError:
-        """The same with another message."""
+        """This error with another message."""
         return RankLostError(text, self.ranks, device_lost=self.device_lost, raised=self.raised)
 
 
@@ -140,11 +140,7 @@ AS_LIKELY = 0.15
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:
-    """Up to `most` of the names, and how many more there are.
-
-    Args:
-        names: in the order in which they are told. most: of them.
-    """
+    """Up to `most` of the names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from parsim.errors import ParsimError
+from parsim.units import CONTROL
 
 HOME_VARIABLE = "PARSIM_HOME"
 """Environment variable: the folder of what parsim keeps for a user."""
@@ -60,11 +61,11 @@ DEEPEST = 100
 TOO_DEEP = f"tables and lists are nested more than {DEEPEST} levels deep"
 
 LARGEST_BYTES = 512 * 2**20
-"""Of a JSON file that is read, unless its reader says otherwise."""
+"""The largest JSON file that is read, unless its reader says otherwise."""
 LARGEST_TOML_BYTES = 2**20
-"""Of a TOML file, which people write by hand: tomllib takes seconds for some texts of a few megabytes."""
+"""The largest TOML file, which people write by hand: tomllib takes seconds for some texts of a few megabytes."""
 MOST_DIGITS = 25
-"""Of a whole number. A size in bytes has at most 19; thousands of digits take seconds to convert and print."""
+"""Digits of a whole number. A size in bytes has at most 19; thousands take seconds to convert and print."""
 TOO_LARGE_NUMBER = f"a whole number has more than {MOST_DIGITS} digits"
 
 
@@ -74,13 +75,13 @@ def read_regular(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     Raises:
         OSError: it is not there, or cannot be read. ValueError: it is not a regular file, or larger.
     """
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
-    if found.st_size > largest_bytes:
-        raise ValueError(f"it has {found.st_size:,} bytes, more than the {largest_bytes:,} that are read")
+    if status.st_size > largest_bytes:
+        raise ValueError(f"it has {status.st_size:,} bytes, more than the {largest_bytes:,} that are read")
     return path.read_bytes()
 
 
@@ -92,10 +93,17 @@ def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 def unpacked(content: bytes) -> bytes:
     """Gunzipped, as far as it stays a file that is read: a few kilobytes can unpack to gigabytes."""
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-        found = file.read(LARGEST_BYTES + 1)
-    if len(found) > LARGEST_BYTES:
+        text = file.read(LARGEST_BYTES + 1)
+    if len(text) > LARGEST_BYTES:
         raise ValueError(f"it unpacks to more than {LARGEST_BYTES:,} bytes")
-    return found
+    return text
+
+
+FOREIGN = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError),
+    *(TypeError, ValueError, zlib.error),
+)
+"""What can go wrong where a document is not as expected."""
 
 
 @contextlib.contextmanager
@@ -109,21 +117,9 @@ def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
         yield
     except ParsimError:
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        EOFError,
-        zlib.error,
-    ) as problem:
-        said = (str(problem) or type(problem).__name__).splitlines()[0][:200]
-        raise error(f"{what}: {said}; {fix}") from problem
+    except FOREIGN as problem:
+        text = (str(problem) or type(problem).__name__).splitlines()[0][:200]
+        raise error(f"{what}: {text}; {fix}") from problem
 
 
 def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:
@@ -141,7 +137,7 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     number that is not finite.
 
     Args:
-        allow_nan: take NaN and infinities, which files of before hold.
+        allow_nan: take NaN and infinities, as in the metrics of a training that has diverged.
 
     Raises:
         json.JSONDecodeError: it is none.
@@ -149,10 +145,10 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        given: dict[str, Any] = {} if allow_nan else {"parse_constant": _refused_constant}
+        parsers: dict[str, Any] = {} if allow_nan else {"parse_constant": _refused_constant}
         if _LONG_NUMBER.search(text):  # it may stand in a text, so the numbers themselves are asked
-            given |= {"parse_int": _whole} if allow_nan else {"parse_int": _whole, "parse_float": _finite_float}
-        document = json.loads(text, **given)
+            parsers |= {"parse_int": _whole} if allow_nan else {"parse_int": _whole, "parse_float": _finite_float}
+        document = json.loads(text, **parsers)
         if _ESCAPED_SURROGATE.search(text):
             json.dumps(document, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError:
@@ -212,15 +208,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def document_text(document: Mapping[str, Mapping[str, Any]]) -> str:
-    """A whole file: every table by its name."""
-    return "\n".join(_table_text(name, section) for name, section in document.items())
-
-
-def _table_text(name: str, section: Mapping[str, Any]) -> str:
-    """One table; nested tables stand in line."""
-    lines = [f"[{name}]"]
-    lines += [f"{key} = {value_text(value)}" for key, value in section.items()]
-    return "\n".join(lines) + "\n"
+    """A whole file: every table by its name; nested tables stand in line."""
+    tables = []
+    for name, section in document.items():
+        lines = [f"[{name}]", *(f"{key} = {value_text(value)}" for key, value in section.items())]
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
 
 
 def value_text(value: object) -> str:
@@ -235,14 +228,11 @@ def value_text(value: object) -> str:
         case list() | tuple():
             return "[" + ", ".join(value_text(entry) for entry in value) + "]"
         case dict():
-            pairs = (f"{_toml_key(str(key))} = {value_text(entry)}" for key, entry in value.items())
+            keys = {key: key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key) for key in map(str, value)}
+            pairs = (f"{keys[str(key)]} = {value_text(content)}" for key, content in value.items())
             return "{ " + ", ".join(pairs) + " }" if value else "{}"
         case _:
             return str(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
 
 
 def _has_long_number(document: object) -> bool:
@@ -265,9 +255,6 @@ def is_deeper(document: object, levels: int) -> bool:
     return bool(level)
 
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal obeys: all control characters but tab and newline."""
-
 ESCAPED_CONTROL = re.compile(r"[\x7f-\x9f]|\\[bfr]|\\u00[0189][0-9a-fA-F]|\\u007[fF]")
 """What control characters look like in a JSON text; every text without a match holds none."""
 
@@ -281,12 +268,12 @@ def control_character_in(document: object, path: str = "") -> str | None:
             for key, value in document.items():
                 if CONTROL.search(str(key)):
                     return f"the key {key!r}" + (f" of {path}" if path else "")
-                if found := control_character_in(value, f"{path}.{key}" if path else str(key)):
-                    return found
+                if problem := control_character_in(value, f"{path}.{key}" if path else str(key)):
+                    return problem
         case list() | tuple():
             for number, value in enumerate(document):
-                if found := control_character_in(value, f"{path}.{number}"):
-                    return found
+                if problem := control_character_in(value, f"{path}.{number}"):
+                    return problem
     return None
 
 
@@ -325,21 +312,17 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, force: 
                 os.fsync(file.fileno())
         partial.replace(path)
         if force:
-            _force_folder(path.parent)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
         raise
-
-
-def _force_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 PARTIAL = ".partial"
@@ -352,7 +335,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_json_atomically(path: Path, document: object, *, indent: int | None = None) -> None:
-    """As `json_text`, see `write_atomically`."""
+    """The document as `json_text`, see `write_atomically`."""
     write_text_atomically(path, json_text(document, indent=indent))
 
 
@@ -362,7 +345,7 @@ def json_text(document: object, *, indent: int | None = None) -> str:
 
 
 def finite(document: object) -> object:
-    """The same document with null for NaN and infinities, which JSON has no words for."""
+    """The document with null for NaN and infinities, which JSON has no words for."""
     match document:
         case float():
             return document if math.isfinite(document) else None

@@ -229,17 +229,12 @@ class Remembering:
     """A value that keeps one object for every class that asks. The objects hold nothing that the value does not determine."""
 
     def remembered(self, kind: type[Kept]) -> Kept:
-        """The one object of this class, made empty at the first request.
-
-        Args:
-            kind: of the object, which takes no arguments.
-        """
-        stores = self._stores
-        if kind not in stores:
-            stores[kind] = kind()
-        found = stores[kind]
-        assert isinstance(found, kind)
-        return found
+        """The one object of a class that takes no arguments, made empty at the first request."""
+        if kind not in self._stores:
+            self._stores[kind] = kind()
+        store = self._stores[kind]
+        assert isinstance(store, kind)
+        return store
 
     @cached_property
     def _stores(self) -> dict[type[object], object]:

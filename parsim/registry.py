@@ -76,16 +76,16 @@ class Registry(Generic[RegistryRow]):
     def _load(self, name: str) -> RegistryRow:
         module, _, attribute = name.partition(":")
         try:
-            found = self._adapt(getattr(importlib.import_module(module), attribute))
+            row = self._adapt(getattr(importlib.import_module(module), attribute))
         except (ImportError, AttributeError) as error:
             raise self.error(
                 f"{self.what} {name!r} cannot be loaded: {error}; write package.module:NAME with the package on the Python path"
             ) from error
-        if not isinstance(found, self.row):
+        if not isinstance(row, self.row):
             raise self.error(
-                f"{self.what} {name!r} is a {type(found).__name__}; it must be a {self.row.__module__}.{self.row.__qualname__}"
+                f"{self.what} {name!r} is a {type(row).__name__}; it must be a {self.row.__module__}.{self.row.__qualname__}"
             )
-        return found
+        return row
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)

@@ -20,7 +20,7 @@ from parsim.errors import GraphError
 from parsim.files import parse_json, read_regular, reading, unpacked, version_problem, write_atomically
 
 SCHEMA_VERSION = 1
-"""Of a timeline's file."""
+"""The version of a timeline's file."""
 
 
 class Span(NamedTuple):

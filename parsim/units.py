@@ -1,4 +1,4 @@
-"""SI units inside, human units only here and in `report/`.
+"""SI units inside, human units only here and in `report/`. Texts that a terminal may print.
 
 Every quantity in the library is in seconds, bytes or flop and says so in its name (`duration_s`, `size_bytes`).
 """
@@ -14,27 +14,27 @@ MIB = 1024**2
 GIB = 1024**3
 
 
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys: all control characters but tab and newline."""
 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Of a positive number, ascending, with 1 and itself; of 10^9 in a millisecond."""
+    """The divisors of a positive number, ascending, with 1 and itself; of 10^9 in a millisecond."""
     low = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
     return tuple(sorted({*low, *(number // count for count in low)}))
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """`12 or 16`: the divisors of a number next to another one, below and above."""
-    found = divisors(number)
-    below = [count for count in found if count <= wanted]
-    above = [count for count in found if count > wanted]
-    return " or ".join(str(count) for count in (*below[-1:], *above[:1]))
+    below = [count for count in divisors(number) if count <= wanted]
+    above = [count for count in divisors(number) if count > wanted]
+    return " or ".join(map(str, (*below[-1:], *above[:1])))
 
 
 def printable(text: str) -> str:
     """The text with control characters other than tab and newline spelled out (`\\x1b`), so that no terminal obeys them."""
-    return _OBEYED.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def format_seconds(seconds: float) -> str:

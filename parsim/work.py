@@ -56,44 +56,25 @@ class CollectiveKind:
     call: Callable[[Tensor, ProcessGroup], CollectiveCall] | None = None
 
 
-def _one_way(n: int) -> int:
-    return n - 1
-
-
-def _one(n: int) -> int:
-    del n
-    return 1
-
-
-def _there_and_back(n: int) -> int:
-    return 2 * (n - 1)
-
-
-def _all_but_own(n: int) -> float:
-    return (n - 1) / n
-
-
-def _all_but_own_twice(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _whole(n: int) -> float:
-    del n
-    return 1.0
-
-
 COLLECTIVE_KINDS: Registry[CollectiveKind] = Registry(
     "collective",
     CollectiveKind,
     {
         "all_reduce": CollectiveKind(
-            hops=_there_and_back, traffic=_all_but_own_twice, trees=True, phases=("reduce_scatter", "all_gather")
+            hops=lambda n: 2 * (n - 1),
+            traffic=lambda n: 2 * (n - 1) / n,
+            trees=True,
+            phases=("reduce_scatter", "all_gather"),
         ),
-        "all_gather": CollectiveKind(hops=_one_way, traffic=_all_but_own, phases=("all_gather",), packable=True),
-        "reduce_scatter": CollectiveKind(hops=_one_way, traffic=_all_but_own, phases=("reduce_scatter",), packable=True),
-        "all_to_all": CollectiveKind(hops=_one_way, traffic=_all_but_own, pairwise=True),
-        "ring_shift": CollectiveKind(hops=_one, traffic=_whole),
-        "broadcast": CollectiveKind(hops=_one_way, traffic=_whole, phases=("broadcast",), rooted=True),
+        "all_gather": CollectiveKind(
+            hops=lambda n: n - 1, traffic=lambda n: (n - 1) / n, phases=("all_gather",), packable=True
+        ),
+        "reduce_scatter": CollectiveKind(
+            hops=lambda n: n - 1, traffic=lambda n: (n - 1) / n, phases=("reduce_scatter",), packable=True
+        ),
+        "all_to_all": CollectiveKind(hops=lambda n: n - 1, traffic=lambda n: (n - 1) / n, pairwise=True),
+        "ring_shift": CollectiveKind(hops=lambda n: 1, traffic=lambda n: 1.0),
+        "broadcast": CollectiveKind(hops=lambda n: n - 1, traffic=lambda n: 1.0, phases=("broadcast",), rooted=True),
     },
     error=GraphError,
 )

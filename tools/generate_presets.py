@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from parsim.model.catalogue.presets import PRESETS, SUFFIX
+from parsim.model.catalogue.zoo import PRESETS, SUFFIX
 from parsim.model.load import trace_spec
 from parsim.model.model import GRANULARITIES
 from parsim.model.spec import ModelSpec

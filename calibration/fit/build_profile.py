@@ -17,16 +17,14 @@ from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.request import CalibrationRequest, RawPoints, entries_of
 from parsim.costs.communication.regime_fits import fit_linear, fit_regimes
 from parsim.costs.compute.surfaces import SurfaceModel
-from parsim.hardware.devices import DEVICE_KINDS, Allocator
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread
 from parsim.hardware.profile import (
-    AllocatorEntry,
     Communication,
     DeviceEntry,
     DeviceTypeEntry,
     HostOverhead,
     Profile,
     Provenance,
-    Quantiles,
     Sourced,
     SourceEntry,
 )
@@ -189,7 +187,7 @@ def device_entries(pinnings: Sequence[Mapping[str, Any]], device_type: str) -> l
     ]
 
 
-def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> AllocatorEntry | None:
+def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> Allocator | None:
     """Memory beyond tensors: the lost share is assumed, because small models do not show it; the rest is measured. From
     the least of them, had their samples come without libraries that read them, to the most, and somewhat beyond both, as
     other models may. None where none was seen.
@@ -200,11 +198,8 @@ def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> Al
     libraries = [entry["beside_bytes"] - lost.median * entry["dynamic_bytes"] for entry in seen]
     unread = [library - entry["reading_bytes"] for library, entry in zip(libraries, seen, strict=True)]
     low, high = min(unread) - LIBRARY_MARGIN_BYTES, max(libraries) + LIBRARY_MARGIN_BYTES
-    return AllocatorEntry(
-        library_bytes=Quantiles(p05=max(0.0, low), median=max(0.0, float(np.median(libraries))), p95=max(0.0, high)),
-        lost_share=Quantiles(p05=lost.p05, median=lost.median, p95=lost.p95),
-        source="allocator",
-    )
+    library = Spread(max(0.0, low), max(0.0, float(np.median(libraries))), max(0.0, high))
+    return Allocator(library_bytes=library, lost_share=lost, source="allocator")
 
 
 def _over_ranks(raw: Mapping[str, Any], key: str) -> float:

@@ -30,7 +30,7 @@ from figures import write_page  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from parsim.execute.processes.machine import describe_environment, machine_line  # noqa: E402
-from parsim.model.objective import loss_sum  # noqa: E402
+from parsim.model.objective import LOSSES  # noqa: E402
 
 RESULTS = HERE / "results.json"
 METRICS = {"segmentation": "mean_iou", "language": "perplexity", "regression": "mean_absolute_error"}
@@ -101,7 +101,7 @@ def score_of(name: str, weights: Path) -> float:
         output = module(inputs)
     if kind == "cross_entropy" and output.dim() == 4:
         output = output.movedim(1, -1)
-    return float(loss_sum(kind, output, targets)) / len(inputs)
+    return float(LOSSES[kind].total(output, targets)) / len(inputs)
 
 
 def _stacked(data: Any) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from experiments.adaptive.paper import BATCH_PER_GPU, GPUS, IMAGES, MODELS, STRA
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -38,7 +39,7 @@ def problem_of(name: str, devices: int, batch: int, *, scale: HardwareScale = AS
         model=traced(name),
         cluster=cluster_from_profile(load_profile(PROFILE), devices),
         global_batch=batch,
-        optimizer=MODELS[name].optimizer,
+        numerics=Numerics(optimizer=MODELS[name].optimizer),
         scale=scale,
     )
 

@@ -22,6 +22,7 @@ from parsim.execute.rank_run import run_dataset
 from parsim.files import write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -43,7 +44,7 @@ def strategies() -> dict[str, Plan]:
         model=load_model(SPEC, granularity="layer"),
         cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), RANKS),
         global_batch=BATCH,
-        optimizer="sgd",
+        numerics=Numerics(optimizer="sgd"),
     )
     cut = [component for component in problem.model.components if component.shardings]
     rules = {each.name: f"shard:{each.shardings[-1].rule}/2" for each in cut[:2]} | {cut[2].name: "replicate"}

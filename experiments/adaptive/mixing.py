@@ -13,6 +13,7 @@ from dataclasses import replace
 from experiments.common.running import part_parser, show
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
@@ -52,7 +53,7 @@ def row(name: str, granularity: str, batch: int, limit_gib: float, optimizer: st
         model=load_model(ModelSpec(name=name), granularity=granularity),
         cluster=cluster,
         global_batch=batch,
-        optimizer=optimizer,
+        numerics=Numerics(optimizer=optimizer),
     )
     found = search(problem, ("adaptive",), samples=0)
     best: dict[str, float] = {}

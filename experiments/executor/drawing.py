@@ -22,6 +22,7 @@ from experiments.search.problems import ClusterDraw, built_cluster
 from parsim.errors import ParsimError
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.hardware.cluster import Cluster
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.layouts import Placement
@@ -154,7 +155,7 @@ def _question(
             model=model,
             cluster=_machine(processes, random.randrange(3)),
             global_batch=batch,
-            optimizer=optimizer,
+            numerics=Numerics(optimizer=optimizer),
             recompute=random.choice((AUTO, AUTO, AUTO, NONE, FULL, SELECTIVE, _some(model, random), _some(model, random))),
             constraints=PlanConstraints(
                 microbatches=random.choice(MICROBATCHES),

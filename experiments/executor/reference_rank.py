@@ -38,7 +38,7 @@ from parsim.files import write_json_atomically
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.objective import loss_sum
+from parsim.model.objective import LOSSES
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 
@@ -160,7 +160,7 @@ class Native:
         self.optimizer = make_optimizer(case.optimizer, self.parameters, LEARNING_RATE)
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        return loss_sum(self.kind, output, target) / self.share
+        return LOSSES[self.kind].total(output, target) / self.share
 
     def step(self) -> None:
         inputs, target = self.batches.local(self.number)

@@ -38,7 +38,7 @@ from experiments.memory.kinds import ALL, cases_of
 from experiments.memory.ranks import is_measured, measure, measured
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
-from parsim.model.formats import RECORDED_WEIGHTS, recorded_weights
+from parsim.model.formats import RECORDED_WEIGHTS, Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
@@ -180,9 +180,7 @@ def problem_of(model: Model, case: Case) -> PlanningProblem:
         model=model,
         cluster=processes(),
         global_batch=BATCH_SAMPLES,
-        optimizer=case.optimizer,
-        precision=case.precision,
-        ema=case.recipe.ema is not None,
+        numerics=Numerics(optimizer=case.optimizer, precision=case.precision, ema=case.recipe.ema is not None),
     )
 
 
@@ -220,7 +218,7 @@ def under_autocast(question: Question, model: Model, folder: Path, before: Peaks
         if path.is_file() or key in before:
             peak = json.loads(path.read_text()) if path.is_file() else before[key][0]["peak_bytes"]
             problem = PlanningProblem(
-                model=model, cluster=processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd"
+                model=model, cluster=processes(), global_batch=samples, numerics=Numerics(precision="amp_bf16", optimizer="sgd")
             )
             (memory,) = problem.memory(replace(staged(model, Mesh()), global_batch=samples))
             predicted = sum(memory.tensor_lines.values())

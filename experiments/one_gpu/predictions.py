@@ -14,6 +14,7 @@ from questions import GRANULARITY, Question
 from parsim.costs.observed import task_durations_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
@@ -36,8 +37,7 @@ def predict(profile: Profile, question: Question) -> dict[str, Any]:
         model=model,
         cluster=cluster_from_profile(without_loading(profile), 1),
         global_batch=question.batch,
-        precision=question.precision,
-        optimizer=question.optimizer,
+        numerics=Numerics(precision=question.precision, optimizer=question.optimizer),
     )
     plan = question.plan(tuple(component.name for component in model.components))
     evaluation = evaluate(problem, plan, fold=False)

@@ -27,7 +27,7 @@ from parsim.execute.store import StepWatch
 from parsim.execute.streams import TaskTime
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import load_model
-from parsim.model.objective import loss_sum
+from parsim.model.objective import LOSSES
 from parsim.plans.plan import Plan
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
@@ -133,7 +133,7 @@ class EagerStep:
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.precision, self.device, cache=self.cache_casts):
-            self.last = loss_sum(self.kind, self.run(*self.inputs), self.target) / self.batch
+            self.last = LOSSES[self.kind].total(self.run(*self.inputs), self.target) / self.batch
         self.last.backward()
         self.optimizer.step()
 

@@ -11,6 +11,7 @@ import numpy as np
 from experiments.published.question import Asked
 from parsim.costs.draws import medians_s
 from parsim.engines.program import mean_step_s
+from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
@@ -53,7 +54,9 @@ def with_memory_of(found: Answer, asked: Asked) -> Answer:
 
 def _memory(problem: PlanningProblem, asked: Asked) -> dict[str, Any]:
     """The fields of an Answer of the rank that is nearest to its limit, less what its framework spares of master weights."""
-    held = replace(problem, optimizer=f"{asked.optimizer}_fused") if asked.framework.one_array else problem
+    held = problem
+    if asked.framework.one_array:
+        held = replace(problem, numerics=replace(problem.numerics, optimizer=f"{asked.optimizer}_fused"))
     fullest = max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
     state = dict(fullest.lines).get("optimizer_state", 0)
     spared = round(state * REMAINDERS) if asked.framework.remainders else 0
@@ -71,8 +74,7 @@ def _problem(asked: Asked) -> PlanningProblem:
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        precision="fp16" if asked.scaled else asked.precision,
-        optimizer=asked.optimizer,
+        numerics=Numerics(precision="fp16" if asked.scaled else asked.precision, optimizer=asked.optimizer),
     )
 
 

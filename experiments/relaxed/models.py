@@ -57,7 +57,7 @@ def transformer(seed: int) -> LocalTraining:
     """A vision transformer of one layer of width 16 on four patches; Adam .01."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        encoder = VisionTransformer(image_shape=(1, 8, 8), patch=4, hidden=16, layers=1, heads=2, num_classes=10, dropout=0.0)
+        encoder = VisionTransformer(input_shape=(1, 8, 8), patch=4, hidden=16, layers=1, heads=2, num_classes=10, dropout=0.0)
     model = PlainAttention(nn.Unflatten(1, (1, 8, 8)), encoder).to(DTYPE)
     return LocalTraining(model, load_problem("digits", dtype=DTYPE), LocalOptimizer(kind="adam", learning_rate=0.01))
 

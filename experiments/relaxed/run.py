@@ -23,6 +23,7 @@ from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.speed_factor import speed_beside
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -55,8 +56,7 @@ def problem_of(profile: str, spec: ModelSpec, batch: int) -> PlanningProblem:
         model=load_model(spec),
         cluster=cluster_from_profile(load_profile(profile), RANKS),
         global_batch=batch,
-        precision="fp32",
-        optimizer="sgd_momentum",
+        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
 
 

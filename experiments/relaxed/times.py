@@ -30,6 +30,7 @@ from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -373,7 +374,10 @@ def epoch_rows(nodes: tuple[int, ...]) -> list[dict[str, Any]]:
     for count in nodes:
         cluster = cluster_from_profile(load_profile("summit-v100"), nodes=count, network="infiniband-100g")
         problem = PlanningProblem(
-            model=resnet50(), cluster=cluster, global_batch=cluster.size * BATCH, precision="fp32", optimizer="sgd"
+            model=resnet50(),
+            cluster=cluster,
+            global_batch=cluster.size * BATCH,
+            numerics=Numerics(precision="fp32", optimizer="sgd"),
         )
         rounds = IMAGES // (cluster.size * BATCH)
         compute_s = sum(map(sum, phase_seconds(cluster, BATCH)))

@@ -14,7 +14,8 @@ from experiments.search.never_slower import small
 from experiments.search.problems import GIB, ProblemDraw, with_memory
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -57,7 +58,7 @@ def what_is_printed_is_what_was_judged(draw: ProblemDraw, random: Random) -> int
 def what_the_user_is_told_is_what_was_chosen(draw: ProblemDraw, random: Random) -> int:
     """`parsim.plan` and then `parsim.simulate` of its plan: one choice, one step, and the first row of the table."""
     problem = draw.problem()
-    asked = {"cluster": problem.cluster, "global_batch": problem.global_batch, "optimizer": problem.optimizer}
+    asked = {"cluster": problem.cluster, "global_batch": problem.global_batch, "optimizer": problem.numerics.optimizer}
     answer = parsim.plan(problem.model, strategy="adaptive", **asked)
     chosen = chosen_of(problem)
     assert answer.fits == (chosen is not None)
@@ -96,7 +97,9 @@ def the_papers_optimum_of_real_models_is_certified(draw: ProblemDraw, random: Ra
     memory = int(random.choice((0.25, 0.5, 1, 2, 4, 32)) * GIB)
     few = tuple(replace(each, type=replace(each.type, memory_bytes=memory)) for each in cluster.devices)
     batch = devices * random.choice((1, 4, 32))
-    problem = PlanningProblem(model=model, cluster=replace(cluster, devices=few), global_batch=batch, optimizer=draw.optimizer)
+    problem = PlanningProblem(
+        model=model, cluster=replace(cluster, devices=few), global_batch=batch, numerics=Numerics(optimizer=draw.optimizer)
+    )
     return _certified(problem, random)
 
 

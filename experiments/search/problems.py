@@ -15,9 +15,9 @@ from random import Random
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.hardware.devices import NO_ALLOCATOR
 from parsim.hardware.network import Network, load_network
 from parsim.hardware.profile import (
-    AllocatorEntry,
     DeviceEntry,
     DeviceTypeEntry,
     LinkEntry,
@@ -25,11 +25,11 @@ from parsim.hardware.profile import (
     LinkProtocol,
     NicSlot,
     Profile,
-    Quantiles,
     Sourced,
 )
 from parsim.hardware.records import ComputeRecords
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem
 
@@ -94,7 +94,7 @@ class ProblemDraw:
             model=built_model(self.model),
             cluster=built_cluster(self.cluster),
             global_batch=self.global_batch,
-            optimizer=self.optimizer,
+            numerics=Numerics(optimizer=self.optimizer),
             **constraints,  # type: ignore[arg-type]
         )
 
@@ -244,9 +244,7 @@ def built_profile(draw: ClusterDraw) -> Profile:
     """The profile of one node."""
     base = _base()
     published = next(iter(next(iter(base.device_types.values())).peak_flop_per_s.values())).source
-    exact = AllocatorEntry(
-        library_bytes=Quantiles(p05=0, median=0, p95=0), lost_share=Quantiles(p05=0, median=0, p95=0), source=published
-    )
+    exact = NO_ALLOCATOR.model_copy(update={"source": published})
 
     def number(value: float) -> Sourced:
         return Sourced(value=value, source=published)

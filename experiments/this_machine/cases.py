@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parsim.hardware.cluster import Cluster
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
@@ -75,7 +76,9 @@ class Case:
 def problem_of(subject: Subject, cluster: Cluster, global_batch: int = BATCH_SAMPLES) -> PlanningProblem:
     """The question of a subject on so many devices of this machine."""
     model = load_model(subject.spec, granularity=GRANULARITY)
-    return PlanningProblem(model=model, cluster=cluster, global_batch=global_batch, optimizer=subject.optimizer)
+    return PlanningProblem(
+        model=model, cluster=cluster, global_batch=global_batch, numerics=Numerics(optimizer=subject.optimizer)
+    )
 
 
 def cases_of(subject: Subject, problem: PlanningProblem) -> Iterator[Case]:

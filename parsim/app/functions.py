@@ -33,7 +33,7 @@ from parsim.errors import ConfigError, near_matches
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import is_shorthand, machines_of
-from parsim.model.formats import model_in, recorded_weights
+from parsim.model.formats import Numerics, model_in, recorded_weights
 from parsim.model.load import load_model, model_from_module
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -399,7 +399,7 @@ def cost(
         shape = None if input_shape is None else tuple(input_shape)
         spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
         priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
-    costs = Costs(model=model_in(priced, precision), cluster=where, precision=precision, optimizer=optimizer)
+    costs = Costs(model=model_in(priced, precision), cluster=where, numerics=Numerics(precision=precision, optimizer=optimizer))
     rows = tuple(component_rows(costs, batch, ways))
     name = priced.name if isinstance(model, Model) else model
     document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}

@@ -318,7 +318,7 @@ def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -
     tokens = tokens_per_sample(model)
     used = [device.type for device in problem.cluster.devices[: plan.world_size]]
     kinds = list(dict.fromkeys(kind.name for kind in used))
-    precision = operator_precision(problem.precision, "matmul")
+    precision = operator_precision(problem.numerics.precision, "matmul")
     if not tokens or any(precision not in kind.peak_flop_per_s for kind in used):
         return None
     peak = sum(kind.peak_flop_per_s[precision] for kind in used) / len(used)

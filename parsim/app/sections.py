@@ -15,7 +15,7 @@ from parsim.execute.job import PLATEAU, Argument, EmaRule, EvaluationRule, Sched
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name, sorted_pairs
-from parsim.model.formats import FORMATS, check_planned
+from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf, as_key_error
 
@@ -211,6 +211,16 @@ class TrainingSection(ConfigSection):
     @property
     def keeps_master_weights(self) -> bool:
         return self.master_weights is not False
+
+    @property
+    def numerics(self) -> Numerics:
+        """What the training computes in, and what it keeps of every weight."""
+        return Numerics(
+            precision=self.precision,
+            optimizer=self.optimizer,
+            master_weights=self.keeps_master_weights,
+            ema=self.ema is not None,
+        )
 
     @property
     def resolved_weight_decay(self) -> float:

@@ -50,7 +50,7 @@ def write_run_files(
     section = ReportSection(
         model=problem.model.name,
         title=f"{problem.model.name} on {problem.cluster.name}",
-        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
+        text=f"Global batch {problem.global_batch}, {problem.numerics.optimizer}, {problem.numerics.precision}.",
         results=_results(asked),
         chosen=evaluation.result.to_dict(),
         runs=(report_run(evaluation, seen, comparison),),

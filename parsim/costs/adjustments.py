@@ -110,7 +110,6 @@ def price_context(
     """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
     Args:
-        cluster: the machine. corrections: learnt from the running job. scale: of a question of what would be.
         ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
         loading_is_current: loading was measured at the machine's present speed.
     """
@@ -158,12 +157,7 @@ class Adjustment:
 
 
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
-    """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`.
-
-    Args:
-        estimate: the price of the work alone, as the profile knows it.
-        work, rank: what is priced, and the rank that runs it.
-        context: the numbers that the adjustments read.
+    """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`, to its price as the profile knows it.
 
     Returns:
         The estimate with one more term per adjustment; the same object if none applies. Leaves out what changes a whole step
@@ -210,8 +204,11 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
-    """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
-    is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
+    """Lift the price of a GPU's task to the time in which the host queues it.
+
+    In a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which is
+    left out. It is never too short: in any order tasks take as long as the host, and as long as the device.
+    """
     host_s = subject.base.issue_s + context.task_s
     if not context.on_gpu or not subject.base.issue_s or host_s <= subject.so_far_s:
         return None

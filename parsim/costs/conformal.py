@@ -91,11 +91,7 @@ class HalfWidths(NamedTuple):
 
 
 def half_widths(median_s: float, low_s: float, high_s: float) -> HalfWidths:
-    """log(median / low) and log(high / median), neither below `LEAST_HALF_WIDTH`.
-
-    Args:
-        median_s, low_s, high_s: seconds, 0 < low_s <= median_s <= high_s.
-    """
+    """log(median / low) and log(high / median), neither below `LEAST_HALF_WIDTH`; 0 < low_s <= median_s <= high_s."""
     return HalfWidths(
         max(math.log(median_s / low_s), LEAST_HALF_WIDTH),
         max(math.log(high_s / median_s), LEAST_HALF_WIDTH),
@@ -103,11 +99,7 @@ def half_widths(median_s: float, low_s: float, high_s: float) -> HalfWidths:
 
 
 def score(record: ValidationRecord) -> float:
-    """Distance of the measured value from the median, in half-widths of the predicted interval, >= 0.
-
-    Args:
-        record: a prediction and its measurement.
-    """
+    """Distance of the measured value from the median, in half-widths of the predicted interval, >= 0."""
     below, above = half_widths(record.predicted_s, record.low_s, record.high_s)
     distance = math.log(record.measured_s) - math.log(record.predicted_s)
     return distance / above if distance >= 0 else -distance / below
@@ -116,11 +108,7 @@ def score(record: ValidationRecord) -> float:
 def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float | None:
     """The ceil((n + 1) * level)-th smallest of n scores; None if there is none (n < level / (1 - level)).
 
-    Args:
-        scores: any order. level: nominal coverage in (0, 1).
-
-    Raises:
-        CostError: a level outside (0, 1).
+    Raises CostError for a level outside (0, 1).
     """
     if not 0 < level < 1:
         raise CostError(f"the level of an interval must lie between 0 and 1, got {level}")
@@ -129,11 +117,7 @@ def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float |
 
 
 def records_needed(level: float = LEVEL) -> int:
-    """The smallest history with a correction: 9 for 90% intervals.
-
-    Args:
-        level: nominal coverage in (0, 1).
-    """
+    """The smallest history with a correction: 9 for 90% intervals. `level`: nominal coverage in (0, 1)."""
     exact = Fraction(level).limit_denominator(10_000)
     return math.ceil(exact / (1 - exact))
 
@@ -171,16 +155,9 @@ class ConformalCorrection:
 
 
 def correction(records: Iterable[ValidationRecord]) -> ConformalCorrection:
-    """The correction from records.
-
-    Args:
-        records: all of one profile.
-    """
-    return _learnt([score(record) for record in records], LEVEL)
-
-
-def _learnt(scores: Sequence[float], level: float) -> ConformalCorrection:
-    return ConformalCorrection(factor=conformal_quantile(scores, level), records=len(scores))
+    """The correction from the records of one profile."""
+    scores = [score(record) for record in records]
+    return ConformalCorrection(factor=conformal_quantile(scores), records=len(scores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,36 +221,22 @@ class Coverage:
 
 
 def judged_split(records: Iterable[ValidationRecord], level: float = LEVEL) -> list[Judged]:
-    """Judge every record by a correction from other runs *and* other models only.
-
-    Args:
-        records: of one profile. level: nominal coverage.
-
-    Returns:
-        One entry per record, in the order given.
-    """
-    known = [(record, score(record)) for record in records]
+    """Judge every record of a profile by a correction from other runs *and* other models only, in the order given."""
+    scored = [(record, score(record)) for record in records]
     learnt: dict[tuple[str, str], ConformalCorrection] = {}
     rows = []
-    for record, _ in known:
+    for record, _ in scored:
         key = (record.run, record.model)
         if key not in learnt:
-            scores = [own for other, own in known if other.run != record.run and other.model != record.model]
-            learnt[key] = _learnt(scores, level)
+            scores = [distance for other, distance in scored if other.run != record.run and other.model != record.model]
+            learnt[key] = ConformalCorrection(factor=conformal_quantile(scores, level), records=len(scores))
         low_s, high_s = learnt[key].apply(record.predicted_s, record.low_s, record.high_s)
         rows.append(Judged(record=record, correction=learnt[key], low_s=low_s, high_s=high_s))
     return rows
 
 
 def coverage_of(rows: Sequence[Judged]) -> Coverage:
-    """Coverage of judged records.
-
-    Args:
-        rows: of `judged_split`.
-
-    Raises:
-        CostError: no record.
-    """
+    """Coverage of judged records. Raises CostError without a record."""
     if not rows:
         raise CostError("coverage needs at least one record of a prediction and its measurement; run `parsim validate` first")
     covered = sum(row.covered for row in rows)
@@ -293,23 +256,12 @@ def coverage_of(rows: Sequence[Judged]) -> Coverage:
 
 
 def coverage_split(records: Iterable[ValidationRecord]) -> Coverage:
-    """Coverage if each record is judged by a correction from other runs and other models.
-
-    Args:
-        records: of one profile.
-
-    Raises:
-        CostError: no record.
-    """
+    """Coverage if each record is judged by a correction from other runs and other models. Raises CostError without a record."""
     return coverage_of(judged_split(records))
 
 
 def coverage_by(rows: Sequence[Judged], key: Callable[[ValidationRecord], str]) -> dict[str, Coverage]:
-    """Coverage of groups of judged records, such as by model or by run, in the order they appear.
-
-    Args:
-        rows: of `judged_split`. key: name of a record's group.
-    """
+    """Coverage of groups of judged records, such as by model or by run, in the order they appear."""
     names = dict.fromkeys(key(row.record) for row in rows)
     return {name: coverage_of([row for row in rows if key(row.record) == name]) for name in names}
 
@@ -323,13 +275,9 @@ class ShareAtLevel(NamedTuple):
 
 
 def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]) -> list[ShareAtLevel]:
-    """Empirical coverage for several nominal levels.
+    """Empirical coverage of at least one record for several nominal levels, each in (0, 1).
 
-    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log
-    scale.
-
-    Args:
-        records: of one profile, at least one. levels: nominal coverage, each in (0, 1).
+    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log scale.
     """
     normal = NormalDist()
     shares = []
@@ -342,14 +290,7 @@ def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]
 
 
 def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact confidence interval of a binomial share.
-
-    Args:
-        successes, trials: counts. level: of confidence.
-
-    Raises:
-        CostError: unless 0 <= successes <= trials and trials >= 1.
-    """
+    """The exact confidence interval of a binomial share. Raises CostError unless 0 <= successes <= trials and trials >= 1."""
     from scipy.special import betaincinv
 
     if not 0 <= successes <= trials or trials < 1:

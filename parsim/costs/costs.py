@@ -24,7 +24,7 @@ from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.model.component import Component
-from parsim.model.formats import Numerics
+from parsim.model.formats import DEFAULT_NUMERICS, Numerics
 from parsim.model.model import Model
 from parsim.work import (
     BY_OPERATOR_PART,
@@ -50,8 +50,6 @@ class Costs:
     """Prices work of `model` on `cluster`. Rank r runs on cluster.devices[r].
 
     Attributes:
-        precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
-        master_weights: with precision "bf16", the optimizer updates copies in fp32. ema: it averages the weights too.
         update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
@@ -62,11 +60,8 @@ class Costs:
 
     model: Model
     cluster: Cluster
-    precision: str = "fp32"
-    master_weights: bool = True
-    ema: bool = False
+    numerics: Numerics = DEFAULT_NUMERICS
     update_calls: int = 1
-    optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
     corrections: RunCorrections = NO_RUN_CORRECTIONS
@@ -88,7 +83,7 @@ class Costs:
         """
         if isinstance(work, HostCopy | HostUpdate):
             return self._on_host(work, rank)
-        context = self._context_after_wait if after_wait else self._context
+        context = replace(self._context, after_wait=True) if after_wait else self._context
         return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 
     @property
@@ -99,8 +94,7 @@ class Costs:
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         if rank not in self._device_kinds:
-            factors = [factors for factors in (self._context.updates, self.corrections) if factors]
-            slowness = (f" x{entry.rank_factor(rank)!r}" for entry in factors)
+            slowness = (f" x{each.rank_factor(rank)!r}" for each in (self._context.updates, self.corrections) if each)
             self._device_kinds[rank] = self._device(rank).type.name + "".join(slowness)
         return self._device_kinds[rank]
 
@@ -135,11 +129,7 @@ class Costs:
         return self._context.post_wait_s
 
     def priced_alike(self, other: Costs) -> bool:
-        """Whether costs of the same problem for another number of ranks have the same prices.
-
-        Args:
-            other: of the same model, cluster, precision and optimizer.
-        """
+        """Whether costs of the same problem for another number of ranks have the same prices."""
         crowds = self.loading is not None and self.loading.workers > 0  # workers take what the ranks leave of the cores
         if crowds and self.ranks != other.ranks:
             return False
@@ -156,29 +146,17 @@ class Costs:
             loading_is_current=self.loading is not None,
         )
 
-    @cached_property
-    def _context_after_wait(self) -> PriceContext:
-        return replace(self._context, after_wait=True)
-
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
-        """As the profile knows the work, before any adjustment."""
+        """Price work as the profile knows it, before any adjustment."""
         match work:
             case Compute():
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
-                return self._computation.optimizer(
-                    work,
-                    work.optimizer or self.optimizer,
-                    self._device(rank),
-                    master_weights=self.master_weights,
-                    ema=self.ema,
-                    calls=self.update_calls,
-                )
+                return self._computation.optimizer(work, self._device(rank), calls=self.update_calls)
             case Mix() if not work.accesses:
                 return estimate_mix(work, self._device(rank))
             case ClipGradients() | Mix():
-                device = self._device(rank)
-                return self._computation.arithmetic(work, self.optimizer, device, master_weights=self.master_weights)
+                return self._computation.arithmetic(work, self._device(rank))
             case Collective():
                 return estimate_collective(work, self.cluster, concurrent)
             case SendRecv():
@@ -189,15 +167,12 @@ class Costs:
                 return self._on_host(work, rank)
 
     def _on_host(self, work: HostCopy | HostUpdate, rank: int) -> Estimate:
-        """Of work that no adjustment concerns, but that links may be as fast as one asks."""
+        """Price work that no adjustment concerns, but that links may be as fast as one asks."""
         path = self.host_path_of(rank)  # refuses a device that has no memory of its own
         if isinstance(work, HostCopy):
             copy, factor = estimate_host_copy(work, path), self.scale.communication
             return copy if factor == 1.0 else copy.then(Term("scale", "over", factor, "assumed", "links as they would be"))
-        numerics = Numerics(
-            precision=self.precision, optimizer=self.optimizer, master_weights=self.master_weights, ema=self.ema
-        )
-        return estimate_host_update(work, self.cluster, self.ranks or self.cluster.size, numerics)
+        return estimate_host_update(work, self.cluster, self.ranks or self.cluster.size, self.numerics)
 
     def host_path_of(self, rank: int) -> HostPath:
         """Between a rank's device and its host. Raises CostError as `host_path`."""
@@ -225,11 +200,7 @@ class Costs:
         return read.then(Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail))
 
     def reading_floor_s(self, work: LoadBatch, rank: int) -> float:
-        """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn.
-
-        Args:
-            work, rank: as `estimate` takes them.
-        """
+        """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn."""
         if self.loading is None:
             return 0.0
         return self.loading.floor_s(work, on_cores=DEVICE_KINDS[self._device(rank).type.kind].on_cores)
@@ -241,11 +212,10 @@ class Costs:
         return cores if len(set(cores)) < len(cores) else ()
 
     def overlap(self, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
-        """How much computation and communication slow each other while both run (not at all if it was not measured). Also
-        which ranks share a core, and whether loading and communication take turns at it.
+        """How much computation and communication slow each other while both run (not at all if it was not measured).
 
-        Args:
-            works: of a program. seconds: of each, all its tasks together; what communicates longest counts most.
+        What communicates longest counts most. Also which ranks share a core, and whether loading and communication take turns
+        at it.
         """
         measured = self.cluster.profile.overlap
         factors = OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
@@ -260,22 +230,18 @@ class Costs:
         key = (self.same_computation(work), device.type.name)
         if key not in self._computed:
             if work.part:
-                whole = self._compute(replace(work, part="", parts=1), device)
-                self._computed[key] = self._computation.part(work, component, device, whole)
+                every_part = self._compute(replace(work, part="", parts=1), device)
+                self._computed[key] = self._computation.part(work, component, device, every_part)
             else:
-                self._computed[key] = self._computation.estimate(
-                    work, component, device, input_gradient=self.model.has_input_gradient(component)
-                )
+                wants_gradient = self.model.has_input_gradient(component)
+                self._computed[key] = self._computation.estimate(work, component, device, input_gradient=wants_gradient)
         return self._computed[key]
 
     def same_computation(self, work: Compute) -> tuple[object, ...]:
-        """Equal for computation that takes as long on the same device: of components that do the same work in the same shards.
+        """Equal for computation that takes as long on the same device: of components that do the same work in the same
+        shards.
 
-        Args:
-            work: of a component of the model.
-
-        Raises:
-            CostError: the model has no such component.
+        Raises CostError for a component that the model has not.
         """
         component = self._component(work.component)
         selective = component.selective if work.part == BY_OPERATOR_PART else None
@@ -289,7 +255,7 @@ class Costs:
 
     @cached_property
     def _computation(self) -> ComputeCosts:
-        return compute_costs(self.cluster, self.precision, self.ranks_active)
+        return compute_costs(self.cluster, self.numerics, self.ranks_active)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index
@@ -306,13 +272,10 @@ class Costs:
 
 
 def estimate_mix(work: Mix, device: Device) -> Estimate:
-    """Price a weighted sum of arrays in one pass, at the memory bandwidth: every array is read and the sum written.
+    """Price a weighted sum of arrays of 4 bytes per element in one pass, at the memory bandwidth: every array is read and
+    the sum written.
 
-    Args:
-        work: number of arrays and their elements (4 bytes each). device: its memory bandwidth counts.
-
-    Returns:
-        An Estimate. Leaves out the launch, and that few kernels reach the published bandwidth.
+    Leaves out the launch, and that few kernels reach the published bandwidth.
     """
     size_bytes = 4 * (work.copies + 1) * work.elements
     bandwidth = device.type.memory_bandwidth_bytes_per_s
@@ -325,17 +288,12 @@ def estimate_mix(work: Mix, device: Device) -> Estimate:
 
 
 def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:
-    """Price the copy of a batch to the device, part by part: as measured, or host seconds per part plus bytes over bandwidth.
+    """Price the copy of a batch to the device, part by part: as measured, or host seconds per part plus bytes over
+    bandwidth.
 
     Without measurements, the bandwidth is that of the slowest link from the device's socket if the topology names one (PCIe),
-    otherwise the device's memory bandwidth.
-
-    Args:
-        work: parts and bytes of the batch. device: the destination. cluster: its profile and topology.
-
-    Returns:
-        An Estimate. Leaves out decoding and augmentation (data is assumed ready in host memory), and other devices that load
-        through the same switch at the same time.
+    otherwise the device's memory bandwidth. Leaves out decoding and augmentation (data is assumed ready in host memory), and
+    other devices that load through the same switch at the same time.
     """
     host = cluster.profile.host
     if host is not None and host.load_s is not None:
@@ -386,8 +344,8 @@ def price(
     known: dict[Hashable, Estimate] | None = None,
     concurrent: Concurrent | None = None,
 ) -> list[Estimate]:
-    """Estimates in the order given, memoised per distinct work and device type. Communication is kept per work, which names its
-    ranks, and loading per device, whose path to the host it takes. Computation: components that do the same are one.
+    """Estimates in the order given, memoised per distinct work and device type. Communication is kept per work, which names
+    its ranks, and loading per device, whose path to the host it takes. Computation: components that do the same are one.
 
     Args:
         work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is
@@ -420,7 +378,7 @@ def price(
 
 
 def _key(work: Work, rank: int, costs: Costs) -> Hashable:
-    """Of what no link carries."""
+    """What makes the price of work that no link carries."""
     if not 0 <= rank < costs.cluster.size:
         return work, rank
     if isinstance(work, Compute) and not costs.differ_by_rank:

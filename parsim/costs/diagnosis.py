@@ -126,14 +126,24 @@ def diagnose(predicted: PredictedStep, observed: ObservedStep, *, unexplained_s:
         unexplained_s: seconds of the mean step that no task explains, where the caller knows them.
     """
     if observed.timed < LEAST_STEPS:
-        told = f"no verdict: {observed.timed} timed steps, and {LEAST_STEPS} are needed to tell a difference from noise"
-        return Diagnosis(as_predicted=None, text=told)
+        text = f"no verdict: {observed.timed} timed steps, and {LEAST_STEPS} are needed to tell a difference from noise"
+        return Diagnosis(as_predicted=None, text=text)
     noise = 1 + observed.floor
     as_predicted = predicted.low_s / noise <= observed.step_s <= predicted.high_s * noise
     case = _Case(predicted, observed)
     findings = [*case.ranks(), *case.machine(), *case.links(), *case.loading()]
     if not as_predicted and observed.step_s > predicted.high_s and unexplained_s > case.least_s:
-        findings.append(_between(unexplained_s, observed.step_s))
+        share = format_percent(unexplained_s / observed.step_s)
+        findings.append(
+            Finding(
+                kind="between",
+                subject="time between tasks",
+                factor=observed.step_s / max(observed.step_s - unexplained_s, 1e-12),
+                seconds=unexplained_s,
+                text=f"{format_seconds(unexplained_s)} of a step ({share}) lie between its tasks",
+                advice="other programs may have taken the cores; `parsim validate` measures it in rounds",
+            )
+        )
     findings.sort(key=lambda finding: -abs(finding.seconds))
     return Diagnosis(
         as_predicted=as_predicted, text=_verdict(predicted, observed, as_predicted, findings), findings=tuple(findings)
@@ -146,12 +156,12 @@ def _verdict(predicted: PredictedStep, observed: ObservedStep, as_predicted: boo
     if as_predicted:
         return f"as predicted: a step took {measured}, predicted were {span}"
     change = observed.step_s / predicted.median_s - 1
-    said = f"not as predicted: a step took {measured}, predicted were {span} ({_more(change, 'longer', 'shorter')})"
+    verdict = f"not as predicted: a step took {measured}, predicted were {span} ({_more(change, 'longer', 'shorter')})"
     if findings:
-        return said
+        return verdict
     return (
-        f"{said}; no single rank, link or phase explains it: `parsim validate` measures the plan in rounds, and its --update "
-        "writes into the profile what is off"
+        f"{verdict}; no single rank, link or phase explains it: `parsim validate` measures the plan in rounds, and its "
+        "--update writes into the profile what is off"
     )
 
 
@@ -169,7 +179,7 @@ class _Case:
         self._links = [key for key in shared if isinstance(key, CommunicationClass)]
         self._seen = {rank: self._factors(keys) for rank, keys in self._compute.items()}
         self._drawn = {rank: self._drawn_factors(keys) for rank, keys in self._compute.items()}
-        self._typical = _typical([float(own.mean()) for own in self._seen.values()]) if self._seen else 1.0
+        self._typical = _typical([float(factors.mean()) for factors in self._seen.values()]) if self._seen else 1.0
 
     def _expected_s(self, keys: Sequence[WorkClass]) -> float:
         return sum(self.predicted.seconds[key] for key in keys)
@@ -188,21 +198,21 @@ class _Case:
         if len(self._seen) < 2:
             return
         typical = _typical(list(self._drawn.values()))
-        for rank, own in self._seen.items():
-            factor = float(own.mean()) / self._typical
-            admitted = float(np.quantile(self._drawn[rank] / typical, RARE)) * (1 + CLEAR * _error(own))
+        for rank, factors in self._seen.items():
+            measured = float(factors.mean())
+            factor = measured / self._typical
+            admitted = float(np.quantile(self._drawn[rank] / typical, RARE)) * (1 + CLEAR * _error(factors))
             expected_s = self._expected_s(self._compute[rank]) * self._typical
             seconds = (factor - 1) * expected_s
             if factor <= admitted or seconds <= self.least_s:
                 continue
-            whole = float(own.mean())
             others = "" if abs(self._typical - 1) < MATTERS else f", the others {_change(self._typical)}"
             yield Finding(
                 kind="rank",
                 subject=f"rank {rank}",
-                factor=whole,
+                factor=measured,
                 seconds=seconds,
-                text=f"rank {rank} ({self.predicted.devices[rank]}) computes {_change(whole)} than predicted{others}",
+                text=f"rank {rank} ({self.predicted.devices[rank]}) computes {_change(measured)} than predicted{others}",
                 advice="look for other programs or a lowered clock on its device; a plan without it: cluster.devices"
                 + ("; --adaptive changes plan on the way" if self.predicted.adapts else ""),
             )
@@ -213,8 +223,8 @@ class _Case:
             return
         factor = self._typical
         drawn = _typical(list(self._drawn.values()))
-        own = min(self._seen.values(), key=lambda steps: abs(float(steps.mean()) - factor))
-        wide = 1 + CLEAR * _error(own)
+        nearest = min(self._seen.values(), key=lambda steps: abs(float(steps.mean()) - factor))
+        wide = 1 + CLEAR * _error(nearest)
         low, high = (float(value) for value in np.quantile(drawn, (1 - RARE, RARE)))
         longest_s = max(self._expected_s(keys) for keys in self._compute.values())
         seconds = (factor - 1) * longest_s
@@ -222,15 +232,15 @@ class _Case:
             return
         beside = self.observed.slowness
         who = "all ranks compute" if len(self._seen) > 1 else "the rank computes"
-        told = f"{who} {_change(factor)} than predicted"
+        what = f"{who} {_change(factor)} than predicted"
         kind: Kind = "machine"
         if beside is not None and abs(math.log(beside)) < abs(math.log(factor)) / 2:
             kind = "prices"
-            text = f"{told}, on a machine as fast as when it was calibrated: the prices of this model are off"
+            text = f"{what}, on a machine as fast as when it was calibrated: the prices of this model are off"
             advice = "calibrate with this model, or `parsim validate --update`"
         else:
             seen = "" if beside is None else f" (a fixed piece of work beside the run: {_change(beside)})"
-            text = f"{told}{seen}: the machine is {'slower' if factor > 1 else 'faster'} than when it was calibrated"
+            text = f"{what}{seen}: the machine is {'slower' if factor > 1 else 'faster'} than when it was calibrated"
             advice = "calibrate again (`parsim calibrate`, or in 20 seconds with --refresh), or end what else runs here"
         yield Finding(kind=kind, subject=kind, factor=factor, seconds=seconds, text=text, advice=advice)
 
@@ -239,11 +249,11 @@ class _Case:
         slow: dict[CommunicationClass, tuple[float, float]] = {}
         right = []
         for key in self._links:
-            own = self._factors([key])
+            factors = self._factors([key])
             base = max((float(self._seen[rank].mean()) for rank in key.ranks if rank in self._seen), default=1.0)
             base = max(base, 1.0) if self.predicted.cores_carry else 1.0
-            factor = float(own.mean()) / base
-            admitted = float(np.quantile(self._drawn_factors([key]), RARE)) * (1 + CLEAR * _error(own))
+            factor = float(factors.mean()) / base
+            admitted = float(np.quantile(self._drawn_factors([key]), RARE)) * (1 + CLEAR * _error(factors))
             seconds = (factor - 1) * base * self.predicted.seconds[key]
             if factor > admitted and seconds > self.least_s:
                 slow[key] = factor, seconds
@@ -252,7 +262,16 @@ class _Case:
         if not slow:
             return
         if not right and len({key.ranks for key in slow}) > 1:
-            yield self._network(slow)
+            expected_s = [self.predicted.seconds[key] for key in slow]
+            factor = float(np.average([factor for factor, _ in slow.values()], weights=expected_s))
+            yield Finding(
+                kind="network",
+                subject="all links",
+                factor=factor,
+                seconds=sum(seconds for _, seconds in slow.values()),
+                text=f"all communication at {format_percent(1 / factor)} of its predicted speed",
+                advice="look for other traffic; if it stays, calibrate again",
+            )
             return
         by_ranks: dict[tuple[int, ...], list[CommunicationClass]] = {}
         for key in slow:
@@ -263,21 +282,9 @@ class _Case:
         for ranks, keys in by_ranks.items():
             yield self._link(ranks, {key: slow[key] for key in keys})
 
-    def _network(self, slow: Mapping[CommunicationClass, tuple[float, float]]) -> Finding:
-        seconds = sum(own for _, own in slow.values())
-        factor = float(np.average([own for own, _ in slow.values()], weights=[self.predicted.seconds[key] for key in slow]))
-        return Finding(
-            kind="network",
-            subject="all links",
-            factor=factor,
-            seconds=seconds,
-            text=f"all communication at {format_percent(1 / factor)} of its predicted speed",
-            advice="look for other traffic; if it stays, calibrate again",
-        )
-
     def _link(self, ranks: tuple[int, ...], slow: Mapping[CommunicationClass, tuple[float, float]]) -> Finding:
-        seconds = sum(own for _, own in slow.values())
-        factor = max(own for own, _ in slow.values())
+        seconds = sum(seconds for _, seconds in slow.values())
+        factor = max(factor for factor, _ in slow.values())
         names = "-".join(self.predicted.devices[rank] for rank in ranks)
         subject = f"link {names}" if len(ranks) == 2 else f"links between {names}"
         return Finding(
@@ -292,38 +299,27 @@ class _Case:
 
     def loading(self) -> Iterator[Finding]:
         """Reading batches that takes longer than predicted."""
-        more = [seen - asked for seen, asked in zip(self.observed.loading, self.predicted.loading, strict=True)]
+        more = [seen - predicted for seen, predicted in zip(self.observed.loading, self.predicted.loading, strict=True)]
         if not more or max(more) <= self.least_s:
             return
         rank = int(np.argmax(more))
-        seen_s, asked_s = self.observed.loading[rank], self.predicted.loading[rank]
+        seen_s, predicted_s = self.observed.loading[rank], self.predicted.loading[rank]
         yield Finding(
             kind="loading",
             subject="loading",
-            factor=seen_s / asked_s if asked_s > 0 else math.inf,
+            factor=seen_s / predicted_s if predicted_s > 0 else math.inf,
             seconds=more[rank],
             text=f"reading batches takes {format_seconds(seen_s)} of a step on rank {rank}, predicted were "
-            f"{format_seconds(asked_s)}",
+            f"{format_seconds(predicted_s)}",
             advice="raise training.workers, or make the dataset faster",
         )
 
 
-def _between(seconds: float, step_s: float) -> Finding:
-    return Finding(
-        kind="between",
-        subject="time between tasks",
-        factor=step_s / max(step_s - seconds, 1e-12),
-        seconds=seconds,
-        text=f"{format_seconds(seconds)} of a step ({format_percent(seconds / step_s)}) lie between its tasks",
-        advice="other programs may have taken the cores; `parsim validate` measures it in rounds",
-    )
-
-
 def _typical(values: Sequence[Any]) -> Any:
-    """Of the ranks, the slowest of the fastest half: what slows a minority of ranks does not move it."""
+    """The value of the slowest of the fastest half of the ranks: what slows a minority of ranks does not move it."""
     ordered = np.sort(np.array(values), axis=0)
-    found = ordered[(len(values) - 1) // 2]
-    return float(found) if found.ndim == 0 else found
+    middle = ordered[(len(values) - 1) // 2]
+    return float(middle) if middle.ndim == 0 else middle
 
 
 def _error(steps: Floats) -> float:
@@ -340,7 +336,7 @@ def _common_pair(slow: Sequence[tuple[int, ...]], right: Sequence[tuple[int, ...
 
 
 def _change(factor: float) -> str:
-    """Of speed: `20.0% slower` where the same work takes 1.2 times as long."""
+    """A change of speed: `20.0% slower` where the same work takes 1.2 times as long."""
     return _more(factor - 1, "slower", "faster")
 
 

@@ -13,14 +13,7 @@ STEPS_AVERAGED = 20
 
 
 def medians_s(estimates: Sequence[Estimate]) -> NDArray[np.float64]:
-    """Medians of estimates.
-
-    Args:
-        estimates: n of them.
-
-    Returns:
-        float64 [n] seconds.
-    """
+    """Medians of estimates: float64 [n] seconds."""
     return np.array([estimate.median_s for estimate in estimates], dtype=np.float64)
 
 
@@ -66,7 +59,6 @@ def sampled_durations_by_rows(
     """Yield the draws of `sample_durations_s`, number for number, in pieces of bounded memory.
 
     Args:
-        estimates, samples, seed, unit, steps_averaged: as for `sample_durations_s`.
         rows: samples in one piece, at most.
         repeat: makes the repeat noise of the draws if tasks do not draw it independently (`parsim.engines.noise`).
     """
@@ -77,14 +69,8 @@ def sampled_durations_by_rows(
 def repeat_sigmas(
     estimates: Sequence[Estimate], unit: NDArray[np.int64], steps_averaged: int = STEPS_AVERAGED
 ) -> NDArray[np.float64]:
-    """Relative spread of each task's own noise in the mean of several steps.
-
-    Args:
-        estimates: of the distinct units. unit: int64 [n], the unit of each task. steps_averaged: steps in the mean.
-
-    Returns:
-        float64 [n].
-    """
+    """Relative spread of each task's own noise in the mean of several steps: float64 [n]. `unit`: int64 [n], that of each
+    task."""
     sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
     return sigmas
 

@@ -72,11 +72,7 @@ Terms = tuple[Term, ...]
 
 
 def folded_s(terms: Iterable[Term]) -> float:
-    """Seconds of the terms, applied from left to right; 0 without any.
-
-    Args:
-        terms: of an Estimate.
-    """
+    """Seconds of the terms, applied from left to right; 0 without any."""
     total = 0.0
     for term in terms:
         total = term.applied(total)
@@ -84,11 +80,7 @@ def folded_s(terms: Iterable[Term]) -> float:
 
 
 def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
-    """Yield every term with the seconds after it.
-
-    Args:
-        terms: of an Estimate.
-    """
+    """Yield every term with the seconds after it."""
     total = 0.0
     for term in terms:
         total = term.applied(total)
@@ -96,11 +88,7 @@ def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
 
 
 def summed(parts: Iterable[tuple[str, float, TermOrigin, Detail]]) -> Terms:
-    """Terms that add up seconds.
-
-    Args:
-        parts: name, seconds, origin and detail of each.
-    """
+    """Terms that add up seconds, from (name, seconds, origin, detail) of each."""
     return tuple(
         Term(name, "plus" if number else "start", seconds, origin, detail)
         for number, (name, seconds, origin, detail) in enumerate(parts)

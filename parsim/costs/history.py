@@ -45,7 +45,7 @@ class History:
 
     @cached_property
     def correction(self) -> ConformalCorrection:
-        """Of the profile's intervals."""
+        """The correction of the profile's intervals."""
         return correction(self.records)
 
     @cached_property
@@ -65,7 +65,8 @@ class History:
             )
         if self.left_out:
             lines = "1 line is" if len(self.left_out) == 1 else f"{len(self.left_out)} lines are"
-            reasons = "; ".join(f"{why} ({count})" for why, count in Counter(map(_kind_of_reason, self.left_out)).items())
+            kinds = Counter(text.split(": ", 1)[1].split(" (")[0] for text in self.left_out)
+            reasons = "; ".join(f"{why} ({count})" for why, count in kinds.items())
             notes.append(f"{lines} left out of {self.path}: {reasons}; first {self.left_out[0]}")
         return tuple(notes)
 
@@ -78,11 +79,7 @@ NO_HISTORY = History()
 
 
 def fingerprint(profile: Profile) -> str:
-    """16 hexadecimal digits over every number of a profile on which a price depends; names, texts and sources do not count.
-
-    Args:
-        profile: as loaded.
-    """
+    """16 hexadecimal digits over every number of a profile on which a price depends; names, texts and sources do not count."""
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
     if profile.updates:  # the latest holds; one without factors is as none
         factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
@@ -91,11 +88,7 @@ def fingerprint(profile: Profile) -> str:
 
 
 def history_path(profile: str, history: str | None = None) -> Path | None:
-    """The path of a profile's history: as given, else next to the profile, else None.
-
-    Args:
-        profile: its path or shipped name. history: a path given by the user.
-    """
+    """The path of a profile's history: as the user gave it, else next to the profile (a path or a shipped name), else None."""
     if history is not None:
         return Path(history)
     path = Path(profile)
@@ -105,11 +98,7 @@ def history_path(profile: str, history: str | None = None) -> Path | None:
 def read_history(path: Path | None, profile: Profile) -> History:
     """The records of this version of the profile on its machine; none if there is no file.
 
-    Args:
-        path: of the history. profile: as loaded.
-
-    Raises:
-        ProfileError: the file cannot be read.
+    Raises ProfileError if the file cannot be read.
     """
     if path is None or not path.exists():
         return History(path=path)
@@ -118,31 +107,27 @@ def read_history(path: Path | None, profile: Profile) -> History:
     except OSError as error:
         raise ProfileError(f"cannot read history {path}: {error.strerror}; give a file of `parsim validate`") from error
     left_out: list[str] = []
-    found: list[tuple[int, ValidationRecord]] = []
+    numbered: list[tuple[int, ValidationRecord]] = []
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                found.append((number, _record(line)))
+                numbered.append((number, _record(line)))
         except CostError as error:
             left_out.append(f"line {number}: {error}")
-    wanted = fingerprint(profile) if found else ""
-    own: list[tuple[int, ValidationRecord]] = []
-    for number, record in found:
-        if record.profile == wanted:
-            own.append((number, record))
-        else:
-            left_out.append(f"line {number}: of another profile or version ({record.profile or 'none named'}, not {wanted})")
-    machine = _machine([record for _, record in own], profile)
-    left_out += [f"line {number}: of other hardware ({r.machine})" for number, r in own if r.machine != machine]
-    return History(path=path, records=tuple(r for _, r in own if r.machine == machine), left_out=tuple(left_out))
+    version = fingerprint(profile) if numbered else ""
+    left_out += [
+        f"line {number}: of another profile or version ({record.profile or 'none named'}, not {version})"
+        for number, record in numbered
+        if record.profile != version
+    ]
+    numbered = [(number, record) for number, record in numbered if record.profile == version]
+    machine = _machine([record for _, record in numbered], profile)
+    left_out += [f"line {number}: of other hardware ({r.machine})" for number, r in numbered if r.machine != machine]
+    return History(path=path, records=tuple(r for _, r in numbered if r.machine == machine), left_out=tuple(left_out))
 
 
 def append_record(path: Path, record: ValidationRecord) -> None:
-    """Append one line, in one write under a lock. A half line of a killed writer is ended first.
-
-    Args:
-        path: of the history; its folder is made. record: one prediction and its measurement.
-    """
+    """Append one line, in one write under a lock, and make the folder. A half line of a killed writer is ended first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         lock(file.fileno(), waits=True)
@@ -169,25 +154,21 @@ def _record(line: str) -> ValidationRecord:
         raise CostError("not an object")
     if problem := version_problem(document, SCHEMA_VERSION):
         raise CostError(problem)
-    known = {field.name for field in fields(ValidationRecord)}
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):
-        wanted = str if name in ("model", "run") else (int, float)
-        if isinstance(document.get(name), bool) or not isinstance(document.get(name), wanted):
+        kind = str if name in ("model", "run") else (int, float)
+        if isinstance(document.get(name), bool) or not isinstance(document.get(name), kind):
             raise CostError(f"no {name}")
     for name in ("profile", "machine", "measurement"):
         if not isinstance(document.get(name, ""), str):
             raise CostError(f"{name} is not a string")
     try:
-        return ValidationRecord(**{name: value for name, value in document.items() if name in known})
+        names = {field.name for field in fields(ValidationRecord)}
+        return ValidationRecord(**{name: value for name, value in document.items() if name in names})
     except OverflowError as error:
         raise CostError("a number that no float can hold") from error
 
 
 def _machine(records: list[ValidationRecord], profile: Profile) -> str:
     """The machine whose records count: the profile's own where one is, else that of the latest record."""
-    own = [record.machine for record in records if record.machine and record.machine in profile.provenance.machine]
-    return own[-1] if own else records[-1].machine if records else ""
-
-
-def _kind_of_reason(text: str) -> str:
-    return text.split(": ", 1)[1].split(" (")[0]
+    here = [record.machine for record in records if record.machine and record.machine in profile.provenance.machine]
+    return here[-1] if here else records[-1].machine if records else ""

@@ -87,7 +87,7 @@ class MeasuredLoading:
         return self.own_s(work) + self.global_batch * self.passing_s
 
     def own_s(self, work: LoadBatch) -> float:
-        """The same without the samples of other ranks."""
+        """Seconds of `read_s` without the samples of other ranks."""
         return self.first_s + (work.parts - 1) * self.again_s + work.samples * self.sample_s
 
     def every_s(self, work: LoadBatch) -> float:
@@ -103,19 +103,15 @@ class MeasuredLoading:
         """No mean step is shorter: what is read ahead while a rank computes. 0 where it reads in its turn."""
         return self.every_s(work) if self.workers or not on_cores else 0.0
 
-    @property
-    def whole_batch(self) -> LoadBatch:
-        """As much as was read at once."""
-        return LoadBatch(samples=self.batch, size_bytes=0)
-
     def text(self) -> str:
         """`loading measured: 1.9 ms a batch of 16 (24 batches by 2 processes in 0.1 s; first sample 3 ms)`."""
-        first = f"; first sample {format_seconds(self.warm_up_s)}" if self.warm_up_s > 5 * self.read_s(_one(self)) else ""
+        one = LoadBatch(samples=1, size_bytes=0)
+        first = f"; first sample {format_seconds(self.warm_up_s)}" if self.warm_up_s > 5 * self.read_s(one) else ""
         made = f"; made in {format_seconds(self.prepared_s)}" if self.prepared_s > 1 else ""
         by = "" if self.readers == 1 else f" by {self.readers} processes"
         few = "" if self.batches >= FEW * self.readers else ", few of them: a wide interval"
         ahead = f", read ahead by {_count(self.workers, 'worker')} per rank" if self.workers else ""
-        seconds = format_seconds(self.read_s(self.whole_batch))
+        seconds = format_seconds(self.read_s(LoadBatch(samples=self.batch, size_bytes=0)))
         return (
             f"loading measured: {seconds} a batch of {self.batch}{ahead} ({self.batches} batches{by} in "
             f"{format_seconds(self.taken_s)}{few}{first}{made})"
@@ -170,7 +166,7 @@ def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: 
     """Price what a rank's own time goes into while its batch is read.
 
     Args:
-        work: samples and parts of the rank. loading: as it was measured. ranks: of the plan, on this machine.
+        ranks: of the plan, on this machine.
         on_cores: the rank computes on a core; else it is a GPU's, and this is the interval of a thread that reads ahead.
 
     Returns:
@@ -204,14 +200,14 @@ def _terms(work: LoadBatch, loading: MeasuredLoading, ranks: int, on_cores: bool
     if not on_cores:
         how = f"{loading.workers} workers" if loading.workers else "a thread"
         return (Term("read ahead", "start", loading.every_s(work), "measured", f"by {how}: no step is shorter"),)
-    found: Terms = summed(
+    terms: Terms = summed(
         (
             ("parts", loading.first_s + (work.parts - 1) * loading.again_s, "measured", parts),
             ("samples", work.samples * loading.sample_s, "measured", f"{work.samples} of {format_seconds(loading.sample_s)}"),
         )
     )
     if not loading.passing_s:
-        return found
+        return terms
     passing = Term(
         "samples of all ranks",
         "plus",
@@ -219,11 +215,7 @@ def _terms(work: LoadBatch, loading: MeasuredLoading, ranks: int, on_cores: bool
         "measured",
         f"{loading.global_batch} of {format_seconds(loading.passing_s)}: every rank reads an iterable dataset whole",
     )
-    return (*found, passing)
-
-
-def _one(loading: MeasuredLoading) -> LoadBatch:
-    return LoadBatch(samples=1, size_bytes=0)
+    return (*terms, passing)
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:
@@ -257,40 +249,34 @@ class HostPath(NamedTuple):
 
 
 def host_path(cluster: Cluster, ranks: int, device: Device) -> HostPath:
-    """The slowest way to the host of the devices of one type, on the first node that has some.
+    """The slowest way to the host of the devices of one type, on the first node that has some, while all ranks of a plan
+    copy.
 
-    Args:
-        cluster: its profile and links. ranks: of the plan, all of which copy at once. device: of the type.
-
-    Raises:
-        CostError: the device computes in the host's memory, or no link to the host is known.
+    Raises CostError if the device computes in the host's memory, or no link to the host is known.
     """
     if DEVICE_KINDS[device.type.kind].on_cores:
         raise CostError(
             f"offload to the host needs a device with memory of its own, and {device.type.name} computes in the host's; drop "
             "plan.optimizer_offload and plan.activation_offload"
         )
-    own = cluster.profile.host_memory
-    if own is not None and own.link_bytes_per_s is not None:
-        rate = own.link_bytes_per_s
-        return HostPath(rate, 0.0, f"host link of {format_bytes(rate)}/s per device as given ({own.source})")
+    host = cluster.profile.host_memory
+    if host is not None and host.link_bytes_per_s is not None:
+        rate = host.link_bytes_per_s
+        return HostPath(rate, 0.0, f"host link of {format_bytes(rate)}/s per device as given ({host.source})")
     used = cluster.devices[:ranks]
-    node = next(entry.node for entry in (*used, device) if entry.type.name == device.type.name)
-    paths = [(entry, _path(cluster, entry)) for entry in used or (device,) if entry.node == node]
+    node = next(other.node for other in (*used, device) if other.type.name == device.type.name)
+    paths = [(other, _path(cluster, other)) for other in used or (device,) if other.node == node]
     if not paths:
         paths = [(device, _path(cluster, device))]
     users = Counter(link for _, path in paths for link in set(path))
-    found = [
-        (min(link.capacity_bytes_per_s / users[link] for link in path), path)
-        for entry, path in paths
-        if entry.type.name == device.type.name and path
-    ]
-    if not found or any(not path for entry, path in paths if entry.type.name == device.type.name):
+    alike = [path for other, path in paths if other.type.name == device.type.name]
+    if not alike or not all(alike):
         raise CostError(
             f"no link between {device.type.name} and its host is known: profile {cluster.profile.name} lists none. Set "
             "cluster.host_link_bytes_per_s (of one device, in one direction) or host_memory of the profile, or drop the offload"
         )
-    rate, path = min(found, key=lambda pair: pair[0])
+    rates = [min(link.capacity_bytes_per_s / users[link] for link in path) for path in alike]
+    rate, path = min(zip(rates, alike, strict=True), key=lambda pair: pair[0])
     narrowest = min(path, key=lambda link: link.capacity_bytes_per_s / users[link])
     shared = users[narrowest]
     with_others = f", shared by {shared} devices" if shared > 1 else ""
@@ -305,14 +291,7 @@ def _path(cluster: Cluster, device: Device) -> tuple[Link, ...]:
 
 
 def estimate_host_copy(work: HostCopy, path: HostPath) -> Estimate:
-    """Price one copy.
-
-    Args:
-        work: its bytes. path: between the device and its host.
-
-    Returns:
-        An Estimate. Leaves out what a batch takes of the same link, and that copies slow computation.
-    """
+    """Price one copy. Leaves out what a batch takes of the same link, and that copies slow computation."""
     return Estimate.of(
         (
             Term("bytes", "start", work.size_bytes / path.bytes_per_s, "published", path.text),
@@ -324,11 +303,6 @@ def estimate_host_copy(work: HostCopy, path: HostPath) -> Estimate:
     )
 
 
-def ranks_on_a_node(cluster: Cluster, ranks: int) -> int:
-    """Of a plan, on the node that has most."""
-    return max(Counter(device.node for device in cluster.devices[:ranks]).values(), default=1)
-
-
 def update_bytes(numerics: Numerics, optimizer: str = "") -> int:
     """Bytes that the host reads and writes per parameter; `optimizer`: of a group of parameters, "": the usual one."""
     state, width = numerics.optimizer_bytes(optimizer)[0], numerics.format.weight_bytes
@@ -337,17 +311,9 @@ def update_bytes(numerics: Numerics, optimizer: str = "") -> int:
 
 
 def estimate_host_update(work: HostUpdate, cluster: Cluster, ranks: int, numerics: Numerics) -> Estimate:
-    """Price an update that the host makes.
+    """Price an update that the host makes; the ranks of a node share the bandwidth of its memory.
 
-    Args:
-        work: how many parameters. cluster: the bandwidth of its hosts' memory. ranks: of the plan; those of a node share it.
-        numerics: decide how wide state and weights are.
-
-    Returns:
-        An Estimate. Leaves out the host's arithmetic.
-
-    Raises:
-        CostError: the bandwidth of the host's memory is not known.
+    Leaves out the host's arithmetic. Raises CostError if the bandwidth of the host's memory is not known.
     """
     host = cluster.profile.host_memory
     if host is None or host.bandwidth_bytes_per_s is None:
@@ -356,7 +322,8 @@ def estimate_host_update(work: HostUpdate, cluster: Cluster, ranks: int, numeric
             f"{cluster.profile.name}: set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together), or "
             "host_memory of the profile"
         )
-    each, sharing = update_bytes(numerics, work.optimizer), ranks_on_a_node(cluster, ranks)
+    each = update_bytes(numerics, work.optimizer)
+    sharing = max(Counter(device.node for device in cluster.devices[:ranks]).values(), default=1)  # on the fullest node
     rate = host.bandwidth_bytes_per_s / sharing
     what = f"{each} bytes per parameter over {format_bytes(rate)}/s, a node's memory shared by {sharing} ranks"
     return Estimate.of(

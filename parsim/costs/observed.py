@@ -92,11 +92,8 @@ def communication_class(operation: str, ranks: Sequence[int]) -> CommunicationCl
 
 
 def class_of(work: Work, rank: int) -> WorkClass | None:
-    """The class whose seconds the work adds to; None for loading and work of the host, which neither ranks nor links explain.
-
-    Args:
-        work: one piece of work. rank: that runs it.
-    """
+    """The class whose seconds the work adds to; None for loading and work of the host, which neither ranks nor links
+    explain."""
     match work:
         case Compute():
             return ComputeClass(rank, work.component, work.phase)
@@ -116,7 +113,7 @@ def task_durations_s(tasks: int, timeline: Timeline, *, complete: bool = False) 
     A task on several ranks has one span per rank. Before the latest start the early ranks only wait.
 
     Args:
-        tasks: of the graph. timeline: of one step, predicted or measured. complete: every task must have a span.
+        tasks: of the graph. complete: every task must have a span.
 
     Raises:
         GraphError: the timeline names a task that the graph has not, or lacks one that it must have.
@@ -142,11 +139,7 @@ def task_durations_s(tasks: int, timeline: Timeline, *, complete: bool = False) 
 
 
 def class_seconds(work_seconds: Iterable[tuple[Work, int, float]]) -> dict[WorkClass, float]:
-    """Sum seconds by class.
-
-    Args:
-        work_seconds: (work, rank, seconds) of every task of one step; for communication any rank of it will do.
-    """
+    """Sum seconds by class over (work, rank, seconds) of every task of one step; for communication any rank of it will do."""
     totals: dict[WorkClass, float] = {}
     for work, rank, seconds in work_seconds:
         key = class_of(work, rank)
@@ -183,7 +176,7 @@ class RunCorrections:
         return bool(self.ranks or self.phases or self.communication)
 
     def rank_factor(self, rank: int) -> float:
-        """Of a rank's computation: the observed one, else the median of those observed, else 1."""
+        """The factor of a rank's computation: the observed one, else the median of those observed, else 1."""
         observed = self._by_rank
         return observed[rank] if rank in observed else _median(observed.values())
 
@@ -193,9 +186,14 @@ class RunCorrections:
         as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
         others; the median of all observed; 1.
         """
-        if key not in self._known:
-            self._known[key] = self._inferred(key)
-        return self._known[key]
+        factors = self._by_communication
+        if key not in factors:
+            ranks = set(key.ranks)
+            inside = [factor for seen, factor in self.communication if ranks >= set(seen.ranks)]
+            around = [factor for seen, factor in self.communication if ranks <= set(seen.ranks)]
+            every = (factor for _, factor in self.communication)
+            factors[key] = max(inside) if inside else min(around) if around else _median(every)
+        return factors[key]
 
     def factor(self, work: Work, rank: int) -> float:
         """The factor on the profile's seconds of a piece of work; 1 for loading."""
@@ -220,16 +218,9 @@ class RunCorrections:
         return dict(self.phases)
 
     @cached_property
-    def _known(self) -> dict[CommunicationClass, float]:
+    def _by_communication(self) -> dict[CommunicationClass, float]:
+        """Those observed, and those inferred so far."""
         return dict(self.communication)
-
-    def _inferred(self, key: CommunicationClass) -> float:
-        ranks = set(key.ranks)
-        inside = [factor for seen, factor in self.communication if ranks >= set(seen.ranks)]
-        if inside:
-            return max(inside)
-        around = [factor for seen, factor in self.communication if ranks <= set(seen.ranks)]
-        return min(around) if around else _median(factor for _, factor in self.communication)
 
 
 NO_RUN_CORRECTIONS = RunCorrections()
@@ -238,10 +229,7 @@ NO_RUN_CORRECTIONS = RunCorrections()
 def observed_over_expected(steps: Sequence[ClassSeconds], expected: ClassSeconds, keys: Sequence[WorkClass]) -> Floats:
     """float64 [steps]: seconds of some classes together over those expected of them, step by step.
 
-    A sum over classes is compared with a sum, so long classes weigh most.
-
-    Args:
-        steps: seconds by class of each step. expected: seconds per step. keys: expected to take more than 0 seconds in all.
+    A sum over classes is compared with a sum, so long classes weigh most. They are expected to take more than 0 seconds in all.
     """
     expected_s = sum(expected[key] for key in keys)
     return np.array([sum(step.get(key, 0.0) for key in keys) / expected_s for step in steps], dtype=np.float64)
@@ -256,12 +244,9 @@ def by_subject(keys: Iterable[WorkClass]) -> dict[int | CommunicationClass, list
 
 
 def learn(observed: ClassSeconds, expected: ClassSeconds) -> RunCorrections:
-    """The factors that explain observed seconds, given the profile's seconds.
+    """The factors that explain observed seconds by class, given the profile's seconds.
 
     Classes that only one of the two mappings names, or that the profile prices at 0, teach nothing.
-
-    Args:
-        observed, expected: seconds by class.
     """
     shared = [key for key, seconds in observed.items() if seconds > 0 and expected.get(key, 0.0) > 0]
     return _corrections(
@@ -312,12 +297,7 @@ class Evidence:
 
 
 def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
-    """The factors that hold after the run.
-
-    Args:
-        evidence: the run against the profile as calibrated.
-        before: the previous factors; those of classes that the run did not show stay.
-    """
+    """The factors that hold after the run; those `before` of classes that the run did not show stay."""
     steps = evidence.observed
     shared = [
         key
@@ -365,9 +345,9 @@ def _phases(evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorr
     factors = _phase_factors(seen.mean(axis=0), expected)
     single = np.array([_phase_factors(step, expected) for step in seen])
     longest = expected.max(axis=0)
-    known = dict(before.phases)
+    held = dict(before.phases)
     return {
-        phase: _kept(evidence, factors[number], single[:, number], longest[number], known.get(phase, 1.0))
+        phase: _kept(evidence, factors[number], single[:, number], longest[number], held.get(phase, 1.0))
         for number, phase in enumerate(phases)
     }
 
@@ -405,18 +385,19 @@ def _explains(evidence: Evidence, change: float, expected_s: float) -> bool:
 
 
 def updates_of(cluster: Cluster) -> RunCorrections:
-    """The factors of the latest update of the cluster's profile, by rank.
+    """The factors of the latest update of the cluster's profile, by rank; on several nodes only the factors of phases hold.
 
-    Args:
-        cluster: the machine; on several nodes only the factors of phases hold.
-
-    Raises:
-        ProfileError: an unknown phase.
+    Raises ProfileError for an unknown phase.
     """
     if not cluster.profile.updates:
         return NO_RUN_CORRECTIONS
     latest = cluster.profile.updates[-1]
-    phases = tuple((_phase(entry.phase), entry.factor) for entry in latest.phases)
+    names = {phase.value: phase for phase in Phase}
+    for entry in latest.phases:
+        if entry.phase not in names:
+            hint = near_matches(entry.phase, names)
+            raise ProfileError(f"an update of the profile names phase {entry.phase!r}{hint}; fix or delete it")
+    phases = tuple((names[entry.phase], entry.factor) for entry in latest.phases)
     if cluster.network is not None:
         return RunCorrections(phases=phases)
     rank_of = {device.index: rank for rank, device in enumerate(cluster.devices)}
@@ -432,43 +413,29 @@ def updates_of(cluster: Cluster) -> RunCorrections:
 
 
 def without_updates(profile: Profile) -> Profile:
-    """The profile as it was calibrated.
-
-    Args:
-        profile: as loaded.
-    """
+    """The profile as it was calibrated."""
     return profile.model_copy(update={"updates": []})
 
 
-def with_update(profile: Profile, found: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
-    """The profile with one more update, that of `found` on the cluster's ranks.
+def with_update(profile: Profile, corrections: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
+    """The profile with one more update, that of `corrections` on the cluster's ranks.
 
-    What an earlier update says of devices that the cluster has not is kept.
-
-    Args:
-        provenance: the other keys of `parsim.hardware.profile.Update`.
+    What an earlier update says of devices that the cluster has not is kept. `provenance`: the other keys of `Update`.
     """
     device = [entry.index for entry in cluster.devices]
-    before = profile.updates[-1] if profile.updates else None
-    elsewhere = [entry for entry in before.devices if entry.device not in device] if before is not None else []
-    far = [entry for entry in before.communication if not set(entry.devices) <= set(device)] if before is not None else []
+    before = profile.updates[-1:]
+    elsewhere = [entry for update in before for entry in update.devices if entry.device not in device]
+    far = [entry for update in before for entry in update.communication if not set(entry.devices) <= set(device)]
     update = Update(
         **provenance,
-        devices=[*elsewhere, *(DeviceFactor(device=device[rank], factor=factor) for rank, factor in found.ranks)],
-        phases=[PhaseFactor(phase=phase.value, factor=factor) for phase, factor in found.phases],
+        devices=[*elsewhere, *(DeviceFactor(device=device[rank], factor=factor) for rank, factor in corrections.ranks)],
+        phases=[PhaseFactor(phase=phase.value, factor=factor) for phase, factor in corrections.phases],
         communication=[
             *far,
             *(
                 CommunicationFactor(operation=key.operation, devices=[device[rank] for rank in key.ranks], factor=factor)
-                for key, factor in found.communication
+                for key, factor in corrections.communication
             ),
         ],
     )
     return profile.model_copy(update={"updates": [*profile.updates, update]})
-
-
-def _phase(name: str) -> Phase:
-    known = {phase.value: phase for phase in Phase}
-    if name not in known:
-        raise ProfileError(f"an update of the profile names phase {name!r}{near_matches(name, known)}; fix or delete it")
-    return known[name]

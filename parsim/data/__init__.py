@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parsim.data.cifar import load_cifar
 from parsim.data.generated import load_digits, load_synthetic, load_values
-from parsim.data.own import loader_of
+from parsim.data.own import load_own
 from parsim.data.samples import (
     VALUES,
     BatchOrder,
@@ -51,10 +52,10 @@ SPLITS = ("train", "validation", "test")
 """The shipped datasets have no "validation"; a training holds a part of "train" out."""
 
 
-def _from_factory(found: Any) -> Any:
+def _from_factory(row: Any) -> Any:
     """A factory of the user's own as a DataSource; anything else as it is."""
-    loader = None if isinstance(found, DataSource) else loader_of(found)
-    return found if loader is None else DataSource(load=loader, is_own=True)
+    is_factory = callable(row) and not isinstance(row, DataSource)
+    return DataSource(load=partial(load_own, row), is_own=True) if is_factory else row
 
 
 def _synthetic(ask: DataRequest) -> Samples:
@@ -70,7 +71,7 @@ DATASETS: Registry[DataSource] = Registry(
         "cifar10": DataSource(load=lambda ask: load_cifar("cifar10", ask.input_shape, ask.target, ask.split, ask.root)),
         "cifar100": DataSource(load=lambda ask: load_cifar("cifar100", ask.input_shape, ask.target, ask.split, ask.root)),
         "digits": DataSource(load=lambda ask: load_digits(ask.input_shape, ask.target, ask.split)),
-        "synthetic": DataSource(load=lambda ask: _synthetic(ask)),
+        "synthetic": DataSource(load=_synthetic),
     },
     error=DataError,
     adapt=_from_factory,
@@ -117,7 +118,7 @@ def load_dataset(
         inputs=inputs,
         targets=targets,
     )
-    found = source.load(request)
-    if not isinstance(found, Samples):
-        raise DataError(f"dataset {name!r} returned a {type(found).__name__}; return a parsim.data.Dataset")
-    return found
+    data = source.load(request)
+    if not isinstance(data, Samples):
+        raise DataError(f"dataset {name!r} returned a {type(data).__name__}; return a parsim.data.Dataset")
+    return data

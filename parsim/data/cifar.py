@@ -28,45 +28,38 @@ SCALE, OFFSET = 4.0 / 255.0, -2.0  # (x / 255 - 0.5) / 0.25: about unit deviatio
 class _Layout:
     """Where one dataset's files are and what they hold; label_bytes precede a binary record, the last one is the label."""
 
-    title: str
     classes: int
     pickle_folder: str
     binary_folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
-    binary_suffix: str
     label_key: bytes
     label_bytes: int
-    archives: tuple[str, str]
-    samples: tuple[int, int]
+    samples: tuple[int, int] = (50_000, 10_000)
+
+    @property
+    def title(self) -> str:
+        return f"CIFAR-{self.classes}"
 
 
 LAYOUTS = {
     "cifar10": _Layout(
-        title="CIFAR-10",
         classes=10,
         pickle_folder="cifar-10-batches-py",
         binary_folder="cifar-10-batches-bin",
         train=tuple(f"data_batch_{number}" for number in range(1, 6)),
         test=("test_batch",),
-        binary_suffix=".bin",
         label_key=b"labels",
         label_bytes=1,
-        archives=("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
-        samples=(50_000, 10_000),
     ),
     "cifar100": _Layout(
-        title="CIFAR-100",
         classes=100,
         pickle_folder="cifar-100-python",
         binary_folder="cifar-100-binary",
         train=("train",),
         test=("test",),
-        binary_suffix=".bin",
         label_key=b"fine_labels",
         label_bytes=2,
-        archives=("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
-        samples=(50_000, 10_000),
     ),
 }
 
@@ -102,37 +95,35 @@ def load_cifar(name: str, input_shape: tuple[int, ...], target: Target, split: s
 
 
 def _find(layout: _Layout, name: str, split: str, root: Path | None) -> tuple[list[Path], bool]:
+    """The files of a split, and whether they are binary records."""
     if root is None and os.environ.get(ROOT_VARIABLE):
         root = Path(os.environ[ROOT_VARIABLE])
-    wanted = layout.train if split == "train" else layout.test
-    size = (PIXELS + layout.label_bytes) * layout.samples[0 if split == "train" else 1] // len(wanted)
+    names = layout.train if split == "train" else layout.test
+    size = (PIXELS + layout.label_bytes) * layout.samples[0 if split == "train" else 1] // len(names)
+    archives = [f"cifar-{layout.classes}-{form}.tar.gz" for form in ("python", "binary")]
+    listings = [" .. ".join(dict.fromkeys((f"{names[0]}{suffix}", f"{names[-1]}{suffix}"))) for suffix in ("", ".bin")]
     advice = (
-        f"parsim downloads nothing: unpack {layout.archives[0]} (or {layout.archives[1]}) so that "
-        f"DIR/{layout.pickle_folder}/ holds {_listing(wanted)} (about {size / 1e6:.0f} MB each), or "
-        f"DIR/{layout.binary_folder}/ holds {_listing(tuple(file + layout.binary_suffix for file in wanted))} "
-        f"({size:,} bytes each), and set {ROOT_VARIABLE}=DIR"
+        f"parsim downloads nothing: unpack {archives[0]} (or {archives[1]}) so that "
+        f"DIR/{layout.pickle_folder}/ holds {listings[0]} (about {size / 1e6:.0f} MB each), or "
+        f"DIR/{layout.binary_folder}/ holds {listings[1]} ({size:,} bytes each), and set {ROOT_VARIABLE}=DIR"
     )
     if root is None:
         raise DataError(f"{name}: no data folder was given; {advice}")
     if not root.is_dir():
         raise DataError(f"{name}: the data folder {root} does not exist; {advice}")
-    for folder, suffix, binary in ((layout.pickle_folder, "", False), (layout.binary_folder, layout.binary_suffix, True)):
+    for folder, suffix in ((layout.pickle_folder, ""), (layout.binary_folder, ".bin")):
         for place in (root / folder, root):
-            files = [place / f"{file}{suffix}" for file in wanted]
+            files = [place / f"{file}{suffix}" for file in names]
             present = [file for file in files if file.is_file()]
             if len(present) == len(files):
-                return files, binary
+                return files, suffix == ".bin"
             if present and place != root:
                 missing = next(file for file in files if not file.is_file())
                 raise DataError(f"{name}: {missing} is missing although {present[0].name} is there; {advice}")
-    packed = [archive for archive in layout.archives if (root / archive).is_file()]
+    packed = [archive for archive in archives if (root / archive).is_file()]
     if packed:
         raise DataError(f"{name}: {root / packed[0]} is still packed; run `tar -xzf {packed[0]}` in {root}")
     raise DataError(f"{name}: no {layout.title} {split} files under {root}; {advice}")
-
-
-def _listing(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 def _read_binary(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -173,14 +164,11 @@ def _checked(
         )
     if labels.min() < 0 or labels.max() >= layout.classes:
         raise DataError(f"{path}: labels must be 0..{layout.classes - 1}, got {labels.min()}..{labels.max()}")
-    expected = layout.samples[0] // len(layout.train) if _stem(path) in layout.train else layout.samples[1] // len(layout.test)
+    is_train = path.name.removesuffix(".bin") in layout.train
+    expected = layout.samples[0] // len(layout.train) if is_train else layout.samples[1] // len(layout.test)
     if len(labels) != expected:
         raise DataError(f"{path} holds {len(labels):,} samples of {expected:,}: it was cut short; unpack it again")
     return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32)), labels
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".bin")
 
 
 _OTHER_OPCODES = (
@@ -214,7 +202,7 @@ class _DataUnpickler(pickle._Unpickler):
 
 
 class _PickledDtype:
-    """Of bytes without a sign, and of nothing else."""
+    """The type of bytes without a sign; any other is refused."""
 
     def __init__(self, code: object, *_: object) -> None:
         if code not in ("u1", b"u1"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parsim.data import load_dataset
 from parsim.data.samples import VALUES, Samples, Target, TargetValues, image_shape
-from parsim.model.interface import Interface, interface_of
+from parsim.model.interface import interface_of
 from parsim.model.objective import BINARY, CLASSES
 from parsim.model.spec import ModelSpec
 
@@ -22,14 +22,11 @@ def target_of(spec: ModelSpec) -> Target:
         return Target(task=VALUES)
     if interface.takes_tokens and target.shape == interface.input_shape:
         return Target(task="masked_token" if spec.name in MASKED else "next_token", classes=target.high)
-    if target.shape == () and _is_image(interface):
+    (inputs,) = interface.inputs
+    is_image = inputs.is_number and (len(inputs.shape) == 1 or image_shape(inputs.shape, 1) is not None)
+    if target.shape == () and is_image:
         return Target(task="classify", classes=target.high)
     return Target(task=VALUES)
-
-
-def _is_image(interface: Interface) -> bool:
-    (entry,) = interface.inputs
-    return entry.is_number and (image_shape(entry.shape, 1) is not None or len(entry.shape) == 1)
 
 
 def dataset_for(spec: ModelSpec, name: str, *, root: str | None, split: str = "train", seed: int = 0) -> Samples:

@@ -7,12 +7,13 @@ the mean of a few numbers of the sample, chosen once, with noise. Class and bina
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.samples import Dataset, NamedDataset, Target, TargetValues, check_images, image_shape
+from parsim.data.samples import Dataset, NamedDataset, Target, TargetValues, check_images, image_shape, permutation
 from parsim.errors import DataError, MissingDependencyError
 from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, IGNORED_SHARE, ModelInput
 
@@ -30,24 +31,20 @@ def load_values(
     Raises:
         DataError: no samples, a seed below 0, or no input with a batch.
     """
-    batched = [entry for entry in inputs if not entry.constant]
+    batched, constant = ([entry for entry in inputs if entry.constant is is_fixed] for is_fixed in (False, True))
     if samples < 1 or seed < 0 or not batched:
         raise DataError(f"synthetic data needs samples >= 1, seed >= 0 and an input, got {samples}, {seed} and {len(batched)}")
     described = [*batched, *([] if targets is None else [targets.described])]
     row_bytes = sum(8 * math.prod(entry.shape) for entry in described)
     rows = max(1, min(samples, MOST_BYTES // row_bytes))
-    rng = np.random.default_rng([seed, 0 if split == "train" else 1])
+    rng, fixed = np.random.default_rng([seed, 0 if split == "train" else 1]), np.random.default_rng([seed, 2])
     arrays = {entry.name: _drawn(entry, (rows, *entry.shape), rng) for entry in batched}
-    fixed = np.random.default_rng([seed, 2])
-    constants = {entry.name: _drawn(entry, entry.shape, fixed) for entry in inputs if entry.constant}
-    order = [*batched, *(entry for entry in inputs if entry.constant)]
-    types = {f"input:{place}": entry.dtype for place, entry in enumerate(order) if entry.dtype != DEFAULT_DTYPE}
+    constants = {entry.name: _drawn(entry, entry.shape, fixed) for entry in constant}
+    places = {f"input:{place}": entry for place, entry in enumerate([*batched, *constant])}
     values = None
     if targets is not None:
-        features = np.concatenate([_features(entry, arrays[entry.name]) for entry in batched], axis=1)
-        values = _targets(targets, features, np.random.default_rng([seed, 3]), rng)
-        if targets.described.dtype != DEFAULT_DTYPE:
-            types["target"] = targets.described.dtype
+        values = _targets(targets, _features(batched, arrays), np.random.default_rng([seed, 3]), rng)
+        places["target"] = targets.described
     return NamedDataset(
         name="synthetic",
         source=f"generated from seed {seed}: {rows} different samples, targets are means of {MIXED} numbers of a sample",
@@ -56,7 +53,7 @@ def load_values(
         inputs=arrays,
         targets=values,
         constants=constants,
-        types=types,
+        types={place: entry.dtype for place, entry in places.items() if entry.dtype != DEFAULT_DTYPE},
     )
 
 
@@ -77,12 +74,15 @@ def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) 
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def _features(entry: ModelInput, array: NDArray[Any]) -> NDArray[np.float64]:
+def _features(inputs: Sequence[ModelInput], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
     """[rows, numbers] of about unit deviation."""
-    flat = array.reshape(len(array), -1)
-    if entry.is_integer and entry.high is not None:
-        return (flat - (entry.low + entry.high - 1) / 2) / max(1.0, (entry.high - entry.low) / math.sqrt(12))
-    return np.asarray(flat.real, dtype=np.float64)
+    columns = []
+    for entry in inputs:
+        flat = arrays[entry.name].reshape(len(arrays[entry.name]), -1)
+        if entry.is_integer and entry.high is not None:
+            flat = (flat - (entry.low + entry.high - 1) / 2) / max(1.0, (entry.high - entry.low) / math.sqrt(12))
+        columns.append(np.asarray(flat.real, dtype=np.float64))
+    return np.concatenate(columns, axis=1)
 
 
 def _targets(
@@ -176,7 +176,11 @@ def _tokens(seq: int, target: Target, split: str, seed: int, samples: int, rng: 
         surprise = rng.integers(0, vocabulary, samples)
         ruled = rng.random(samples) < FOLLOWS_RULE
         sequences[:, place + 1] = np.where(ruled, successor[sequences[:, place]], surprise)
-    inputs, targets = _mask(sequences[:, :-1], vocabulary, rng) if masked else (sequences[:, :-1], sequences[:, 1:])
+    inputs, targets = sequences[:, :-1], sequences[:, 1:]
+    if masked:
+        hidden = rng.random(inputs.shape) < MASKED_FRACTION
+        hidden[:, 0] |= ~hidden.any(axis=1)  # at least one per sample, so that every sample has a loss
+        inputs, targets = np.where(hidden, vocabulary, inputs), np.where(hidden, inputs, IGNORED)
     return Dataset(
         name="synthetic",
         source=f"generated from seed {seed}: tokens that follow a fixed successor 9 times of 10, {target.task} targets",
@@ -186,14 +190,6 @@ def _tokens(seq: int, target: Target, split: str, seed: int, samples: int, rng: 
         input_shape=(seq,),
         classes=target.classes,
     )
-
-
-def _mask(
-    sequences: NDArray[np.int64], mask_token: int, rng: np.random.Generator
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    hidden = rng.random(sequences.shape) < MASKED_FRACTION
-    hidden[:, 0] |= ~hidden.any(axis=1)  # at least one per sample, so that every sample has a loss
-    return np.where(hidden, mask_token, sequences), np.where(hidden, sequences, IGNORED)
 
 
 # scikit-learn's bundled handwritten digits: 1,797 images of 8x8 pixels with values 0..16, ten classes; needs no download.
@@ -219,8 +215,16 @@ def load_digits(input_shape: tuple[int, ...], target: Target, split: str) -> Dat
             f"digits has {CLASSES} classes of images; the model predicts {target.classes} with task {target.task!r}; "
             f"use a model with num_classes >= {CLASSES}, or dataset = 'synthetic'"
         )
-    images, labels = _read()
-    order = np.argsort(np.random.PCG64(np.random.SeedSequence(_SPLIT_SEED)).random_raw(len(images)), kind="stable")
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the digits dataset comes with scikit-learn, which is not installed; "
+            "pip install 'parsim[torch]', or use dataset = 'synthetic'"
+        ) from error
+    bunch = datasets.load_digits()
+    images, labels = bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64)
+    order = permutation(len(images), _SPLIT_SEED)
     train, test = order[TEST_SAMPLES:], order[:TEST_SAMPLES]
     mean, deviation = float(images[train].mean()), float(images[train].std())
     chosen = train if split == "train" else test
@@ -235,15 +239,3 @@ def load_digits(input_shape: tuple[int, ...], target: Target, split: str) -> Dat
         scale=1.0 / deviation,
         offset=-mean / deviation,
     )
-
-
-def _read() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            "the digits dataset comes with scikit-learn, which is not installed; "
-            "pip install 'parsim[torch]', or use dataset = 'synthetic'"
-        ) from error
-    bunch = datasets.load_digits()
-    return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from parsim.data.samples import DataRequest, Dataset, Described, MapSamples, NamedDataset, StreamSamples
@@ -28,77 +27,61 @@ def load_own(factory: Callable[..., Any], ask: DataRequest) -> OwnSamples:
         FactoryError: it raised.
     """
     name = getattr(factory, "__qualname__", repr(factory))
-    taken = _taken(factory, name)
-    given = {"split": ask.split, "root": None if ask.root is None else str(ask.root), "seed": ask.seed}
+    arguments = {"split": ask.split, "root": None if ask.root is None else str(ask.root), "seed": ask.seed}
+    names = _taken(factory, name)
     try:
-        found = factory(**{key: given[key] for key in taken})
+        dataset = factory(**{key: arguments[key] for key in names})
     except NoSplitError:
         raise
     except Exception as error:
-        raise FactoryError(f"dataset {name} raised {type(error).__name__}: {error}\n{_own_lines()}") from error
-    if isinstance(found, Mapping):
-        found = found.get(ask.split)
-    elif "split" not in taken and ask.split != "train":
-        found = None
-    if found is None:
+        lines = traceback.format_exc(limit=-3)
+        raise FactoryError(f"dataset {name} raised {type(error).__name__}: {error}\n{lines}") from error
+    if isinstance(dataset, Mapping):
+        dataset = dataset.get(ask.split)
+    elif "split" not in names and ask.split != "train":
+        dataset = None
+    if dataset is None:
         raise NoSplitError(f"dataset {name} has no split {ask.split!r}; let it take split= and return one for {ask.split!r}")
-    return _samples(found, name, ask)
+    return _samples(dataset, name, ask)
 
 
 def _taken(factory: Callable[..., Any], name: str) -> list[str]:
+    """Which arguments the factory takes."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         return []
-    needed = [
-        entry.name
-        for entry in parameters
-        if entry.default is entry.empty and entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
-    ]
-    unknown = [entry for entry in needed if entry not in TAKEN]
-    if unknown:
-        raise DataError(
-            f"dataset {name} needs the argument {unknown[0]!r}; parsim gives {', '.join(TAKEN)}: give it a default, or write a "
-            "function without it"
-        )
-    if any(entry.kind is entry.VAR_KEYWORD for entry in parameters):
+    for parameter in parameters:
+        is_needed = parameter.default is parameter.empty
+        is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if is_needed and is_one and parameter.name not in TAKEN:
+            raise DataError(
+                f"dataset {name} needs the argument {parameter.name!r}; parsim gives {', '.join(TAKEN)}: give it a default, or "
+                "write a function without it"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return list(TAKEN)
-    return [entry.name for entry in parameters if entry.name in TAKEN]
+    return [parameter.name for parameter in parameters if parameter.name in TAKEN]
 
 
-def _samples(found: Any, name: str, ask: DataRequest) -> OwnSamples:
-    if isinstance(found, Dataset | NamedDataset):
-        return found
-    has_items, has_length = hasattr(found, "__getitem__"), hasattr(found, "__len__")
-    is_iterable = hasattr(type(found), "__iter__")
-    if type(found).__name__ == "DataLoader" or isinstance(found, str | bytes) or not (has_items or is_iterable):
+def _samples(dataset: Any, name: str, ask: DataRequest) -> OwnSamples:
+    if isinstance(dataset, Dataset | NamedDataset):
+        return dataset
+    has_items, has_length = hasattr(dataset, "__getitem__"), hasattr(dataset, "__len__")
+    is_iterable = hasattr(type(dataset), "__iter__")
+    if type(dataset).__name__ == "DataLoader" or isinstance(dataset, str | bytes) or not (has_items or is_iterable):
         raise DataError(
-            f"dataset {name} returned a {type(found).__name__}; return a dataset: __getitem__ and __len__, or __iter__ "
+            f"dataset {name} returned a {type(dataset).__name__}; return a dataset: __getitem__ and __len__, or __iter__ "
             "(batches, order and workers are parsim's)"
         )
     if has_items and not has_length and not is_iterable:
-        raise DataError(f"dataset {name}: {type(found).__name__} has __getitem__ but no __len__; add it")
-    described = described_of(name, ask)
-    if has_items and has_length:
-        return MapSamples(found, described, split=ask.split, seed=ask.seed)
-    return StreamSamples(found, described, split=ask.split, seed=ask.seed)
-
-
-def described_of(name: str, ask: DataRequest) -> Described:
-    """The values that the model takes of a sample. Raises DataError for constant inputs, which no sample can hold."""
-    constant = [entry.name for entry in ask.inputs if entry.constant]
+        raise DataError(f"dataset {name}: {type(dataset).__name__} has __getitem__ but no __len__; add it")
+    constant = [value.name for value in ask.inputs if value.constant]
     if constant:
         raise DataError(
             f"dataset {name}: input {constant[0]!r} is the same for every batch, and a dataset gives samples; make it a buffer "
             "of the module"
         )
-    return Described(name, ask.inputs, None if ask.targets is None else ask.targets.described)
-
-
-def _own_lines() -> str:
-    return traceback.format_exc(limit=-3)
-
-
-def loader_of(found: Any) -> Callable[[DataRequest], OwnSamples] | None:
-    """How to load what a name "package.module:factory" leads to; None if it is not a factory."""
-    return partial(load_own, found) if callable(found) else None
+    described = Described(name, ask.inputs, None if ask.targets is None else ask.targets.described)
+    kind = MapSamples if has_items and has_length else StreamSamples
+    return kind(dataset, described, split=ask.split, seed=ask.seed)

@@ -38,8 +38,8 @@ class Described:
     @property
     def entries(self) -> dict[str, ModelInput]:
         """By "input:0", ... and "target"."""
-        found = {f"input:{place}": entry for place, entry in enumerate(self.inputs)}
-        return found if self.target is None else {**found, "target": self.target}
+        inputs = {f"input:{place}": value for place, value in enumerate(self.inputs)}
+        return inputs if self.target is None else {**inputs, "target": self.target}
 
     @property
     def types(self) -> Mapping[str, str]:
@@ -53,28 +53,21 @@ class Described:
         return f"({', '.join(names)})" if len(names) > 1 else names[0]
 
     def batch(self, samples: Sequence[Any], numbers: Sequence[int]) -> dict[str, NDArray[np.generic]]:
-        """Samples one below the other.
-
-        Args:
-            numbers: of the samples, for messages.
+        """Samples one below the other. numbers: of the samples, for messages.
 
         Raises:
             DataError: a sample that does not suit the model; it names sample, value, shape and type.
         """
-        rows = [self._values(sample, f"sample {number}") for sample, number in zip(samples, numbers, strict=True)]
-        return {value: np.ascontiguousarray(np.stack([row[place] for row in rows])) for place, value in enumerate(self.entries)}
-
-    def _values(self, sample: Any, where: str) -> list[NDArray[Any]]:
-        parts = self._parts(sample, where)
-        return [
-            self._checked(entry, np.asarray(_array(part)), where)
-            for entry, part in zip(self.entries.values(), parts, strict=True)
-        ]
+        rows = []
+        for sample, number in zip(samples, numbers, strict=True):
+            parts = zip(self.entries.values(), self._parts(sample, f"sample {number}"), strict=True)
+            rows.append([self._checked(value, np.asarray(_array(part)), f"sample {number}") for value, part in parts])
+        return {name: np.ascontiguousarray(np.stack([row[place] for row in rows])) for place, name in enumerate(self.entries)}
 
     def _parts(self, sample: Any, where: str) -> list[Any]:
-        wanted = len(self.entries)
+        count = len(self.entries)
         if isinstance(sample, Mapping):
-            keys = [entry.name for entry in self.inputs]
+            keys = [value.name for value in self.inputs]
             if self.target is not None:
                 keys.append(next((key for key in TARGETS if key in sample and key not in keys), "target"))
             missing = [key for key in keys if key not in sample]
@@ -84,15 +77,15 @@ class Described:
                     f"{self.form}, and the target may be called {' or '.join(TARGETS)}"
                 )
             return [sample[key] for key in keys]
-        if isinstance(sample, tuple | list) and wanted > 1:
-            if len(sample) != wanted:
-                raise DataError(f"{self.name}: {where} has {len(sample)} values; the model takes {wanted}: {self.form}")
-            return list(sample)
-        if wanted > 1:
+        if count == 1:
+            return [sample[0] if isinstance(sample, tuple | list) and len(sample) == 1 else sample]
+        if not isinstance(sample, tuple | list):
             raise DataError(
                 f"{self.name}: {where} is a {type(sample).__name__}; return a tuple {self.form} or a mapping with these names"
             )
-        return [sample[0] if isinstance(sample, tuple | list) and len(sample) == 1 else sample]
+        if len(sample) != count:
+            raise DataError(f"{self.name}: {where} has {len(sample)} values; the model takes {count}: {self.form}")
+        return list(sample)
 
     def _checked(self, entry: ModelInput, array: NDArray[Any], where: str) -> NDArray[Any]:
         what = f"{self.name}: {entry.name} of {where}"
@@ -101,9 +94,7 @@ class Described:
                 f"{what} has shape {list(array.shape)}, and the model takes {list(entry.shape)}; change the dataset, or "
                 "model.input_shape (or inputs, target)"
             )
-        kinds = "f" if entry.is_number else "iu" if entry.is_integer else "b"
-        if entry.dtype.startswith("complex"):
-            kinds = "fc"
+        kinds = "fc" if entry.dtype.startswith("complex") else "f" if entry.is_number else "iu" if entry.is_integer else "b"
         if array.dtype.kind not in kinds:
             raise DataError(
                 f"{what} is {array.dtype}, and the model takes {entry.dtype}; convert it in the dataset (images: x / 255)"
@@ -181,7 +172,7 @@ class Dataset:
         if len(self.stored) != len(self.targets):
             raise DataError(f"{self.name}: {len(self.stored)} samples but {len(self.targets)} targets; they must be as many")
         if self.stored.ndim == 4:
-            check_resizable((self.stored.shape[1], self.stored.shape[2], self.stored.shape[3]), self.input_shape, self.name)
+            check_resizable(self.stored.shape[1], self.input_shape, self.name)
         elif self.stored.shape[1:] != self.input_shape:
             raise DataError(
                 f"{self.name}: token sequences have shape {self.stored.shape[1:]}, the model takes {self.input_shape}"
@@ -190,15 +181,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.targets)
 
-    @property
-    def is_tokens(self) -> bool:
-        return self.stored.ndim == 2
-
     def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.int64]]:
         """Inputs [len(indices), *input_shape] (float32 images or int64 tokens) and their targets, both contiguous."""
         targets = np.ascontiguousarray(self.targets[indices])
         chosen = self.stored[indices]
-        if self.is_tokens:
+        if self.stored.ndim == 2:
             return np.ascontiguousarray(chosen, dtype=np.int64), targets
         images = chosen.astype(np.float32) * np.float32(self.scale) + np.float32(self.offset)
         return resize(images, self.input_shape), targets
@@ -252,10 +239,10 @@ class NamedDataset:
         """A batch as the executor takes it: "input:0", "input:1", ... in the order of the inputs, and "target"."""
         rows = indices % len(next(iter(self.inputs.values())))
         arrays = [*(array[rows] for array in self.inputs.values()), *self.constants.values()]
-        found = {f"input:{place}": np.ascontiguousarray(array) for place, array in enumerate(arrays)}
+        batch = {f"input:{place}": np.ascontiguousarray(array) for place, array in enumerate(arrays)}
         if self.targets is not None:
-            found["target"] = np.ascontiguousarray(self.targets[rows])
-        return found
+            batch["target"] = np.ascontiguousarray(self.targets[rows])
+        return batch
 
 
 def image_shape(input_shape: tuple[int, ...], stored_channels: int) -> tuple[int, int, int] | None:
@@ -279,17 +266,17 @@ def check_images(name: str, target: Target) -> None:
         )
 
 
-def check_resizable(stored: tuple[int, int, int], input_shape: tuple[int, ...], name: str) -> None:
-    """Raise DataError unless `resize` can make samples of `input_shape` from images (c, h, w)."""
-    shape = image_shape(input_shape, stored[0])
+def check_resizable(channels: int, input_shape: tuple[int, ...], name: str) -> None:
+    """Raise DataError unless `resize` can make samples of `input_shape` from images with so many channels."""
+    shape = image_shape(input_shape, channels)
     if shape is None:
         raise DataError(
             f"{name} holds images, which cannot become samples of shape {input_shape}; give model.input_shape as "
-            f"[channels, height, width], or flat as [c*k*k] with c = {stored[0]}, 1 or 3"
+            f"[channels, height, width], or flat as [c*k*k] with c = {channels}, 1 or 3"
         )
-    if shape[0] != stored[0] and shape[0] != 1 and shape[0] % stored[0]:
+    if shape[0] != channels and shape[0] != 1 and shape[0] % channels:
         raise DataError(
-            f"{name} has {stored[0]} channels, which cannot become {shape[0]}; use a multiple of {stored[0]} (channels are "
+            f"{name} has {channels} channels, which cannot become {shape[0]}; use a multiple of {channels} (channels are "
             "repeated) or 1 (they are averaged)"
         )
 
@@ -300,8 +287,7 @@ def resize(images: NDArray[np.float32], input_shape: tuple[int, ...]) -> NDArray
     A multiple of the stored size repeats every pixel exactly; channels are repeated, or averaged into one.
     """
     shape = image_shape(input_shape, images.shape[1])
-    if shape is None:
-        raise DataError(f"images cannot become samples of shape {input_shape}")
+    assert shape is not None, "checked when the dataset was made"
     channels, height, width = shape
     if channels != images.shape[1]:
         if channels == 1:
@@ -320,7 +306,6 @@ class BatchOrder:
     """Which samples step k trains on; the same for every plan. Its whole state is (seed, step).
 
     Each epoch is a permutation of the n samples drawn from (seed, epoch); the samples left over at its end are dropped.
-    The permutation sorts raw 64-bit outputs of PCG64, a stream numpy keeps fixed, so it is the same on every machine.
     """
 
     n: int
@@ -349,12 +334,16 @@ class BatchOrder:
         if step < 0:
             raise DataError(f"steps are counted from 0, got {step}")
         epoch, place = divmod(step, self.steps_per_epoch)
-        return _permutation(self.n, self.seed, epoch)[place * self.global_batch : (place + 1) * self.global_batch]
+        return permutation(self.n, self.seed, epoch)[place * self.global_batch : (place + 1) * self.global_batch]
 
 
 @lru_cache(maxsize=4)
-def _permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
+def permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    """A uniformly random order of 0 .. count-1, the same on every machine: int64 [count], not to be written to.
+
+    It sorts raw 64-bit outputs of PCG64, a stream that numpy keeps fixed.
+    """
+    keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     order.setflags(write=False)
     return order
@@ -392,13 +381,8 @@ def alone() -> AbstractContextManager[bool]:
     return _held[0]
 
 
-def _begin_anew() -> None:
-    """In a fork: whichever thread held them is not there."""
-    _held[0] = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+if hasattr(os, "register_at_fork"):  # in a fork, whichever thread held them is not there
+    os.register_at_fork(after_in_child=lambda: _held.__setitem__(0, threading.RLock()))
 
 
 # Datasets of the user's own: map-style (`__getitem__`, `__len__`) and iterable ones, torch's or any others.
@@ -415,19 +399,19 @@ class RandomStates:
     """The states of the generators of Python, numpy and torch while a dataset is read, apart from those of the training."""
 
     def __init__(self) -> None:
-        self._own: tuple[Any, Any, Any] | None = None
+        self._last: tuple[Any, Any, Any] | None = None
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Go on from where the last use ended. Other threads that draw from them wait."""
         with alone():
             others = _states()
-            if self._own is not None:
-                _set_states(self._own)
+            if self._last is not None:
+                _set_states(self._last)
             try:
                 yield
             finally:
-                self._own = _states()
+                self._last = _states()
                 _set_states(others)
 
 
@@ -445,19 +429,14 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
     torch.default_generator.set_state(states[2])
 
 
-def seed_generators(*numbers: int) -> None:
-    """Seed the three generators from whole numbers >= 0."""
+def seed_generators(seed: int, split: str, *numbers: int) -> None:
+    """Seed the three generators from a seed, the name of a split, and whole numbers >= 0."""
     import torch
 
-    first, second = np.random.SeedSequence(numbers).generate_state(2, np.uint32)
+    first, second = np.random.SeedSequence((seed, zlib.crc32(split.encode()), *numbers)).generate_state(2, np.uint32)
     random.seed(int(first))
     np.random.seed(int(first))  # noqa: NPY002
     torch.default_generator.manual_seed(int(first) << 32 | int(second))
-
-
-def number_of(split: str) -> int:
-    """Of a split's name, for seeds."""
-    return zlib.crc32(split.encode())
 
 
 class MapSamples:
@@ -482,20 +461,18 @@ class MapSamples:
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
         """A batch as the executor takes it; random transformations differ from epoch to epoch."""
+        samples, numbers = [], indices.tolist()
         with RandomStates().used():
-            return self.described.batch([self._sample(int(index), epoch) for index in indices], indices.tolist())
-
-    def _sample(self, index: int, epoch: int) -> Any:
-        seed_generators(self.seed, number_of(self.split), epoch, index)
-        return self.dataset[index]
+            for number in numbers:
+                seed_generators(self.seed, self.split, epoch, number)
+                samples.append(self.dataset[number])
+            return self.described.batch(samples, numbers)
 
 
 class StreamSamples:
     """An iterable dataset, read in its own order, pass after pass; positions are counted through all passes.
 
-    Positions must rise from call to call; going back begins anew.
-
-    Attributes: as of MapSamples.
+    Positions must rise from call to call; going back begins anew. Attributes: those of MapSamples.
     """
 
     def __init__(self, dataset: Any, described: Described, *, split: str, seed: int) -> None:
@@ -532,9 +509,9 @@ class StreamSamples:
         self._begin()
         with self._states.used():
             self._start_pass()
-            kept = list(self._iterator)
+            samples = list(self._iterator)
         self._begin()
-        return MapSamples(kept, self.described, split=self.split, seed=self.seed)
+        return MapSamples(samples, self.described, split=self.split, seed=self.seed)
 
     def _begin(self) -> None:
         self._position, self._pass = 0, 0
@@ -542,7 +519,7 @@ class StreamSamples:
         self._states = RandomStates()
 
     def _start_pass(self) -> None:
-        seed_generators(self.seed, number_of(self.split), self._pass)
+        seed_generators(self.seed, self.split, self._pass)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._pass)
         self._iterator = iter(self.dataset)
@@ -550,21 +527,18 @@ class StreamSamples:
 
     def _read_to(self, position: int) -> Any:
         while True:
-            for sample in self._iterator:
-                self._position += 1
-                if self._position == position + 1:
-                    return sample
-            before = self._position
-            self._start_pass()
-            first = next(self._iterator, _NOTHING)
-            if first is _NOTHING:
+            sample = next(self._iterator, _NOTHING)
+            if sample is _NOTHING:
+                self._start_pass()
+                sample = next(self._iterator, _NOTHING)
+            if sample is _NOTHING:
                 raise DataError(
-                    f"{self.described.name}: a pass over split {self.split!r} gives no samples (after {before}); an iterable "
-                    "dataset must start again whenever it is iterated: return an object with __iter__, not a generator"
+                    f"{self.described.name}: a pass over split {self.split!r} gives no samples (after {self._position}); an "
+                    "iterable dataset must start again whenever it is iterated: return an object with __iter__, not a generator"
                 )
             self._position += 1
             if self._position == position + 1:
-                return first
+                return sample
 
 
 _NOTHING = object()
@@ -591,7 +565,7 @@ class ChosenSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """Those of the dataset."""
+        """See `Described.types`."""
         return self.base.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> dict[str, NDArray[np.generic]]:
@@ -617,7 +591,7 @@ class StreamOrder:
         return max(1, self.length // self.global_batch)
 
     def epoch_of(self, step: int) -> int:
-        """Of a step's first sample; 0 where passes cannot be counted."""
+        """The pass that the first sample of a step belongs to; 0 where passes cannot be counted."""
         return 0 if self.length is None else step // self.steps_per_epoch
 
     def indices(self, step: int) -> NDArray[np.int64]:
@@ -636,13 +610,10 @@ def order_of(data: Samples, global_batch: int, seed: int) -> Order:
 
 
 def train_and_validation(load: Callable[[str], Samples], share: float | None, seed: int) -> tuple[Samples, Samples]:
-    """The samples to train on, and those to validate with.
+    """The samples to train on, and those to validate with. Raises DataError as `hold_out`.
 
     Args:
         load: gives a split of the dataset. share: as `hold_out` takes it; None: the dataset's own split, or SHARE without one.
-
-    Raises:
-        DataError: as `hold_out`.
     """
     if share is None:
         try:
@@ -673,8 +644,7 @@ def hold_out(data: Samples, share: float, seed: int) -> tuple[ChosenSamples, Cho
             f"training.evaluation.validation = {share:g} of {len(data)} samples holds out {count}; between 1 and "
             f"{len(data) - 1} can be: give a share such as 0.1, or a number of samples"
         )
-    keys = np.random.PCG64(np.random.SeedSequence([seed, HELD_OUT, len(data)])).random_raw(len(data))
-    order = np.argsort(keys, kind="stable").astype(np.int64)
+    order = permutation(len(data), seed, HELD_OUT, len(data))
     return ChosenSamples(data, np.sort(order[count:])), ChosenSamples(data, np.sort(order[:count]))
 
 

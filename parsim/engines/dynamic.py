@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,7 +184,7 @@ class Paces:
     def started(self, key: StepTask, task: Task, duration_s: float) -> None:
         communicates = is_communication(task.work)
         computes = tuple(dict.fromkeys(resource.rank for resource in task.resources if resource.stream == COMPUTE))
-        entry = _Running(
+        running = _Running(
             left_s=duration_s,
             since_s=self._environment.now,
             communicates=communicates,
@@ -192,18 +192,18 @@ class Paces:
             cores=tuple(self._core[rank] for rank in (task.ranks if communicates else computes)),
             flow=self._conditions.flows.get(task.work) if isinstance(task.work, Collective | SendRecv) else None,
         )
-        self._running[key] = entry
+        self._running[key] = running
         self._doubt((key,))
-        for core in entry.cores:
+        for core in running.cores:
             here = self._active[core][communicates]
             here[key] = here.get(key, 0) + 1
             self._doubt_core(core)
 
     def ended(self, key: StepTask) -> None:
-        entry = self._running.pop(key)
+        running = self._running.pop(key)
         self._doubtful.pop(key, None)
-        for core in entry.cores:
-            self._active[core][entry.communicates].pop(key, None)
+        for core in running.cores:
+            self._active[core][running.communicates].pop(key, None)
             self._doubt_core(core)
         if self._moving.pop(key, None) is not None:
             self._doubt(())
@@ -236,21 +236,21 @@ class Paces:
     def _apply(self) -> None:
         self._waiting = False
         for key in self._doubtful:
-            entry = self._running[key]
-            entry.own = self._own_slowness(key, entry)
-            if not entry.moving:
-                self._go(key, entry, entry.own)
-                self._time_latency(key, entry)
+            running = self._running[key]
+            running.own = self._own_slowness(key, running)
+            if not running.moving:
+                self._go(key, running, running.own)
+                self._time_latency(key, running)
         self._doubtful.clear()
         for key, slowness in self._lane_slowness().items():
             self._go(key, self._running[key], slowness)
 
-    def _own_slowness(self, key: StepTask, entry: _Running) -> float:
+    def _own_slowness(self, key: StepTask, running: _Running) -> float:
         """What its ranks impose: what else runs on any of its cores, and the slowest straggler of a computation."""
         slowdown, factor = self._slowdown, 1.0
-        for core in entry.cores:
-            overlaps = bool(self._active[core][not entry.communicates])
-            if not entry.communicates:
+        for core in running.cores:
+            overlaps = bool(self._active[core][not running.communicates])
+            if not running.communicates:
                 computing = sum(self._active[core][False].values())
                 factor = max(factor, computing * (slowdown.compute if overlaps else 1.0))
             else:
@@ -259,41 +259,41 @@ class Paces:
                     on_core = self._active[core][True]
                     beside *= sum(on_core.values()) / on_core[key]
                 factor = max(factor, beside)
-        if not entry.communicates and self._conditions.stragglers:
-            factor *= max(self._conditions.slowness(rank, self._now_s) for rank in entry.ranks)
+        if not running.communicates and self._conditions.stragglers:
+            factor *= max(self._conditions.slowness(rank, self._now_s) for rank in running.ranks)
         return factor
 
-    def _go(self, key: StepTask, entry: _Running, slowness: float) -> None:
+    def _go(self, key: StepTask, running: _Running, slowness: float) -> None:
         """From now on with this slowness."""
-        if slowness == entry.slowness:
+        if slowness == running.slowness:
             return
         now = self._environment.now
-        entry.left_s = max(0.0, entry.left_s - (now - entry.since_s) / entry.slowness)
-        entry.since_s, entry.slowness, entry.changes = now, slowness, entry.changes + 1
+        running.left_s = max(0.0, running.left_s - (now - running.since_s) / running.slowness)
+        running.since_s, running.slowness, running.changes = now, slowness, running.changes + 1
         if slowness < math.inf:
-            self._timers.set_timer(key, entry.left_s * slowness)
+            self._timers.set_timer(key, running.left_s * slowness)
         else:
             self._timers.stop_timer(key)
 
-    def _time_latency(self, key: StepTask, entry: _Running) -> None:
+    def _time_latency(self, key: StepTask, running: _Running) -> None:
         """Communication that still spends its latency begins to move bytes when that has passed."""
-        flow = entry.flow
-        if flow is None or entry.timed == entry.changes or flow.transfer_s == 0:
+        flow = running.flow
+        if flow is None or running.timed == running.changes or flow.transfer_s == 0:
             return
-        entry.timed = changes = entry.changes
-        spent_s = (self._environment.now - entry.since_s) / entry.slowness
-        latency_s = max(0.0, entry.left_s - spent_s - flow.transfer_s) * entry.slowness
+        running.timed = changes = running.changes
+        spent_s = (self._environment.now - running.since_s) / running.slowness
+        latency_s = max(0.0, running.left_s - spent_s - flow.transfer_s) * running.slowness
 
         def move(_: object) -> None:
-            if self._running.get(key) is entry and entry.changes == changes:
-                entry.moving = True
+            if self._running.get(key) is running and running.changes == changes:
+                running.moving = True
                 self._moving[key] = flow
                 self._doubt((key,))
 
         self._environment.timeout(latency_s).callbacks.append(move)
 
     def _lane_slowness(self) -> dict[StepTask, float]:
-        """Of every task that moves bytes."""
+        """The slowness of every task that moves bytes."""
         if not self._moving:
             return {}
         conditions, now_s = self._conditions, self._now_s
@@ -333,9 +333,8 @@ def simulate(
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
-        graph: a TaskGraph or its compiled form. durations_s: float64 [n], seconds each task takes alone.
+        durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
-        conditions: of the world; None for none.
 
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
@@ -399,19 +398,6 @@ def run_program(
     )
 
 
-class _Queue:
-    """The tasks of one resource in issue order, step after step; the first one that has not ended is the head."""
-
-    def __init__(self, order: Iterator[StepTask]) -> None:
-        self._order = order
-        self.head = next(order, None)
-
-    def advance(self) -> StepTask | None:
-        """The head has ended; returns the next one."""
-        self.head = next(self._order, None)
-        return self.head
-
-
 class _Shape:
     """What every step of a part has in common."""
 
@@ -430,17 +416,6 @@ class _Shape:
         for task in self.tasks:
             for dependency in set(task.dependencies):
                 self.dependents[dependency].append(task.index)
-
-
-def _makers_of(program: Program) -> dict[str, list[int]]:
-    """Per value that some part reads, the steps that make it, in order."""
-    read = {value for part in program.walk_once() for value in part.reads}
-    makers: dict[str, list[int]] = {}
-    for number, part in enumerate(program.steps):
-        for value in part.makes:
-            if value in read:
-                makers.setdefault(value, []).append(number)
-    return makers
 
 
 class _Step:
@@ -470,36 +445,36 @@ class _Run:
         self._shapes = {id(part): _Shape(part, program.arrival) for part in program.walk_once()}
         self._steps: dict[int, _Step] = {}
         self._closed: set[int] = {number for number, part in enumerate(program.steps) if not part.graph.tasks}
-        self._makers = _makers_of(program)
+        self._makers: dict[str, list[int]] = {}  # per value that some part reads, the steps that make it, in order
+        read = {value for part in program.walk_once() for value in part.reads}
+        for number, part in enumerate(program.steps):
+            for value in read.intersection(part.makes):
+                self._makers.setdefault(value, []).append(number)
         self._carried: dict[StepTask, list[StepTask]] = {}
         self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
         self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
         resources = resources_of(program)
         self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
-        self._queues = {resource: _Queue(program.issued(resource)) for resource in resources if resource not in program.arrival}
+        # the tasks of each resource in issue order, step after step, behind the one that is at its head
+        self._queues = {resource: program.issued(resource) for resource in resources if resource not in program.arrival}
         for queue in self._queues.values():
-            self._unblock(queue.head)
+            self._unblock(next(queue, None))
 
     def to_the_end(self) -> None:
         """Raises DeadlockError or GraphError if it is never reached, StandstillError if a link that is down for good is why."""
         self.environment.run()
         if len(self._closed) == len(self._program.steps):
             return
-        if self._paces is not None:
-            self._check_lanes(self._paces)
+        for (number, task), lanes in ({} if self._paces is None else self._paces.standing).items():
+            names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
+            raise StandstillError(
+                f"{describe_task(self._program.steps[number].graph, task)} never ends: bandwidth_factor = 0 on {names} to the "
+                "end of the scenario; give the spell an until_s, or a factor above 0"
+            )
         step = next(number for number in range(len(self._program.steps)) if number not in self._closed)
         finished = self._steps[step].finished if step in self._steps else set()
         raise stuck_error(self._program.steps[step].graph, finished)
-
-    def _check_lanes(self, paces: Paces) -> None:
-        for (step, task), lanes in paces.standing.items():
-            names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
-            graph = self._program.steps[step].graph
-            raise StandstillError(
-                f"{describe_task(graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
-                "give the spell an until_s, or a factor above 0"
-            )
 
     def _open(self, number: int) -> _Step:
         """The step, begun if it has not been: its first task has come to the head of some resource."""
@@ -575,7 +550,7 @@ class _Run:
         for waiting in self._carried.pop(key, ()):
             self._unblock(waiting)
         for resource in step.shape.queued[task]:
-            self._unblock(self._queues[resource].advance())
+            self._unblock(next(self._queues[resource], None))
         counter = step.shape.counter[task]
         if counter is not None:
             self.counters[counter].leave()

@@ -100,9 +100,7 @@ def slowest_ranks(
 ) -> SlowestRanks:
     """The slowest of the ranks that a folded program's ranks stand for.
 
-    Args:
-        compiled, folding, timeline: of the folded program, the timeline of its medians.
-        medians_s, sigma: float64 [n], per task: seconds, and the relative spread of its noise.
+    `timeline`: of the medians. `medians_s`, `sigma`: float64 [n], per task: seconds, and the relative spread of its noise.
     """
     from parsim.engines import kernels
 
@@ -120,7 +118,11 @@ def slowest_ranks(
     sizes = np.unique(copies)
     end = np.zeros(columns.size)
     end[timeline.task] = timeline.end_s
-    wrap = _last_of_rank(compiled, end)[columns.first_rank]
+    tasks, ranks = columns.uses.row_numbers, columns.resource_rank[columns.uses.values]
+    last_of_rank = np.full(columns.world_size, -1, dtype=np.int64)  # the task that ends last
+    by_end = np.argsort(end[tasks], kind="stable")
+    last_of_rank[ranks[by_end]] = tasks[by_end]  # of several assignments to one rank the last one stays
+    wrap = last_of_rank[columns.first_rank]
     mean, variance = _moments(ways)
     spread = medians_s * sigma
     latest, states = kernels.noise_paths(
@@ -153,11 +155,7 @@ def slowest_ranks(
 
 
 def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Ints]:
-    """How many shards of one replica the collective of each unit joins, and how many replicas; 1 for other work.
-
-    Args:
-        compiled, folding: of the folded program.
-    """
+    """How many shards of one replica the collective of each unit joins, and how many replicas; 1 for other work."""
     mesh, units = folding.mesh, compiled.columns.units
     shards, replicas = np.ones(len(units), dtype=np.int64), np.ones(len(units), dtype=np.int64)
     for number, unit in enumerate(units):
@@ -166,16 +164,6 @@ def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Int
             replicas[number] = len(np.unique(group // mesh.tp % mesh.copies))
             shards[number] = len(np.unique(group % mesh.tp))
     return shards, replicas
-
-
-def _last_of_rank(compiled: CompiledGraph, end: Floats) -> Ints:
-    """int64 [world_size]: the task of each rank that ends last; -1 where a rank has none."""
-    columns = compiled.columns
-    tasks, ranks = columns.uses.row_numbers, columns.resource_rank[columns.uses.values]
-    last = np.full(columns.world_size, -1, dtype=np.int64)
-    order = np.argsort(end[tasks], kind="stable")
-    last[ranks[order]] = tasks[order]  # of several assignments to one rank the last one, which ends last, stays
-    return last
 
 
 @lru_cache(maxsize=256)
@@ -231,12 +219,11 @@ def noisy_steps_s(
     steps: int,
     together: Ints,
 ) -> Floats:
-    """The mean of several steps in a row under noise of single ranks, for every draw.
+    """The mean of several steps in a row of a folded program under noise of single ranks, for every draw.
 
     Args:
-        compiled, folding: of the folded program. medians_s: float64 [n], seconds of its tasks.
-        sigma: relative noise of a rank; 0: none. draws, seed: as `rank_noise` takes them. steps: in a row.
-        together: int64 [resources], as in `static.step_times_s`.
+        medians_s: float64 [n], seconds of tasks. sigma: relative noise of a rank; 0: none.
+        draws, seed: as `rank_noise` takes them. together: int64 [resources], as in `static.step_times_s`.
 
     Returns:
         float64 [at most draws] seconds: fewer where the program is large (`TASK_TIMES`). Leaves out overlap slowdown.

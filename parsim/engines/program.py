@@ -105,9 +105,11 @@ class Program:
 
     def _check_arrival(self) -> None:
         parts = tuple({id(part): part for part in self.walk_once()}.values())
-        known = {resource for part in parts for resource in part.graph.resources}
-        if unknown := sorted(self.arrival - known):
-            raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {_some(known)}")
+        used = {resource for part in parts for resource in part.graph.resources}
+        if unknown := sorted(self.arrival - used):
+            listed = sorted(map(str, used))
+            some = ", ".join(listed[:12]) + (", ..." if len(listed) > 12 else "")
+            raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {some}")
         for task in chain.from_iterable(part.graph.tasks for part in parts):
             shared = [resource for resource in task.resources if resource in self.arrival]
             if len(shared) > 1 or len(shared) == len(task.resources):
@@ -125,22 +127,6 @@ class Program:
     def rounds(self) -> int:
         """Mixing rounds of the whole program."""
         return self.repeat * sum(part.repeat * part.rounds if isinstance(part, Part) else part.rounds for part in self.parts)
-
-    @property
-    def repeats(self) -> int:
-        """Task graphs that run, one after another."""
-        return self.repeat * sum(part.repeat if isinstance(part, Part) else part.repeats for part in self.parts)
-
-    @property
-    def written_tasks(self) -> int:
-        """Tasks that the program holds, however often they run; a part used in several places counts once."""
-        return sum(len(part.graph.tasks) for part in {id(part): part for part in self.walk_once()}.values())
-
-    @property
-    def run_tasks(self) -> int:
-        """Tasks that run."""
-        inside = (len(part.graph.tasks) * part.repeat if isinstance(part, Part) else part.run_tasks for part in self.parts)
-        return self.repeat * sum(inside)
 
     def walk_once(self) -> Iterator[Part]:
         """Every part in order, each mention once."""
@@ -162,7 +148,7 @@ class Program:
 
     @cached_property
     def steps(self) -> tuple[Part, ...]:
-        """`walk` as a tuple: the part of step t, of `repeats`. Its memory grows with the repeats."""
+        """`walk` as a tuple: the part of step t. Its memory grows with the repeats."""
         return tuple(self.walk())
 
     @cached_property
@@ -182,11 +168,7 @@ DurationsOf = Callable[[Part, int], ArrayLike]
 
 
 def by_step(rows_s: Floats) -> DurationsOf:
-    """Durations that differ by step: row t for step t; for use with `varying`.
-
-    Args:
-        rows_s: float64 [steps, tasks] seconds.
-    """
+    """Durations that differ by step: row t of `rows_s` (float64 [steps, tasks]) for step t; for use with `varying`."""
 
     def row_s(part: Part, step: int) -> Floats:
         row: Floats = rows_s[step]
@@ -196,27 +178,20 @@ def by_step(rows_s: Floats) -> DurationsOf:
 
 
 def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: bool = False) -> list[Floats]:
-    """The checked durations of every step of a program.
+    """The checked durations of every step of a program: per step float64 [tasks of its part] seconds.
 
-    Args:
-        program: to price. durations_s: called once per part.
-        varying: call it for every step instead, in order.
-
-    Returns:
-        Per step float64 [tasks of its part] seconds.
-
-    Raises:
-        GraphError: a row of another shape, or a negative or non-finite entry.
+    `durations_s` is called once per part, or (`varying`) for every step, in order. Raises GraphError for a row of another
+    shape, or a negative or non-finite entry.
     """
-    known: dict[int, Floats] = {}
+    by_part: dict[int, Floats] = {}
     rows: list[Floats] = []
     for step, part in enumerate(program.steps):
-        if varying or id(part) not in known:
+        if varying or id(part) not in by_part:
             row = np.ascontiguousarray(durations_s(part, step), dtype=np.float64)
             if row.shape != (len(part.graph.tasks),) or not bool(np.all((row >= 0) & (row < np.inf))):
                 row = checked_durations_s(columns_of(part.graph), row, dimensions=1, step=step)
-            known[id(part)] = row
-        rows.append(known[id(part)])
+            by_part[id(part)] = row
+        rows.append(by_part[id(part)])
     return rows
 
 
@@ -254,21 +229,13 @@ def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
 
 
 def resources_of(program: Program) -> tuple[Resource, ...]:
-    """Every resource that some task holds, once.
-
-    Args:
-        program: of any parts.
-    """
+    """Every resource that some task holds, once."""
     parts = {id(part): part for part in program.walk_once()}.values()
     return tuple(dict.fromkeys(resource for part in parts for resource in part.graph.resources))
 
 
 def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
-    """Task -> the values it waits for.
-
-    Args:
-        reads: value -> the tasks that wait for it.
-    """
+    """Task -> the values it waits for."""
     waits: dict[int, list[str]] = {}
     for value, tasks in reads.items():
         for task in tasks:
@@ -281,11 +248,6 @@ def _check_repeat(repeat: int) -> None:
         raise GraphError(f"a part of a program runs at least once, got repeat {repeat}; leave it out instead")
 
 
-def _some(resources: set[Resource]) -> str:
-    names = sorted(map(str, resources))
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-
-
 # Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 #
 # So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
@@ -296,43 +258,29 @@ def _some(resources: set[Resource]) -> str:
 def mean_step_s(
     compiled: CompiledGraph, durations_s: ArrayLike, overlap: OverlapFactors, *, steps: int, unit: Ints | None = None
 ) -> NDArray[np.float64]:
-    """The mean of several steps in a row, for every row of durations.
+    """The mean of several steps in a row, for every row of durations: float64 [S] seconds.
 
-    Args:
-        compiled: the graph of one step. durations_s: float64 [S, n], or [S, units] with `unit`.
-        overlap: slowdown factors. steps: in a row. unit: int64 [n], the unit of each task.
-
-    Returns:
-        float64 [S] seconds. Leaves out failures and changes of the machine between steps.
+    `durations_s`: float64 [S, n], or [S, units] with `unit`: int64 [n], the unit of each task. Leaves out failures and changes
+    of the machine between steps.
     """
     together = waiting_together(compiled.columns, overlap)
     return static.step_times_s(compiled, durations_s, steps=steps, overlap=overlap, unit=unit, together=together)
 
 
 def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
-    """A number per resource, equal for those that begin a step together: all of a rank, except what runs ahead or outlasts it.
-
-    Args:
-        columns: the program. overlap: tells whether loading runs ahead.
-
-    Returns:
-        int64 [resources].
-    """
-    found = np.array(columns.resource_rank, dtype=np.int64)
+    """int64 [resources]: a number that is equal for those that begin a step together: all of a rank, except what runs ahead
+    (loading, where `overlap` says so) or outlasts it."""
+    groups = np.array(columns.resource_rank, dtype=np.int64)
     if overlap.loads_ahead:
         loads = np.array([resource.stream == HOST for resource in columns.resources], dtype=np.bool_)
-        found = np.where(loads, found + columns.world_size, found)
+        groups = np.where(loads, groups + columns.world_size, groups)
     alone = np.flatnonzero([outlasts(resource) for resource in columns.resources])
-    found[alone] = 2 * columns.world_size + np.arange(len(alone))
-    return found
+    groups[alone] = 2 * columns.world_size + np.arange(len(alone))
+    return groups
 
 
 def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried, Carried]:
-    """The same as values of a Program (`Part.makes` and `Part.reads`): one value per group that begins a step together.
-
-    Args:
-        columns: the program. overlap: tells whether loading runs ahead.
-    """
+    """What `waiting_together` says, as values of a Program (`Part.makes` and `Part.reads`): one value per group."""
     ends: dict[int, tuple[list[int], list[int]]] = {}
     for resource, number in enumerate(waiting_together(columns, overlap).tolist()):
         if outlasts(columns.resources[resource]):
@@ -348,10 +296,6 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried
 
 
 def steps_in_a_row(columns: Columns, overlap: OverlapFactors, *, steps: int) -> Program:
-    """Several steps of a graph as a Program.
-
-    Args:
-        columns: the program of one step. overlap: tells whether loading runs ahead. steps: in a row.
-    """
+    """Several steps of a graph as a Program."""
     makes, reads = carried_by_steps(columns, overlap)
     return Program(parts=(Part(graph=columns.graph, repeat=steps, makes=makes, reads=reads),))

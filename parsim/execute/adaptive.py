@@ -25,6 +25,7 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.streams import TaskTime
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.plan import AUTO, Plan
 from parsim.predict.problem import PlanningProblem
@@ -189,10 +190,9 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         model=model,
         cluster=cluster_from_profile(load_profile(spec.profile), devices),
         global_batch=run.plan.global_batch,
-        precision=spec.precision,
-        optimizer=run.optimizer,
-        master_weights=run.master_weights,
-        ema=run.recipe.ema is not None,
+        numerics=Numerics(
+            precision=spec.precision, optimizer=run.optimizer, master_weights=run.master_weights, ema=run.recipe.ema is not None
+        ),
         fit_probability=spec.fit_probability,
         update_calls=2 if recipe.no_weight_decay else 1,
         scored="" if recipe.evaluation is None else "averages" if averaged else "weights",

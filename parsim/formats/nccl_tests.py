@@ -22,7 +22,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from parsim.costs.communication.closed_forms import fitted_s
+from parsim.costs.communication.closed_forms import regimes_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.measured import fits_of_points
 from parsim.errors import CostError, ImportedFileError, ProfileError
@@ -486,7 +486,7 @@ def _compared(profile: Profile, test: NcclTest, fits: Sequence[CollectiveFit], b
         and fit.group_size == len(test.group)
         and (not by_group or fit.groups == [list(test.group)])
     )
-    errors = [abs(fitted_s(fit, row.size_bytes) / row.seconds - 1) for row in test.rows]
+    errors = [abs(regimes_s(fit.regimes, row.size_bytes) / row.seconds - 1) for row in test.rows]
     before = []
     try:
         cluster = cluster_from_profile(profile)

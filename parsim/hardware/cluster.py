@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.devices import DEVICE_KINDS, Allocator, Device, DeviceType, Spread, device_name
+from parsim.hardware.devices import DEVICE_KINDS, Device, DeviceType, device_name
 from parsim.hardware.network import Network, load_network, shipped_networks
-from parsim.hardware.profile import DeviceTypeEntry, LinkEntry, NicSlot, Profile
+from parsim.hardware.profile import LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 
 # The nodes of a topology: the parts that stay connected without the switches of the network.
@@ -72,7 +72,7 @@ def nodes_of(topology: Topology) -> Nodes:
         for end in (link.a, link.b):
             if role_of(end) == NIC_ROLE:
                 cards.setdefault(end, []).append(link)
-    known: dict[object, NodeShape] = {}
+    made: dict[object, NodeShape] = {}
     shapes: list[NodeShape] = []
     leaf_of: list[str] = []
     place: dict[str, tuple[int, int]] = {}
@@ -88,16 +88,18 @@ def nodes_of(topology: Topology) -> Nodes:
         up = [(nic, link) for nic in nics for link in cards.get(nic, ())]
         ports = tuple((local[nic], link.capacity_bytes_per_s, link.latency_s) for nic, link in up)
         key = (len(devices), joins, ports)
-        shape = known.get(key)
-        if shape is None:
-            shape = NodeShape(
+        if key not in made:
+            made[key] = NodeShape(
                 tuple(local[device] for device in devices),
-                Topology(tuple(map(_relink, joins))),
+                Topology(tuple(replace(link, a=local[link.a], b=local[link.b]) for link in links)),
                 tuple(Port(nic=nic, bandwidth_bytes_per_s=rate, latency_s=latency) for nic, rate, latency in ports),
             )
-            known[key] = shape
-        shapes.append(shape)
-        leaf_of.append(_only_leaf(number, {link.other(nic) for nic, link in up}))
+        shapes.append(made[key])
+        reached = {link.other(nic) for nic, link in up}
+        if len(reached) > 1:
+            switches = ", ".join(sorted(reached))
+            raise ProfileError(f"node {number} reaches the switches {switches}; connect all its cards to one leaf")
+        leaf_of.append(next(iter(reached), ""))
     return Nodes(shapes=tuple(shapes), leaf=tuple(leaf_of), leaves=_leaves(outside), place=place)
 
 
@@ -126,31 +128,20 @@ def _groups(links: list[Link]) -> list[tuple[list[str], list[Link], list[str]]]:
         a, b = find(link.a), find(link.b)
         if a != b:
             root[b] = a
-    found: dict[str, tuple[list[str], list[Link], list[str]]] = {}
+    nodes: dict[str, tuple[list[str], list[Link], list[str]]] = {}
     for end in root:
         role = role_of(end)
-        devices, _, nics = found.setdefault(find(end), ([], [], []))
+        devices, _, nics = nodes.setdefault(find(end), ([], [], []))
         if role in DEVICE_ROLES:
             devices.append(end)
         elif role == NIC_ROLE:
             nics.append(end)
     for link in links:
-        found[find(link.a)][1].append(link)
-    for devices, _, nics in found.values():
+        nodes[find(link.a)][1].append(link)
+    for devices, _, nics in nodes.values():
         devices.sort(key=_number)
         nics.sort(key=_number)
-    return sorted((entry for entry in found.values() if entry[0]), key=lambda entry: _number(entry[0][0]))
-
-
-def _relink(join: tuple[str, str, str, int, float, float]) -> Link:
-    a, b, kind, lanes, bandwidth, latency = join
-    return Link(a=a, b=b, kind=kind, lanes=lanes, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-
-
-def _only_leaf(number: int, leaves: set[str]) -> str:
-    if len(leaves) > 1:
-        raise ProfileError(f"node {number} reaches the switches {', '.join(sorted(leaves))}; connect all its cards to one leaf")
-    return next(iter(leaves), "")
+    return sorted((node for node in nodes.values() if node[0]), key=lambda node: _number(node[0][0]))
 
 
 def _leaves(outside: list[Link]) -> dict[str, Leaf]:
@@ -192,7 +183,13 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
 
     Raises ProfileError if the machine has no place for a card, or is several nodes itself.
     """
-    _check_machine(profile)
+    if len({entry.node for entry in profile.devices}) > 1:
+        raise ProfileError(f"profile {profile.name} has several nodes itself; use it with nodes = 1, or a profile of one node")
+    if profile.communication.link_model is None:
+        raise ProfileError(
+            f"profile {profile.name} prices communication by group of ranks as measured, not by links, so nothing is known of "
+            "several of it. Set nodes = 1, or choose a profile with a link model"
+        )
     slots = _slots(profile, network)
     local = {
         device_name(entry.index, profile.device_types[entry.type].kind): place for place, entry in enumerate(profile.devices)
@@ -239,16 +236,6 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
     return tuple(links)
 
 
-def _check_machine(profile: Profile) -> None:
-    if len({entry.node for entry in profile.devices}) > 1:
-        raise ProfileError(f"profile {profile.name} has several nodes itself; use it with nodes = 1, or a profile of one node")
-    if profile.communication.link_model is None:
-        raise ProfileError(
-            f"profile {profile.name} prices communication by group of ranks as measured, not by links, so nothing is known of "
-            "several of it. Set nodes = 1, or choose a profile with a link model"
-        )
-
-
 def _slots(profile: Profile, network: Network) -> Sequence[NicSlot]:
     """Where the cards of one node go."""
     slots: list[NicSlot] = list(profile.nics)
@@ -261,8 +248,8 @@ def _slots(profile: Profile, network: Network) -> Sequence[NicSlot]:
             )
         kind = next(link.kind for link in profile.links if hosts[0] in (link.a, link.b))
         slots = [NicSlot(at=host, kind=kind) for host in hosts]
-        return [slots[number % len(slots)] for number in range(network.card.per_node or 1)]
-    return [slots[number % len(slots)] for number in range(network.card.per_node or len(slots))]
+    cards = network.card.per_node or (len(slots) if profile.nics else 1)
+    return [slots[number % len(slots)] for number in range(cards)]
 
 
 def _link(profile: Profile, a: str, b: str, entry: LinkEntry | NicSlot) -> Link:
@@ -391,45 +378,37 @@ def cluster_from_profile(
         links, name = cluster_links(profile, nodes, joined), f"{nodes} x {profile.name} on {joined.name}"
     else:
         links, name, joined = node_links(profile), profile.name, None
-    known = _devices(profile, nodes)
+    by_number = _devices(profile, nodes)
     per_node = len(profile.devices)
-    if isinstance(devices, int) and not 1 <= devices <= per_node:
-        each = "" if nodes == 1 else " per node"
-        raise ProfileError(
-            f"profile {profile.name} has {per_node} devices, {devices} were asked for{each}; ask for 1 to {per_node}"
-        )
-    wanted = (
-        [index for place, index in enumerate(known) if place % per_node < devices]
-        if isinstance(devices, int)
-        else list(known if devices is None else devices)
-    )
-    for index in wanted:
-        if index not in known:
-            raise ProfileError(f"{_whose(profile, nodes)} no device {index}; it has {_range(known)}")
-    if len(set(wanted)) != len(wanted):
-        raise ProfileError(f"cluster.devices lists a device twice: {wanted}")
-    topology = Topology(links=links)
+    if devices is None:
+        numbers = list(by_number)
+    elif isinstance(devices, int):
+        if not 1 <= devices <= per_node:
+            each = "" if nodes == 1 else " per node"
+            raise ProfileError(
+                f"profile {profile.name} has {per_node} devices, {devices} were asked for{each}; ask for 1 to {per_node}"
+            )
+        numbers = [number for place, number in enumerate(by_number) if place % per_node < devices]
+    else:
+        numbers = list(devices)
+    for number in numbers:
+        if number not in by_number:
+            who = f"profile {profile.name} has" if nodes == 1 else f"{nodes} nodes of profile {profile.name} have"
+            first, last = min(by_number), max(by_number)
+            listing = str(sorted(by_number)) if len(by_number) <= 32 else f"{first} to {last}"
+            raise ProfileError(f"{who} no device {number}; it has {listing}")
+    if len(set(numbers)) != len(numbers):
+        raise ProfileError(f"cluster.devices lists a device twice: {numbers}")
     if profile.communication.link_model is not None:
         _check_connected(profile, Topology(links=node_links(profile)))
-    return _first_equal(
-        Cluster(name=name, devices=tuple(known[index] for index in wanted), topology=topology, profile=profile, network=joined)
-    )
+    chosen = tuple(by_number[number] for number in numbers)
+    return _first_equal(Cluster(name=name, devices=chosen, topology=Topology(links=links), profile=profile, network=joined))
 
 
 @lru_cache(maxsize=8)
 def _first_equal(cluster: Cluster) -> Cluster:
     """The first of equal clusters. Caches find it by identity, instead of comparing thousands of links."""
     return cluster
-
-
-def allocator_of(entry: DeviceTypeEntry) -> Allocator:
-    """As the profile has it, or as assumed of its kind."""
-    if entry.allocator is None:
-        return DEVICE_KINDS[entry.kind].allocator
-    library, lost = entry.allocator.library_bytes, entry.allocator.lost_share
-    return Allocator(
-        library_bytes=Spread(library.p05, library.median, library.p95), lost_share=Spread(lost.p05, lost.median, lost.p95)
-    )
 
 
 def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
@@ -442,21 +421,17 @@ def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
             peak_flop_per_s={precision: number.value for precision, number in entry.peak_flop_per_s.items()},
             memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s.value,
             context_bytes=int(entry.context_bytes.value),
-            allocator=allocator_of(entry),
+            allocator=entry.allocator or DEVICE_KINDS[entry.kind].allocator,
         )
         for name, entry in profile.device_types.items()
     }
-    if nodes == 1:
-        return {
-            entry.index: Device(index=entry.index, type=types[entry.type], node=entry.node, core=entry.core)
-            for entry in profile.devices
-        }
     per_node = len(profile.devices)
-    return {
-        node * per_node + place: Device(index=node * per_node + place, type=types[entry.type], node=node, core=entry.core)
-        for node in range(nodes)
-        for place, entry in enumerate(profile.devices)
-    }
+    places = [(entry.index, entry.node, entry) for entry in profile.devices]
+    if nodes > 1:
+        places = [
+            (node * per_node + place, node, entry) for node in range(nodes) for place, entry in enumerate(profile.devices)
+        ]
+    return {number: Device(index=number, type=types[entry.type], node=node, core=entry.core) for number, node, entry in places}
 
 
 def _check_connected(profile: Profile, topology: Topology) -> None:
@@ -472,12 +447,3 @@ def _check_connected(profile: Profile, topology: Topology) -> None:
             f"the topology of profile {profile.name} falls into {len(parts)} parts that no link connects: {listing}; "
             "add the missing link"
         )
-
-
-def _whose(profile: Profile, nodes: int) -> str:
-    return f"profile {profile.name} has" if nodes == 1 else f"{nodes} nodes of profile {profile.name} have"
-
-
-def _range(known: dict[int, Device]) -> str:
-    numbers = sorted(known)
-    return str(numbers) if len(numbers) <= 32 else f"{numbers[0]} to {numbers[-1]}"

@@ -20,14 +20,13 @@ GPUs of which only bursts were published are held at what those of their family 
 
 from __future__ import annotations
 
-import importlib.resources
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -44,6 +43,7 @@ from parsim.hardware.profile import (
     LinkEntry,
     LinkKindEntry,
     LinkModel,
+    LinkProtocol,
     NicSlot,
     Noise,
     Profile,
@@ -53,7 +53,17 @@ from parsim.hardware.profile import (
     parse_profile,
     shipped_profiles,
 )
-from parsim.hardware.records import ComputeRecords, Count, Efficiency, OperatorFit, Positive, ProfileRecord, problems_text
+from parsim.hardware.records import (
+    ComputeRecords,
+    Count,
+    Efficiency,
+    OperatorFit,
+    Positive,
+    ProfileRecord,
+    is_path,
+    problems_text,
+    shipped_text,
+)
 
 HOST, SOCKETS = "pcie", "smp"
 CUBE: Mapping[tuple[int, int], int] = {
@@ -88,9 +98,17 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
             f"gpus_per_node = {number}: {joined.name} joins {joined.largest} GPUs of a node at most; use gpus_per_node <= "
             f"{joined.largest} and more nodes, or another link"
         )
-    sources = _sources(part, joined, host)
-    own = joined if joined.form != "host" else host
-    links, slots, kinds = _links(own, host, number)
+    sources = {
+        COMPOSED: SourceEntry(
+            kind="assumption",
+            text="how the usual machine of these parts is put together, and 5% from run to run: assumed, not measured",
+        )
+    }
+    for piece in (part, joined, host):
+        sources |= {_key(piece, key): source for key, source in piece.sources.items()}
+    direct = joined if joined.form != "host" else host
+    links, slots, kinds = _links(direct, host, number)
+    launch = part.launch_s  # nothing else of a host is known of parts
     return Profile(
         schema_version=1,
         name=f"{number}x{part.name}" if link is None else f"{number}x{part.name}-{joined.name}",
@@ -104,10 +122,10 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
         device_types={
             part.name: DeviceTypeEntry(
                 kind=part.kind,
-                memory_bytes=_named(part.memory_bytes, part.name),
-                memory_bandwidth_bytes_per_s=_named(part.memory_bandwidth_bytes_per_s, part.name),
-                context_bytes=_named(part.context_bytes, part.name),
-                peak_flop_per_s={name: _named(peak, part.name) for name, peak in part.peak_flop_per_s.items()},
+                memory_bytes=_named(part.memory_bytes, part),
+                memory_bandwidth_bytes_per_s=_named(part.memory_bandwidth_bytes_per_s, part),
+                context_bytes=_named(part.context_bytes, part),
+                peak_flop_per_s={name: _named(peak, part) for name, peak in part.peak_flop_per_s.items()},
             )
         },
         devices=[DeviceEntry(index=index, type=part.name) for index in range(number)],
@@ -115,32 +133,120 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
         links=links,
         nics=slots,
         nics_source=COMPOSED,
-        communication=Communication(backend="nccl", link_model=_link_model(own, host)),
+        communication=Communication(backend="nccl", link_model=_link_model(direct, host)),
         compute=ComputeRecords(
-            operator_fits=[fit for entry in part.fits for fit in _operator_fits(part, entry)],
+            operator_fits=[fit for kernel in part.fits for fit in _operator_fits(part, kernel)],
             efficiencies=[
                 Efficiency(
                     precision=precision,
                     device_type=part.name,
-                    factor=entry.factor,
-                    spread=entry.spread,
-                    points=entry.points,
-                    source=_key(part.name, entry.source),
+                    factor=reached.factor,
+                    spread=reached.spread,
+                    points=reached.points,
+                    source=_key(part, reached.source),
                 )
-                for entry in part.efficiencies
-                for precision in entry.precisions
+                for reached in part.efficiencies
+                for precision in reached.precisions
             ],
         ),
         noise=Noise(drift_sigma=DRIFT_SIGMA, source=COMPOSED),
-        host=_host_of(part),
+        host=None
+        if launch is None
+        else HostOverhead(task_s=0.0, step_s=0.0, launch_s=launch.value, source=_key(part, launch.source)),
     )
 
 
-def _host_of(part: GpuPart) -> HostOverhead | None:
-    """What the host takes per launch, where the part knows it; nothing else of a host is known of parts."""
-    if part.launch_s is None:
-        return None
-    return HostOverhead(task_s=0.0, step_s=0.0, launch_s=part.launch_s.value, source=_key(part.name, part.launch_s.source))
+def _key(part: GpuPart | LinkPart, source: str) -> str:
+    return f"{part.name}:{source}"
+
+
+def _named(number: Sourced, part: GpuPart | LinkPart) -> Sourced:
+    return Sourced(value=number.value, source=_key(part, number.source))
+
+
+def _operator_fits(part: GpuPart, fit: PartFit) -> list[OperatorFit]:
+    """The fit with the chip's own numbers, once for each precision that the chip has a peak of."""
+    kernel = fit.model_dump(exclude={"precisions", "transferred_from", "coefficients", "source"})
+    return [
+        OperatorFit(
+            **kernel,
+            precision=precision,
+            device_type=part.name,
+            coefficients={
+                **fit.coefficients,
+                "multiprocessors": part.multiprocessors.value,
+                "peak_flop_per_s": part.peak_flop_per_s[precision].value,
+                "memory_bandwidth_bytes_per_s": part.memory_bandwidth_bytes_per_s.value,
+            },
+            source=_key(part, fit.source),
+        )
+        for precision in fit.precisions
+        if precision in part.peak_flop_per_s
+    ]
+
+
+def _links(direct: LinkPart, host: LinkPart, number: int) -> tuple[list[LinkEntry], list[NicSlot], dict[str, LinkKindEntry]]:
+    """The links of a node, the slots for its network cards, and the kinds of link."""
+    if host.socket_bytes_per_s is None:
+        raise ProfileError(f'{host.name} joins no host: a host_link has form = "host" and socket_bytes_per_s')
+
+    def kind(part: LinkPart, rate: Sourced) -> LinkKindEntry:
+        return LinkKindEntry(bandwidth_bytes_per_s=_named(rate, part), latency_s=_named(part.latency_s, part))
+
+    kinds = {HOST: kind(host, host.bandwidth_bytes_per_s), SOCKETS: kind(host, host.socket_bytes_per_s)}
+    if direct.form != "host":
+        kinds["nvlink"] = kind(direct, direct.bandwidth_bytes_per_s)
+    links = [LinkEntry(a=a, b=b, kind="nvlink", lanes=lanes) for a, b, lanes in _direct_links(direct, number)]
+    per_switch = 1 if direct.form in ("switch", "mesh") else 2
+    switches = -(-number // per_switch)
+    sockets = 1 if per_switch == 1 else min(2, switches)
+    links += [LinkEntry(a=f"gpu{gpu}", b=f"pcie{gpu // per_switch}", kind=HOST) for gpu in range(number)]
+    links += [LinkEntry(a=f"pcie{place}", b=f"socket{place * sockets // switches}", kind=HOST) for place in range(switches)]
+    if sockets == 2:
+        links.append(LinkEntry(a="socket0", b="socket1", kind=SOCKETS))
+    return links, [NicSlot(at=f"pcie{place}", kind=HOST) for place in range(switches)], kinds
+
+
+def _direct_links(link: LinkPart, number: int) -> list[tuple[str, str, int]]:
+    """(end, end, lanes) of the links between GPUs."""
+    gpus = [f"gpu{index}" for index in range(number)]
+    match link.form:
+        case "switch":
+            return [(gpu, "nvswitch0", link.lanes) for gpu in gpus]
+        case "mesh":
+            each = max(1, link.lanes // max(1, link.largest - 1))
+            return [(a, b, each) for a, b in combinations(gpus, 2)]
+        case "pairs":
+            return [(a, b, link.lanes) for a, b in zip(gpus[::2], gpus[1::2], strict=False)]
+        case "cube":
+            return [(gpus[a], gpus[b], lanes) for (a, b), lanes in sorted(CUBE.items()) if b < number]
+        case "host":
+            return []
+
+
+def _link_model(direct: LinkPart, host: LinkPart) -> LinkModel:
+    def protocols(part: LinkPart) -> list[LinkProtocol]:
+        return [
+            protocol.model_copy(
+                update={"source": _key(part, protocol.source), "tuner_source": _key(part, protocol.tuner_source)}
+            )
+            for protocol in part.protocols
+        ]
+
+    return LinkModel(
+        link_kind=HOST if direct.form == "host" else "nvlink",
+        protocols=protocols(direct),
+        relay_protocols=protocols(host),
+        tuner_bandwidth_bytes_per_s=_named(direct.bandwidth_bytes_per_s, direct),
+        point_to_point_base_s=direct.point_to_point_base_s.value,
+        relative_sigma=direct.relative_sigma.value,
+        unmeasured_group_sigma=direct.unmeasured_group_sigma.value,
+        measured_groups=[list(range(size)) for size in direct.measured_sizes],
+        point_sources=[],
+        min_size_bytes=direct.min_size_bytes,
+        max_size_bytes=direct.max_size_bytes,
+        source=_key(direct, direct.relative_sigma.source),
+    )
 
 
 def load_profile(name_or_path: str) -> Profile:
@@ -158,7 +264,7 @@ def load_profile(name_or_path: str) -> Profile:
         return read_parts_file(path)
     if node := FORM.fullmatch(name_or_path):
         return profile_from_parts(node["gpu"], int(re.sub("[_,]", "", node["count"])), node["link"])
-    if path.suffix == ".json" or os.sep in name_or_path:
+    if is_path(name_or_path):
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
         try:
@@ -168,148 +274,15 @@ def load_profile(name_or_path: str) -> Profile:
                 f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
             ) from error
     if name_or_path not in shipped_profiles():
-        raise ProfileError(
-            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
-            "8xh100-sxm)"
-        )
-    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
-    return _parsed(text, name_or_path)
+        near = near_matches(name_or_path, shipped_profiles())
+        raise ProfileError(f"unknown profile {name_or_path!r}{near} (or GPUs by name, such as 8xh100-sxm)")
+    return _parsed(shipped_text(name_or_path), name_or_path)
 
 
 @lru_cache(maxsize=8)
 def _parsed(text: str, where: str) -> Profile:
     """A profile is immutable: one text is checked once in a process."""
     return parse_profile(text, where)
-
-
-def _sources(part: GpuPart, joined: LinkPart, host: LinkPart) -> dict[str, SourceEntry]:
-    """All sources of the parts, each under the part's name."""
-    own = {
-        COMPOSED: SourceEntry(
-            kind="assumption",
-            text="how the usual machine of these parts is put together, and 5% from run to run: assumed, not measured",
-        )
-    }
-    for piece in (part, joined, host):
-        own |= {_key(piece.name, key): entry for key, entry in piece.sources.items()}
-    return own
-
-
-def _key(part: str, source: str) -> str:
-    return f"{part}:{source}"
-
-
-def _named(number: Sourced, part: str) -> Sourced:
-    return Sourced(value=number.value, source=_key(part, number.source))
-
-
-def _links(own: LinkPart, host: LinkPart, number: int) -> tuple[list[LinkEntry], list[NicSlot], dict[str, LinkKindEntry]]:
-    """The links of a node, the slots for its network cards, and the kinds of link."""
-    if host.socket_bytes_per_s is None:
-        raise ProfileError(f'{host.name} joins no host: a host_link has form = "host" and socket_bytes_per_s')
-    kinds = {
-        HOST: _kind(host, host.bandwidth_bytes_per_s),
-        SOCKETS: _kind(host, host.socket_bytes_per_s),
-    }
-    if own.form != "host":
-        kinds["nvlink"] = _kind(own, own.bandwidth_bytes_per_s)
-    links = _direct_links(own, number)
-    per_switch = 1 if own.form in ("switch", "mesh") else 2
-    switches = -(-number // per_switch)
-    links += [LinkEntry(a=f"gpu{gpu}", b=f"pcie{gpu // per_switch}", kind=HOST) for gpu in range(number)]
-    sockets = 1 if per_switch == 1 else min(2, switches)
-    links += [
-        LinkEntry(a=f"pcie{switch}", b=f"socket{switch * sockets // switches}", kind=HOST, lanes=1)
-        for switch in range(switches)
-    ]
-    if sockets == 2:
-        links.append(LinkEntry(a="socket0", b="socket1", kind=SOCKETS))
-    return links, [NicSlot(at=f"pcie{switch}", kind=HOST) for switch in range(switches)], kinds
-
-
-def _kind(part: LinkPart, rate: Sourced) -> LinkKindEntry:
-    return LinkKindEntry(bandwidth_bytes_per_s=_named(rate, part.name), latency_s=_named(part.latency_s, part.name))
-
-
-def _direct_links(own: LinkPart, number: int) -> list[LinkEntry]:
-    match own.form:
-        case "switch":
-            return [LinkEntry(a=f"gpu{gpu}", b="nvswitch0", kind="nvlink", lanes=own.lanes) for gpu in range(number)]
-        case "mesh":
-            each = max(1, own.lanes // max(1, own.largest - 1))
-            return [
-                LinkEntry(a=f"gpu{a}", b=f"gpu{b}", kind="nvlink", lanes=each)
-                for a in range(number)
-                for b in range(a + 1, number)
-            ]
-        case "pairs":
-            return [
-                LinkEntry(a=f"gpu{first}", b=f"gpu{first + 1}", kind="nvlink", lanes=own.lanes)
-                for first in range(0, number - 1, 2)
-            ]
-        case "cube":
-            return [
-                LinkEntry(a=f"gpu{a}", b=f"gpu{b}", kind="nvlink", lanes=lanes)
-                for (a, b), lanes in sorted(CUBE.items())
-                if b < number
-            ]
-        case "host":
-            return []
-
-
-def _link_model(own: LinkPart, host: LinkPart) -> LinkModel:
-    def protocols(part: LinkPart) -> list[object]:
-        return [
-            entry.model_copy(
-                update={"source": _key(part.name, entry.source), "tuner_source": _key(part.name, entry.tuner_source)}
-            )
-            for entry in part.protocols
-        ]
-
-    return LinkModel.model_validate(
-        {
-            "link_kind": HOST if own.form == "host" else "nvlink",
-            "protocols": protocols(own),
-            "relay_protocols": protocols(host),
-            "tuner_bandwidth_bytes_per_s": _named(own.bandwidth_bytes_per_s, own.name),
-            "point_to_point_base_s": own.point_to_point_base_s.value,
-            "relative_sigma": own.relative_sigma.value,
-            "unmeasured_group_sigma": own.unmeasured_group_sigma.value,
-            "measured_groups": [list(range(size)) for size in own.measured_sizes],
-            "point_sources": [],
-            "min_size_bytes": own.min_size_bytes,
-            "max_size_bytes": own.max_size_bytes,
-            "source": _key(own.name, own.relative_sigma.source),
-        }
-    )
-
-
-def _operator_fits(part: GpuPart, entry: PartFit) -> list[OperatorFit]:
-    """The fit with the chip's own numbers, once for each precision that the chip has a peak of."""
-    return [
-        OperatorFit(
-            kind=entry.kind,
-            phase=entry.phase,
-            form=entry.form,
-            variant=entry.variant,
-            precision=precision,
-            device_type=part.name,
-            coefficients={
-                **entry.coefficients,
-                "multiprocessors": part.multiprocessors.value,
-                "peak_flop_per_s": part.peak_flop_per_s[precision].value,
-                "memory_bandwidth_bytes_per_s": part.memory_bandwidth_bytes_per_s.value,
-            },
-            relative_sigma=entry.relative_sigma,
-            min_flop=entry.min_flop,
-            max_flop=entry.max_flop,
-            points=entry.points,
-            held_out=entry.held_out,
-            source=_key(part.name, entry.source),
-        )
-        for precision in entry.precisions
-        if precision in part.peak_flop_per_s
-    ]
 
 
 # A profile that refers to parts: a short TOML file with comments, which `parsim profile new` writes.
@@ -344,15 +317,21 @@ class OwnNumbers(ProfileRecord):
 
     @model_validator(mode="after")
     def _has_source(self) -> OwnNumbers:
-        if self.source is None and (self.peak_flop_per_s or self.numbers):
+        if self.source is None and (self.peak_flop_per_s or self.model_dump(exclude_none=True, exclude={"peak_flop_per_s"})):
             raise ValueError('change holds numbers without a source; add source = "where they come from"')
         return self
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The single numbers that are given, by key."""
-        found = self.model_dump(exclude_none=True, exclude={"peak_flop_per_s", "source"})
-        return {key: float(value) for key, value in found.items()}
+    def applied_to(self, part: GpuPart) -> GpuPart:
+        """The part with these numbers, checked again."""
+        if self.source is None:
+            return part
+        document = part.model_dump()
+        document["sources"][CHANGED] = {"kind": "datasheet", "text": self.source}
+        for key, value in self.model_dump(exclude_none=True, exclude={"peak_flop_per_s", "source"}).items():
+            document[key] = {"value": value, "source": CHANGED}
+        for precision, value in self.peak_flop_per_s.items():
+            document["peak_flop_per_s"][precision] = {"value": value, "source": CHANGED}
+        return GpuPart.model_validate(document)
 
 
 class PartsFile(ProfileRecord):
@@ -382,25 +361,11 @@ def read_parts_file(path: Path) -> Profile:
             f"cannot read profile {path}: {error}; fix it or write it again with `parsim profile new`"
         ) from error
     try:
-        found = PartsFile.model_validate(document)
-        part = _changed(load_gpu(found.gpu), found.change)
+        file = PartsFile.model_validate(document)
+        part = file.change.applied_to(load_gpu(file.gpu))
     except ValidationError as error:
         raise ProfileError(f"profile {path} is broken: {problems_text(error)}; fix these") from error
-    profile = profile_from_parts(part, found.count, found.link)
-    return profile.model_copy(update={"name": found.name})
-
-
-def _changed(part: GpuPart, change: OwnNumbers) -> GpuPart:
-    """The part with the file's own numbers, checked again."""
-    if change.source is None:
-        return part
-    document: dict[str, Any] = part.model_dump()
-    document["sources"][CHANGED] = SourceEntry(kind="datasheet", text=change.source).model_dump()
-    for key, value in change.numbers.items():
-        document[key] = Sourced(value=value, source=CHANGED).model_dump()
-    for precision, value in change.peak_flop_per_s.items():
-        document["peak_flop_per_s"][precision] = Sourced(value=value, source=CHANGED).model_dump()
-    return GpuPart.model_validate(document)
+    return profile_from_parts(part, file.count, file.link).model_copy(update={"name": file.name})
 
 
 def parts_file_text(gpu: str, count: int | None = None, link: str | None = None, network: str | None = None) -> str:
@@ -419,6 +384,10 @@ def parts_file_text(gpu: str, count: int | None = None, link: str | None = None,
     profile = profile_from_parts(part, number, joined)
     joining = load_network(network).name if network else "infiniband-400g"
     peaks = ", ".join(f"{name} {number.value / 1e12:g}" for name, number in part.peak_flop_per_s.items())
+    watts = (("board limit", part.board_limit_w), ("busy", part.busy_power_w), ("idle", part.idle_power_w))
+    economics = [f"{what} {power.value:.0f} W" for what, power in watts if power is not None]
+    if part.usd_per_hour:
+        economics.append(f"{part.usd_per_hour.value:g} USD per hour ({part.usd_per_hour.as_of})")
     lines = [
         f"# {number} x {part.description} Written by `parsim profile new`; every line but the first three may go.",
         f'name = "{profile.name}"',
@@ -436,7 +405,7 @@ def parts_file_text(gpu: str, count: int | None = None, link: str | None = None,
         f"#   memory {part.memory_bytes.value / 2**30:.1f} GiB, {part.memory_bandwidth_bytes_per_s.value / 1e9:,.0f} GB/s;"
         f" {part.multiprocessors.value:.0f} multiprocessors",
         f"#   dense peaks in TFLOP/s: {peaks}",
-        *_economics(part),
+        *([f"#   {', '.join(economics)}"] if economics else []),
         *_fits(part),
         f"#   link: {joined.lanes} lanes of {joined.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s per GPU that large collectives"
         f" reach, spread {joined.relative_sigma.value:.0%}",
@@ -452,27 +421,13 @@ def parts_file_text(gpu: str, count: int | None = None, link: str | None = None,
     return "\n".join(lines) + "\n"
 
 
-def _economics(part: GpuPart) -> list[str]:
-    told = []
-    if part.board_limit_w:
-        told.append(f"board limit {part.board_limit_w.value:.0f} W")
-    told += [
-        f"{what} {number.value:.0f} W"
-        for what, number in (("busy", part.busy_power_w), ("idle", part.idle_power_w))
-        if number is not None
-    ]
-    if part.usd_per_hour:
-        told.append(f"{part.usd_per_hour.value:g} USD per hour ({part.usd_per_hour.as_of})")
-    return [f"#   {', '.join(told)}"] if told else []
-
-
 def _fits(part: GpuPart) -> list[str]:
     """One line per fit: what it is, on how many rows, and its error on rows it had not seen."""
     lines = []
     for fit in part.fits:
-        own = f"{fit.points:,} rows" if fit.points else f"no rows of its own, from {', '.join(fit.transferred_from[:4])}"
+        rows = f"{fit.points:,} rows" if fit.points else f"no rows of its own, from {', '.join(fit.transferred_from[:4])}"
         what = f"{fit.kind} {fit.phase}" + (f" ({fit.variant})" if fit.variant else "")
-        lines.append(f"#   {what}, {fit.precisions[0]}: {own}; spread {fit.relative_sigma:.0%}")
+        lines.append(f"#   {what}, {fit.precisions[0]}: {rows}; spread {fit.relative_sigma:.0%}")
     return lines
 
 
@@ -508,53 +463,45 @@ def mixed_cluster(
     Raises:
         ProfileError: an unknown part, groups with different numbers of GPUs per node, or no network for several nodes.
     """
-    counts = [group.gpus_per_node or load_gpu(group.gpu).gpus_per_node for group in groups]
+    gpus = [load_gpu(group.gpu) for group in groups]
+    counts = [group.gpus_per_node or gpu.gpus_per_node for group, gpu in zip(groups, gpus, strict=True)]
     if len(set(counts)) > 1:
-        told = ", ".join(f"{group.gpu} {count}" for group, count in zip(groups, counts, strict=True))
-        raise ProfileError(f"groups have different numbers of GPUs per node ({told}); give all the same gpus_per_node")
-    made_of = [profile_from_parts(group.gpu, count, link) for group, count in zip(groups, counts, strict=True)]
-    slowest = min(range(len(groups)), key=lambda number: _rate(groups[number].gpu))
-    base = made_of[slowest if link is None else 0]
-    nodes = sum(group.nodes for group in groups)
+        listing = ", ".join(f"{group.gpu} {count}" for group, count in zip(groups, counts, strict=True))
+        raise ProfileError(f"groups have different numbers of GPUs per node ({listing}); give all the same gpus_per_node")
+    profiles = [profile_from_parts(gpu, counts[0], link) for gpu in gpus]
+    links = [load_link(gpu.link) for gpu in gpus]
+    rates = [joined.lanes * joined.bandwidth_bytes_per_s.value for joined in links]
+    slowest = 0 if link is not None else rates.index(min(rates))
     inside = (
-        ""
-        if link is not None or len({load_gpu(group.gpu).link for group in groups}) == 1
-        else (f", links inside all nodes as of {groups[slowest].gpu}")
+        f", links inside all nodes as of {groups[slowest].gpu}" if link is None and len({gpu.link for gpu in gpus}) > 1 else ""
     )
-    parts = " + ".join(
-        f"{group.nodes} x {count}x{load_gpu(group.gpu).name}" for group, count in zip(groups, counts, strict=True)
-    )
-    made = cluster_from_profile(profile or _merged(base, made_of, parts), devices, nodes=nodes, network=network)
-    kinds = [
-        cluster_from_profile(own).devices[0].type
-        for own, group in zip(made_of, groups, strict=True)
+    parts = " + ".join(f"{group.nodes} x {counts[0]}x{gpu.name}" for group, gpu in zip(groups, gpus, strict=True))
+    nodes = sum(group.nodes for group in groups)
+    merged = profile or _merged(profiles[slowest], profiles, parts)
+    cluster = cluster_from_profile(merged, devices, nodes=nodes, network=network)
+    types = [
+        cluster_from_profile(node).devices[0].type
+        for node, group in zip(profiles, groups, strict=True)
         for _ in range(group.nodes)
     ]
-    joined = "" if made.network is None else f" on {made.network.name}"
-    mixed = tuple(replace(device, type=kinds[device.node]) for device in made.devices)
-    return replace(made, name=f"{parts}{joined}{inside}", devices=mixed)
-
-
-def _rate(gpu: str) -> float:
-    """Bytes per second that a GPU's links to its node carry."""
-    link = load_link(load_gpu(gpu).link)
-    return link.lanes * link.bandwidth_bytes_per_s.value
+    joined_by = "" if cluster.network is None else f" on {cluster.network.name}"
+    mixed = tuple(replace(device, type=types[device.node]) for device in cluster.devices)
+    return replace(cluster, name=f"{parts}{joined_by}{inside}", devices=mixed)
 
 
 def _merged(base: Profile, profiles: Sequence[Profile], name: str) -> Profile:
     """One profile that knows the GPUs of all groups, with the links of one."""
     unlike = {next(iter(profile.device_types)): profile for profile in profiles}.values()
     hosts = [profile.host for profile in unlike if profile.host is not None]
-    compute = ComputeRecords(
-        operator_fits=[fit for profile in unlike for fit in profile.compute.operator_fits],
-        efficiencies=[entry for profile in unlike for entry in profile.compute.efficiencies],
-    )
     return base.model_copy(
         update={
             "name": name,
-            "sources": {key: entry for profile in unlike for key, entry in profile.sources.items()},
-            "device_types": {key: entry for profile in unlike for key, entry in profile.device_types.items()},
-            "compute": compute,
-            "host": max(hosts, key=lambda host: host.launch_s or 0.0) if hosts else None,
+            "sources": {key: source for profile in unlike for key, source in profile.sources.items()},
+            "device_types": {key: kind for profile in unlike for key, kind in profile.device_types.items()},
+            "compute": ComputeRecords(
+                operator_fits=[fit for profile in unlike for fit in profile.compute.operator_fits],
+                efficiencies=[reached for profile in unlike for reached in profile.compute.efficiencies],
+            ),
+            "host": max(hosts, key=lambda host: host.launch_s, default=None),
         }
     )

@@ -1,5 +1,4 @@
-"""The kinds of device by name, with the properties that depend on the kind alone and not on a profile. A new one is one
-row.
+"""The kinds of device by name, with the properties that depend on the kind alone and not on a profile. A new one is one row.
 
 A profile names a kind per device type: one of these, or "package.module:ROW". A kind without a backend is planned and
 simulated; only those that PyTorch and the executor can drive are run.
@@ -7,11 +6,15 @@ simulated; only those that PyTorch and the executor can drive are run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, PlainSerializer
 
 from parsim.errors import ProfileError
+from parsim.hardware.records import ProfileRecord
 from parsim.hardware.topology import DEVICE_ROLES
 from parsim.registry import Registry
 from parsim.units import MIB
@@ -25,20 +28,33 @@ class Spread(NamedTuple):
     p95: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocator:
+def _ascending(spread: Spread) -> Spread:
+    if not 0 <= spread.p05 <= spread.median <= spread.p95 < math.inf:
+        raise ValueError(
+            f"p05 {spread.p05:g}, median {spread.median:g}, p95 {spread.p95:g} must be finite, >= 0 and in ascending order"
+        )
+    return spread
+
+
+Quantiles = Annotated[Spread, AfterValidator(_ascending), PlainSerializer(Spread._asdict)]
+"""A Spread that a file holds as a table."""
+
+
+class Allocator(ProfileRecord):
     """Memory of a rank beyond its tensors and the framework's context. Nobody can count it beforehand, so it is an interval.
 
-    A calibration measures it (`calibration.measure.allocator`). For profiles without, the rows of `DEVICE_KINDS` are
-    assumptions: that of a CPU is read off one machine, that of CUDA rests on no measurement.
+    A calibration measures it (`calibration.measure.allocator`) and its profile keeps it, with its source. For profiles
+    without, the rows of `DEVICE_KINDS` are assumptions: that of a CPU is read off one machine, that of CUDA rests on no
+    measurement.
 
     Attributes:
         library_bytes: code, pools and scratch memory of the libraries, once they have run.
         lost_share: of the memory that comes and goes within a step, what is lost between blocks.
     """
 
-    library_bytes: Spread
-    lost_share: Spread
+    library_bytes: Quantiles
+    lost_share: Quantiles
+    source: str = ""
 
     def bytes_beside(self, dynamic_bytes: float) -> Spread:
         """Bytes beside so many that come and go; both at the same quantile, so the interval is rather too wide."""
@@ -122,9 +138,9 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`index` is the device's number in the profile; `node` the host it sits in.
-
-    Attributes: core: of that host, which devices of the same core share (None: a device by itself).
+    """Attributes:
+    index: its number in the profile. node: the host it sits in.
+    core: of that host, which devices of the same core share (None: a device by itself).
     """
 
     index: int

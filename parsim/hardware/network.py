@@ -7,40 +7,26 @@ represents all spine switches. Pydantic checks the file at the boundary.
 
 from __future__ import annotations
 
-import importlib.resources
-import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from parsim.errors import ProfileError, near_matches
-from parsim.files import read_text
-from parsim.hardware.profile import Sourced, SourceEntry
-from parsim.hardware.records import NonNegative, Positive, ProfileRecord, check_latency, check_rate, parse_record, source_keys
+from parsim.hardware.profile import LinkRates, Sourced, SourcedFile, SourceEntry
+from parsim.hardware.records import NonNegative, Positive, ProfileRecord, load_record, parse_record, shipped
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
 """Network cards of a node: each is an object of its own, and a billion of them would take gigabytes."""
 
 
-class Card(ProfileRecord):
-    """One network card (one rail).
+class Card(LinkRates):
+    """One network card (one rail): the bandwidth that a collective reaches, and the latency to its leaf.
 
     Attributes:
-        bandwidth_bytes_per_s: what a collective reaches, in each direction. latency_s: one way, from the card to its leaf.
         per_node: cards per node; None: one in each slot of the profile.
     """
 
-    bandwidth_bytes_per_s: Sourced
-    latency_s: Sourced
     per_node: CardCount | None = None
-
-    @model_validator(mode="after")
-    def _can_be(self) -> Card:
-        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
-        check_latency("latency_s", self.latency_s.value)
-        return self
 
 
 class Fabric(ProfileRecord):
@@ -73,16 +59,13 @@ class NetworkProtocol(ProfileRecord):
     inside_source: str | None = None
 
 
-class Network(ProfileRecord):
+class Network(SourcedFile):
     """The whole file.
 
     Attributes:
         algorithms: which all_reduces the library has here. relative_sigma: spread of the times over it.
     """
 
-    schema_version: Literal[1]
-    name: str
-    description: str
     sources: dict[str, SourceEntry]
     card: Card
     fabric: Fabric
@@ -92,9 +75,6 @@ class Network(ProfileRecord):
 
     @model_validator(mode="after")
     def _holds_together(self) -> Network:
-        for source in source_keys(self.model_dump()):
-            if source not in self.sources:
-                raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
         if self.fabric.oversubscription.value < 1:
             raise ValueError(f"a fabric needs an oversubscription >= 1, got {self.fabric.oversubscription.value:g}")
         if not any(entry.algorithm == "ring" for entry in self.protocols):
@@ -104,52 +84,23 @@ class Network(ProfileRecord):
 
 def shipped_networks() -> list[str]:
     """Names of the networks that come with the package."""
-    folder = importlib.resources.files("hardware_profiles").joinpath("networks")
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return shipped("networks")
 
 
 def load_network(name_or_path: str) -> Network:
     """A network by shipped name or by path.
 
-    Args:
-        name_or_path: a name of `shipped_networks`, or the path of a JSON file.
-
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
-    path = Path(name_or_path)
-    if path.suffix == ".json" or os.sep in name_or_path:
-        try:
-            return parse_network(read_text(path), str(path))
-        except (OSError, ValueError) as error:
-            raise ProfileError(f"cannot read network {path}: {error}; give a JSON file or one of {_listing()}") from error
-    if name_or_path not in shipped_networks():
-        near = near_matches(name_or_path, shipped_networks())
-        raise ProfileError(
-            f"unknown network {name_or_path!r}{near}{'' if near.startswith('; known') else f'; known: {_listing()}'}; or "
-            "describe your own in a JSON file as hardware_profiles/README.md says, and give its path"
-        )
-    file = importlib.resources.files("hardware_profiles").joinpath("networks", f"{name_or_path}.json")
-    return parse_network(file.read_text("utf-8"), name_or_path)
+    return load_record(Network, ("networks",), "network", name_or_path, {})
 
 
 def parse_network(text: str, where: str) -> Network:
-    """Check a network's JSON text. Raises ProfileError as `parse_record`.
-
-    Args:
-        text: the JSON. where: its name in messages.
-    """
+    """Check a network's JSON text, named `where` in messages. Raises ProfileError as `parse_record`."""
     return parse_record(Network, text, where, "network")
 
 
 def with_cards(network: Network, per_node: int) -> Network:
-    """The same network with so many cards per node.
-
-    Args:
-        network: of the cluster. per_node: >= 1; more than the machine has slots share them.
-    """
+    """A network with so many cards (>= 1) per node; more than the machine has slots share them."""
     return network.model_copy(update={"card": network.card.model_copy(update={"per_node": per_node})})
-
-
-def _listing() -> str:
-    return ", ".join(shipped_networks())

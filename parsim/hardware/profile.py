@@ -7,7 +7,6 @@ inside the library `parsim.hardware.cluster.Cluster` is used.
 
 from __future__ import annotations
 
-import importlib.resources
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,25 +14,32 @@ from pydantic import Field, JsonValue, model_validator
 
 from parsim.errors import near_matches
 from parsim.files import write_text_atomically
-from parsim.hardware.devices import DEVICE_KINDS, device_name
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, device_name
 from parsim.hardware.records import (
     ComputeRecords,
     NonNegative,
     Positive,
     ProfileRecord,
-    check_device,
-    check_latency,
-    check_rate,
     parse_record,
+    shipped,
     source_keys,
     to_text,
 )
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
 
+LEAST_BYTES_PER_S = 1e6
+"""Of a link, a network card or a memory: what is slower was meant in GB/s, or in MB/s."""
+LEAST_FLOP_PER_S = 1e6
+"""Of a device: what is slower was meant in TFLOP/s."""
+LEAST_MEMORY_BYTES = 2**16
+"""Of a device: what is less was meant in GiB."""
+LONGEST_LATENCY_S = 1.0
+"""Of a link: what is longer was meant in microseconds."""
+
 
 class Sourced(ProfileRecord):
-    """A number and the key of its source in `Profile.sources`."""
+    """A number and the key of its source in the `sources` of its file."""
 
     value: NonNegative
     source: str
@@ -42,6 +48,68 @@ class Sourced(ProfileRecord):
 class SourceEntry(ProfileRecord):
     kind: Literal["measurement", "datasheet", "paper", "derived", "assumption"]
     text: str
+
+
+class SourcedFile(ProfileRecord):
+    """What a profile, a part and a network file have in common: every source that a number names is listed under sources."""
+
+    schema_version: Literal[1]
+    name: str
+    description: str
+
+    @model_validator(mode="after")
+    def _sources_are_listed(self) -> SourcedFile:
+        document = self.model_dump()
+        for source in sorted(source_keys(document)):
+            if source not in document["sources"]:
+                raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, document['sources'])}")
+        return self
+
+
+class LinkRates(ProfileRecord):
+    """A link of the host, of the GPUs or of the network: bandwidth of one lane (or card) and latency, both in one direction."""
+
+    bandwidth_bytes_per_s: Sourced
+    latency_s: Sourced
+
+    @model_validator(mode="after")
+    def _can_be(self) -> LinkRates:
+        _check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+        if (latency := self.latency_s.value) > LONGEST_LATENCY_S:
+            raise ValueError(f"latency_s = {latency:g} s: must be <= {LONGEST_LATENCY_S:g}{_meant(latency, 'us', 1e-6)}")
+        return self
+
+
+class DeviceNumbers(ProfileRecord):
+    """The rates and memory of a type of device."""
+
+    kind: Annotated[str, RowOf(DEVICE_KINDS)]
+    memory_bytes: Sourced
+    memory_bandwidth_bytes_per_s: Sourced
+    context_bytes: Sourced
+    peak_flop_per_s: dict[str, Sourced]
+
+    @model_validator(mode="after")
+    def _can_be(self) -> DeviceNumbers:
+        if (memory := self.memory_bytes.value) < LEAST_MEMORY_BYTES:
+            raise ValueError(f"memory_bytes = {memory:g}: must be >= {LEAST_MEMORY_BYTES}{_meant(memory, 'GiB', 2**30)}")
+        _check_rate("memory_bandwidth_bytes_per_s", self.memory_bandwidth_bytes_per_s)
+        for precision, peak in self.peak_flop_per_s.items():
+            if peak.value < LEAST_FLOP_PER_S:
+                fix = _meant(peak.value, "TFLOP/s", 1e12) or f"; leave {precision} out if the device cannot compute in it"
+                raise ValueError(f"peak_flop_per_s.{precision} = {peak.value:g} FLOP/s: must be >= {LEAST_FLOP_PER_S:g}{fix}")
+        return self
+
+
+def _check_rate(key: str, rate: Sourced) -> None:
+    if rate.value < LEAST_BYTES_PER_S:
+        fix = _meant(rate.value, "GB/s", 1e9)
+        raise ValueError(f"{key} = {rate.value:g} bytes/s: must be >= {LEAST_BYTES_PER_S:g}{fix}")
+
+
+def _meant(value: float, unit: str, factor: float) -> str:
+    """The likely slip: a number in another unit, and how to write it."""
+    return f"; {unit} meant? then write {value * factor:g}" if value else ""
 
 
 class Provenance(ProfileRecord):
@@ -61,44 +129,10 @@ class Provenance(ProfileRecord):
     warnings: list[str] = []
 
 
-class Quantiles(ProfileRecord):
-    """Of one number."""
-
-    p05: NonNegative
-    median: NonNegative
-    p95: NonNegative
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Quantiles:
-        if not self.p05 <= self.median <= self.p95:
-            raise ValueError(f"p05 {self.p05:g}, median {self.median:g}, p95 {self.p95:g} must be in ascending order")
-        return self
-
-
-class AllocatorEntry(ProfileRecord):
-    """Memory of a rank beyond its tensors and the context, as measured (`parsim.hardware.devices.Allocator`)."""
-
-    library_bytes: Quantiles
-    lost_share: Quantiles
-    source: str
-
-
-class DeviceTypeEntry(ProfileRecord):
+class DeviceTypeEntry(DeviceNumbers):
     """`allocator`: None if it was not measured; the assumed value of the device kind holds then."""
 
-    kind: Annotated[str, RowOf(DEVICE_KINDS)]
-    memory_bytes: Sourced
-    memory_bandwidth_bytes_per_s: Sourced
-    context_bytes: Sourced
-    peak_flop_per_s: dict[str, Sourced]
-    allocator: AllocatorEntry | None = None
-
-    @model_validator(mode="after")
-    def _can_be(self) -> DeviceTypeEntry:
-        amounts = ("memory_bytes", "memory_bandwidth_bytes_per_s")
-        peaks = {precision: peak.value for precision, peak in self.peak_flop_per_s.items()}
-        check_device({name: getattr(self, name).value for name in amounts}, peaks)
-        return self
+    allocator: Allocator | None = None
 
 
 class DeviceEntry(ProfileRecord):
@@ -110,17 +144,8 @@ class DeviceEntry(ProfileRecord):
     core: int | None = None
 
 
-class LinkKindEntry(ProfileRecord):
-    """Shared by all links of the kind; bandwidth of one lane in one direction."""
-
-    bandwidth_bytes_per_s: Sourced
-    latency_s: Sourced
-
-    @model_validator(mode="after")
-    def _can_be(self) -> LinkKindEntry:
-        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
-        check_latency("latency_s", self.latency_s.value)
-        return self
+class LinkKindEntry(LinkRates):
+    """Shared by all links of the kind."""
 
 
 class LinkEntry(ProfileRecord):
@@ -323,17 +348,16 @@ class HostOverhead(ProfileRecord):
 
 
 class HostMemory(ProfileRecord):
-    """The memory of a node's host, which offloaded state and activations take.
+    """The memory of a node's host, which offloaded state and activations take; each number None where it is not known.
 
     Attributes:
         memory_bytes: of a node. bandwidth_bytes_per_s: of a node, all sockets together: reads and writes of a large loop.
         link_bytes_per_s: between a device and its host, in each direction; None: by the links of the machine.
-        Each is None where it is not known.
     """
 
-    memory_bytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    link_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    memory_bytes: Positive | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+    link_bytes_per_s: Positive | None = None
     source: str
 
 
@@ -387,15 +411,12 @@ class Update(ProfileRecord):
     communication: list[CommunicationFactor] = []
 
 
-class Profile(ProfileRecord):
+class Profile(SourcedFile):
     """The whole file.
 
     Attributes: today: how fast the machine was since the calibration (`parsim.hardware.speed_factor`); None: nobody looked.
     """
 
-    schema_version: Literal[1]
-    name: str
-    description: str
     provenance: Provenance
     sources: dict[str, SourceEntry]
     device_types: dict[str, DeviceTypeEntry]
@@ -417,52 +438,38 @@ class Profile(ProfileRecord):
     def _references_exist(self) -> Profile:
         for device in self.devices:
             if device.type not in self.device_types:
-                raise ValueError(
-                    f"device {device.index} has type {device.type!r}{near_matches(device.type, self.device_types)}"
-                )
+                near = near_matches(device.type, self.device_types)
+                raise ValueError(f"device {device.index} has type {device.type!r}{near}")
         if not self.devices:
             raise ValueError("devices is empty; a machine has at least one")
         indices = [device.index for device in self.devices]
         if len(set(indices)) != len(indices):
             raise ValueError(f"device numbers must be unique, got {indices}")
-        for link in self.links:
-            if link.kind not in self.link_kinds:
-                raise ValueError(f"link {link.a}-{link.b} has kind {link.kind!r}{near_matches(link.kind, self.link_kinds)}")
         model = self.communication.link_model
-        if model is not None and model.link_kind not in self.link_kinds:
-            raise ValueError(f"link_model has link_kind {model.link_kind!r}{near_matches(model.link_kind, self.link_kinds)}")
-        _check_ends(self)
-        for source in source_keys(self.model_dump()):
-            if source not in self.sources:
-                raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
+        kinds = [(f"link {link.a}-{link.b} has kind", link.kind) for link in self.links]
+        kinds += [(f"nics.{number} has kind", slot.kind) for number, slot in enumerate(self.nics)]
+        kinds += [] if model is None else [("link_model has link_kind", model.link_kind)]
+        for where, kind in kinds:
+            if kind not in self.link_kinds:
+                raise ValueError(f"{where} {kind!r}{near_matches(kind, self.link_kinds)}")
+        devices = {device_name(device.index, self.device_types[device.type].kind) for device in self.devices}
+        ends = {end for link in self.links for end in (link.a, link.b)}
+        for end in sorted(ends):
+            if role_of(end) in DEVICE_ROLES and end not in devices:
+                raise ValueError(f"a link ends at {end!r}, which is not a device of the profile{near_matches(end, devices)}")
+        for number, slot in enumerate(self.nics):
+            if slot.at not in ends:
+                raise ValueError(f"nics.{number} sits at {slot.at!r}, where no link ends{near_matches(slot.at, ends)}")
         return self
-
-
-def _check_ends(profile: Profile) -> None:
-    """A link that names a device names one of the profile's; a NIC slot names an end that some link has, and a known kind."""
-    devices = {device_name(entry.index, profile.device_types[entry.type].kind) for entry in profile.devices}
-    ends = {end for link in profile.links for end in (link.a, link.b)}
-    for end in sorted(ends):
-        if role_of(end) in DEVICE_ROLES and end not in devices:
-            raise ValueError(f"a link ends at {end!r}, which is not a device of the profile{near_matches(end, devices)}")
-    for number, slot in enumerate(profile.nics):
-        if slot.at not in ends:
-            raise ValueError(f"nics.{number} sits at {slot.at!r}, where no link ends{near_matches(slot.at, ends)}")
-        if slot.kind not in profile.link_kinds:
-            raise ValueError(f"nics.{number} has kind {slot.kind!r}{near_matches(slot.kind, profile.link_kinds)}")
 
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
-    folder = importlib.resources.files("hardware_profiles")
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    return shipped()
 
 
 def parse_profile(text: str, where: str) -> Profile:
-    """Check a profile's JSON text.
-
-    Args:
-        text: the JSON. where: its name in messages.
+    """Check a profile's JSON text; `where` names it in messages.
 
     Raises:
         ProfileError: names the first wrong keys and their values.
@@ -471,9 +478,5 @@ def parse_profile(text: str, where: str) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically: a stopped process leaves the old file or the new one.
-
-    Args:
-        profile: to write. path: of the JSON file.
-    """
+    """Write a profile atomically: a stopped process leaves the old file or the new one."""
     write_text_atomically(path, to_text(profile.model_dump(mode="json")))

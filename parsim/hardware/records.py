@@ -1,23 +1,26 @@
-"""The part of a hardware profile about computation: measured and published points, and the fits to them."""
+"""The part of a hardware profile about computation: measured and published points, and the fits to them.
+
+Besides, what all files of hardware_profiles share: their JSON text, and how one is found by name, read and checked.
+
+A list of records under one of TABLE_KEYS is written as {"constants": {...}, "columns": [...], "rows": [[...], ...]}: fields
+that all records share once, the others as rows. Reading takes tables and plain lists of records alike.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from parsim.errors import ProfileError
-from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json, version_problem
-
-# The layout of a profile's JSON: short things on one line, and long lists of like records as tables.
-#
-# A list of records under one of TABLE_KEYS is written as {"constants": {...}, "columns": [...], "rows": [[...], ...]}: fields
-# that all records share once, the others as rows. Reading takes tables and plain lists of records alike.
-
+from parsim.errors import ProfileError, near_matches
+from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json, read_text, version_problem
 
 TABLE_KEYS = ("points", "components", "optimizers", "operator_points")
 TABLE_MIN_ROWS = 8
@@ -25,28 +28,8 @@ LINE_LENGTH = 200
 
 
 def to_text(document: dict[str, Any]) -> str:
-    """JSON text that ends with a newline; `from_text` reads it back to the same document."""
+    """JSON text that ends with a newline: short things on one line, long lists of like records as tables."""
     return _render(_encode(document), 0) + "\n"
-
-
-def from_text(text: str, where: str, what: str = "profile") -> Any:
-    """Raises ProfileError for text that is not JSON, or a table whose rows do not fit its columns.
-
-    Errors name the document as `what` and `where`.
-    """
-    try:
-        document = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise ProfileError(
-            f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; fix it or calibrate again"
-        ) from error
-    return _decode(document, where, ())
-
-
-def check_texts(text: str, document: Any, where: str, what: str = "profile") -> None:
-    """Raise ProfileError for a name or text of the document, read from `text`, that holds a control character."""
-    if ESCAPED_CONTROL.search(text) and (found := control_character_in(document)):
-        raise ProfileError(f"{what} {where} is broken: {found}: {NO_CONTROL}")
 
 
 def _encode(node: Any) -> Any:
@@ -70,6 +53,32 @@ def _table(records: Any) -> Any:
     }
 
 
+def _render(node: Any, depth: int) -> str:
+    inline = json.dumps(node, ensure_ascii=False)
+    if len(inline) <= LINE_LENGTH - depth or not isinstance(node, dict | list) or not node:
+        return inline
+    pad, end = " " * (depth + 1), " " * depth
+    if isinstance(node, dict):
+        inner = [f"{pad}{json.dumps(key)}: {_render(value, depth + 1)}" for key, value in node.items()]
+        return "{\n" + ",\n".join(inner) + "\n" + end + "}"
+    return "[\n" + ",\n".join(pad + _render(value, depth + 1) for value in node) + "\n" + end + "]"
+
+
+def from_text(text: str, where: str, what: str = "profile") -> Any:
+    """The document of a text that `to_text` may have written; `what` and `where` name it in errors.
+
+    Raises:
+        ProfileError: text that is not JSON, or a table whose rows do not fit its columns.
+    """
+    try:
+        document = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(
+            f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; fix it or calibrate again"
+        ) from error
+    return _decode(document, where, ())
+
+
 def _decode(node: Any, where: str, path: tuple[str, ...]) -> Any:
     if isinstance(node, list):
         return [_decode(value, where, (*path, str(number))) for number, value in enumerate(node)]
@@ -85,92 +94,127 @@ def _records(table: dict[str, Any], where: str, path: tuple[str, ...]) -> list[d
     place = ".".join(path)
     if not isinstance(columns, list) or not isinstance(rows, list) or not isinstance(constants, dict):
         raise ProfileError(f"profile {where} is broken: {place} needs the lists columns and rows; fix it or calibrate again")
-    records: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != len(columns):
             raise ProfileError(
                 f"profile {where} is broken: {place}.rows.{number} must have {len(columns)} entries "
                 f"({', '.join(map(str, columns))}), got {row!r}; fix it or calibrate again"
             )
-        records.append({**constants, **dict(zip(columns, row, strict=True))})
-    return records
+    return [{**constants, **dict(zip(columns, row, strict=True))} for row in rows]
 
 
-def _render(node: Any, depth: int) -> str:
-    inline = json.dumps(node, ensure_ascii=False)
-    if len(inline) <= LINE_LENGTH - depth or not isinstance(node, dict | list) or not node:
-        return inline
-    pad, end = " " * (depth + 1), " " * depth
-    if isinstance(node, dict):
-        inner = [f"{pad}{json.dumps(key)}: {_render(value, depth + 1)}" for key, value in node.items()]
-        return "{\n" + ",\n".join(inner) + "\n" + end + "}"
-    return "[\n" + ",\n".join(pad + _render(value, depth + 1) for value in node) + "\n" + end + "]"
+# Finding, reading and checking a file.
+
+SCHEMA_VERSION = 1
+README = "write it as hardware_profiles/README.md says"
 
 
-# The common base of all parts of a hardware profile.
+class ProfileRecord(BaseModel):
+    """Base of all parts of a profile, a network or a part: unknown keys are errors, values are immutable."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Record = TypeVar("Record", bound=ProfileRecord)
+
+
+def shipped(*folder: str) -> list[str]:
+    """Names of the JSON files in a folder of hardware_profiles that come with the package."""
+    files = importlib.resources.files("hardware_profiles").joinpath(*folder).iterdir()
+    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def shipped_text(*path: str) -> str:
+    """The text of a file of hardware_profiles, without its .json."""
+    return importlib.resources.files("hardware_profiles").joinpath(*path[:-1], f"{path[-1]}.json").read_text("utf-8")
+
+
+def is_path(name_or_path: str) -> bool:
+    """Whether a text is the path of a JSON file rather than a name."""
+    return name_or_path.endswith(".json") or os.sep in name_or_path
+
+
+def load_record(
+    record: type[Record], folder: tuple[str, ...], what: str, name_or_path: str, aliases: Mapping[str, str]
+) -> Record:
+    """A network or a part by shipped name, by alias or by the path of a JSON file.
+
+    Args:
+        record: what the file holds. folder: of hardware_profiles. what: it is, for messages.
+
+    Raises:
+        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
+    """
+    describe = "describe your own in a JSON file as hardware_profiles/README.md says, and give its path"
+    if is_path(name_or_path):
+        try:
+            return parse_record(record, read_text(Path(name_or_path)), name_or_path, what)
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"cannot read {what} {name_or_path}: {error}; {describe}") from error
+    known = shipped(*folder)
+    name = name_or_path.lower()
+    name = aliases.get(name, name)
+    if name not in known:
+        near = near_matches(name, [*known, *aliases])
+        raise ProfileError(
+            f"unknown {what} {name_or_path!r}{near if 'did you mean' in near else ''}; known: {', '.join(known)}; or {describe}"
+        )
+    return parse_record(record, shipped_text(*folder, name), name, what)
+
+
+def parse_record(record: type[Record], text: str, where: str, what: str, *, otherwise: str = README) -> Record:
+    """Check the JSON text of a profile, a network or a part.
+
+    Args:
+        record: what the text describes. where: its name in messages. what: it is. otherwise: what to do instead of a repair.
+
+    Raises:
+        ProfileError: names the first wrong keys and their values.
+    """
+    document = from_text(text, where, what)
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"{what} {where} is broken: {problem}; or {otherwise}")
+    if ESCAPED_CONTROL.search(text) and (character := control_character_in(document)):
+        raise ProfileError(f"{what} {where} is broken: {character}: {NO_CONTROL}")
+    try:
+        return record.model_validate(document)
+    except ValidationError as error:
+        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; fix these or {otherwise}") from error
+
+
+def problems_text(error: ValidationError, document: str = "profile") -> str:
+    """The first three wrong keys of a document, each with its path, the rule and the value."""
+
+    def short(value: object) -> str:
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc']) or document}: {problem['msg'].removeprefix('Value error, ')} "
+        f"(got {short(problem['input'])})"
+        for problem in error.errors()[:3]
+    ]
+    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
+    return "; ".join(problems) + more
+
+
+def source_keys(node: object) -> set[str]:
+    """All values under a key `source` or `..._source`, anywhere below a node of a JSON document."""
+    if isinstance(node, list):
+        return set().union(*map(source_keys, node))
+    if not isinstance(node, dict):
+        return set()
+    sources = {value for key, value in node.items() if isinstance(value, str) and key.endswith("source")}
+    return sources.union(*map(source_keys, node.values()))
+
+
+# Types of values.
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
-
-
-LEAST_BYTES_PER_S = 1e6
-"""Of a link, a network card or a memory: what is slower was meant in GB/s, or in MB/s."""
-
-LEAST_FLOP_PER_S = 1e6
-"""Of a device: what is slower was meant in TFLOP/s."""
-
-LEAST_MEMORY_BYTES = 2**16
-"""Of a device: what is less was meant in GiB."""
-
-LONGEST_LATENCY_S = 1.0
-"""Of a link: what is longer was meant in microseconds."""
-
-
-def check_rate(key: str, value: float) -> None:
-    """Raise ValueError for bytes per second that no link, card or memory has.
-
-    Args:
-        key: of the value, for the message.
-    """
-    if value < LEAST_BYTES_PER_S:
-        raise ValueError(f"{key} = {value:g} bytes/s: must be >= {LEAST_BYTES_PER_S:g}{meant(value, 'GB/s', 1e9)}")
-
-
-def check_latency(key: str, value: float) -> None:
-    """Raise ValueError for seconds that no message waits."""
-    if value > LONGEST_LATENCY_S:
-        raise ValueError(f"{key} = {value:g} s: must be <= {LONGEST_LATENCY_S:g}{meant(value, 'us', 1e-6)}")
-
-
-def check_device(bytes_of: Mapping[str, float], peaks: Mapping[str, float]) -> None:
-    """Raise ValueError for a device that could do nothing or hold nothing.
-
-    Args:
-        bytes_of: `memory_bytes` and `memory_bandwidth_bytes_per_s`. peaks: `peak_flop_per_s`, by precision.
-    """
-    memory = bytes_of["memory_bytes"]
-    if memory < LEAST_MEMORY_BYTES:
-        raise ValueError(f"memory_bytes = {memory:g}: must be >= {LEAST_MEMORY_BYTES}{meant(memory, 'GiB', 2**30)}")
-    check_rate("memory_bandwidth_bytes_per_s", bytes_of["memory_bandwidth_bytes_per_s"])
-    for precision, peak in peaks.items():
-        if peak < LEAST_FLOP_PER_S:
-            fix = meant(peak, "TFLOP/s", 1e12) or f"; leave {precision} out if the device cannot compute in it"
-            raise ValueError(f"peak_flop_per_s.{precision} = {peak:g} FLOP/s: must be >= {LEAST_FLOP_PER_S:g}{fix}")
-
-
-def meant(value: float, unit: str, factor: float) -> str:
-    """The likely slip: a number in another unit, and how to write it."""
-    return f"; {unit} meant? then write {value * factor:g}" if value else ""
-
-
-SCHEMA_VERSION = 1
-"""Of profiles, networks and parts."""
-
-README = "write it as hardware_profiles/README.md says"
 
 
 class PairsOf:
@@ -184,15 +228,12 @@ class PairsOf:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         checked = core_schema.no_info_before_validator_function(
-            _as_table, handler.generate_schema(GenericAlias(dict, (str, self.values)))
+            lambda pairs: dict(pairs) if isinstance(pairs, tuple | list) else pairs,
+            handler.generate_schema(GenericAlias(dict, (str, self.values))),
         )
         return core_schema.no_info_after_validator_function(
             sorted_pairs, checked, serialization=core_schema.plain_serializer_function_ser_schema(dict)
         )
-
-
-def _as_table(pairs: Any) -> Any:
-    return dict(pairs) if isinstance(pairs, tuple | list) else pairs
 
 
 def sorted_pairs(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -206,10 +247,7 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class ProfileRecord(BaseModel):
-    """Base of all parts: unknown keys are errors, values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+# Measured and published computation, and the fits to it.
 
 
 class ComponentPoint(ProfileRecord):
@@ -249,6 +287,9 @@ class OptimizerPoint(ProfileRecord):
     source: str
 
 
+KernelPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
 class OperatorPoint(ProfileRecord):
     """One published or measured kernel.
 
@@ -259,7 +300,7 @@ class OperatorPoint(ProfileRecord):
 
     kind: str
     function: str = ""
-    phase: Literal["forward", "backward", "backward_input", "backward_weight"]
+    phase: KernelPhase
     shape: dict[str, int]
     samples: int
     device_type: str
@@ -275,9 +316,6 @@ FitForm = Literal["saturation", "tiles", "fused_attention"]
 """The formula of a fit (`parsim.costs.compute.formula`)."""
 
 
-KernelPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
-
-
 class HeldOut(ProfileRecord):
     """Errors of predicted seconds, |log(predicted / measured)|, on rows that the fit had not seen; bias: the median of log."""
 
@@ -287,7 +325,7 @@ class HeldOut(ProfileRecord):
     bias: float
 
 
-class OperatorFit(ProfileRecord):
+class KernelFit(ProfileRecord):
     """Fitted time of one kernel of `kind` in `phase`.
 
     Attributes:
@@ -301,8 +339,6 @@ class OperatorFit(ProfileRecord):
     form: FitForm = "saturation"
     variant: str = ""
     held_out: dict[str, HeldOut] = {}
-    precision: str
-    device_type: str
     coefficients: dict[str, float]
     relative_sigma: NonNegative
     min_flop: NonNegative
@@ -311,18 +347,30 @@ class OperatorFit(ProfileRecord):
     source: str
 
 
-class Efficiency(ProfileRecord):
-    """What whole models reach of the throughput that their operators alone would have, on one device type in one precision.
+class OperatorFit(KernelFit):
+    """A fit for one device type in one precision."""
+
+    precision: str
+    device_type: str
+
+
+class WholeModels(ProfileRecord):
+    """What whole models reach of the throughput that their operators alone would have.
 
     Seconds from operators are divided by `factor`; `spread` is the relative spread of the rows it was fitted to around it.
     """
 
-    precision: str
-    device_type: str
     factor: Positive
     spread: NonNegative
     points: int
     source: str
+
+
+class Efficiency(WholeModels):
+    """`WholeModels` on one device type in one precision."""
+
+    precision: str
+    device_type: str
 
 
 class OperatorSurface(ProfileRecord):
@@ -383,63 +431,3 @@ class ComputeRecords(ProfileRecord):
     operator_surfaces: list[OperatorSurface] = []
     compositions: list[Composition] = []
     efficiencies: list[Efficiency] = []
-
-
-def source_keys(node: object) -> set[str]:
-    """All values under a key `source` or `..._source`, anywhere below a node.
-
-    Args:
-        node: of a JSON document.
-    """
-    found: set[str] = set()
-    left = [node]
-    while left:
-        entry = left.pop()
-        if isinstance(entry, dict):
-            found.update(value for key, value in entry.items() if isinstance(value, str) and key.endswith("source"))
-            left.extend(value for value in entry.values() if isinstance(value, dict | list))
-        elif isinstance(entry, list):
-            left.extend(value for value in entry if isinstance(value, dict | list))
-    return found
-
-
-Record = TypeVar("Record", bound=ProfileRecord)
-
-
-def parse_record(record: type[Record], text: str, where: str, what: str, *, otherwise: str = README) -> Record:
-    """Check the JSON text of a profile, a network or a part.
-
-    Args:
-        record: what the text describes. where: its name in messages. what: it is. otherwise: what to do instead of a repair.
-
-    Raises:
-        ProfileError: names the first wrong keys and their values.
-    """
-    document = from_text(text, where, what)
-    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"{what} {where} is broken: {problem}; or {otherwise}")
-    check_texts(text, document, where, what)
-    try:
-        return record.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; fix these or {otherwise}") from error
-
-
-def problems_text(error: ValidationError, whole: str = "profile") -> str:
-    """The first three wrong keys, each with its path, the rule and the value.
-
-    Args:
-        error: of pydantic. whole: name of the document itself.
-    """
-    problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
-        f"(got {_short(problem['input'])})"
-        for problem in error.errors()[:3]
-    ]
-    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
-    return "; ".join(problems) + more
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
 
-    Args:
-        spec: of the model.
-
     Raises:
         ModelError: the factory cannot be found or refuses its arguments.
         MissingDependencyError: torch is not installed.
@@ -42,14 +39,16 @@ def build_module(spec: ModelSpec) -> nn.Module:
         return module_from_config(spec)
     if ":" in spec.name:
         return _from_factory(spec)
-    file, _, function = ZOO[spec.name].factory.partition(":")
-    factory = getattr(importlib.import_module(f"parsim.model.catalogue.{file}"), function)
+    row, arguments = ZOO[spec.name], dict(spec.args)
+    shape = {"input_shape": spec.input_shape} if row.inputs == "image" else {}
     try:
-        module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+        module: nn.Module = getattr(importlib.import_module("parsim.model.catalogue.networks"), row.factory)(
+            **shape, **arguments
+        )
     except (ArithmeticError, AssertionError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FactoryError(
-            f"{spec.name} cannot be built with {dict(spec.args)} and input_shape {list(spec.input_shape or ())}: {said}; "
+            f"{spec.name} cannot be built with {arguments} and input_shape {list(spec.input_shape or ())}: {reason}; "
             "correct model.args or model.input_shape"
         ) from error
     return module
@@ -102,35 +101,31 @@ def _check_factory(name: str, factory: object) -> None:
             f"{name} is of the type {type(inner).__name__}, and no factory of an nn.Module; name a class or a Python function "
             "that makes one"
         )
-    if _is_installed(code.co_filename) and not _returns_module(inner):
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    file = code.co_filename
+    installed = file.startswith("<frozen") or any(Path(file).is_relative_to(place) for place in places)
+    if installed and not _returns_module(inner):
         raise ModelError(
             f"{name} is a function of an installed package that is not annotated to return an nn.Module, so it is not called; "
             "write a function of your own that calls it"
         )
 
 
-def _is_installed(path: str) -> bool:
-    """Whether a source file is of the standard library or of an installed package."""
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path.startswith("<frozen") or any(Path(path).is_relative_to(place) for place in places)
-
-
 def _returns_module(function: object) -> bool:
     from torch import nn
 
     try:
-        found = typing.get_type_hints(function).get("return")
+        hint = typing.get_type_hints(function).get("return")
     except Exception:  # annotations are the package's own code
         return False
-    return isinstance(found, type) and issubclass(found, nn.Module)
+    return isinstance(hint, type) and issubclass(hint, nn.Module)
 
 
 def _raised(error: Exception, package: str) -> str:
     """What the user's code raised, with its traceback from the first frame outside parsim and the import system."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
     imports = ("<frozen importlib", importlib.__file__)
-    own = [frame for frame in frames if not frame.filename.startswith(imports)]
-    lines = "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(imports)]
+    lines = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
     return f"raised {type(error).__name__}; fix {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
 
 
@@ -160,9 +155,9 @@ def _has_fake_attributes(module: nn.Module) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._pytree import tree_leaves
 
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return any(
-        isinstance(leaf, FakeTensor) and id(leaf) not in known
+        isinstance(leaf, FakeTensor) and id(leaf) not in state
         for part in module.modules()
         for name, value in part.__dict__.items()
         if name not in ("_parameters", "_buffers", "_modules")
@@ -170,27 +165,23 @@ def _has_fake_attributes(module: nn.Module) -> bool:
     )
 
 
-_kept_fake: list[tuple[tuple[ModelSpec, str], nn.Module]] = []
+_kept_fake: dict[tuple[ModelSpec, str], nn.Module] = {}
 _factories: dict[str, list[tuple[object, str]]] = {}
 
 
 def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
-    """`build_fake`, or the module of the last call if that was for the same: one load asks several times. Leave it unchanged.
+    """`build_fake` of a resolved spec, or the module of the last call if that was for the same content: leave it unchanged.
 
-    A module that has memory for its weights is not kept.
-
-    Args:
-        spec: resolved. content: of `content_of`.
+    One load asks several times. A module that has memory for its weights is not kept.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    key = spec, content
-    for known, module in _kept_fake:
-        if known == key:
-            return module
+    if (spec, content) in _kept_fake:
+        return _kept_fake[spec, content]
     module = build_fake(spec)
     if all(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
-        _kept_fake[:] = [(key, module)]
+        _kept_fake.clear()
+        _kept_fake[spec, content] = module
     return module
 
 
@@ -212,9 +203,9 @@ def content_of(spec: ModelSpec) -> str:
         return ""
     digest = hashlib.sha256(source).hexdigest()
     seen = _factories.setdefault(spec.name, [])
-    for place, (known, text) in enumerate(seen):
-        if known is factory:
-            if text != digest:
+    for place, (imported, imported_digest) in enumerate(seen):
+        if imported is factory:
+            if imported_digest != digest:
                 raise ModelError(
                     f"{sys.modules[package].__file__} has changed since it was imported here, so {spec.name} would be that of "
                     f"the old file; start Python again, or importlib.reload({package})"
@@ -225,11 +216,7 @@ def content_of(spec: ModelSpec) -> str:
 
 
 def check_real(module: nn.Module) -> None:
-    """Refuse to train complex parameters: gradients are summed and divided in flat arrays of real numbers.
-
-    Raises:
-        ModelError: names the first one.
-    """
+    """Raise ModelError for complex parameters: gradients are summed and divided in flat arrays of real numbers."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:
             raise ModelError(
@@ -260,12 +247,11 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     from torch import nn
 
     cast: dict[int, Tensor] = {}
-    for owner in module.modules():
-        holders: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers
-        for holder in holders:
-            for key, value in holder.items():
-                if value is not None and value.is_floating_point():
-                    if id(value) not in cast:
-                        own = value.detach().to(dtype)
-                        cast[id(value)] = nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
-                    holder[key] = cast[id(value)]
+    holders: list[dict[str, Any]] = [held for owner in module.modules() for held in (owner._parameters, owner._buffers)]
+    for holder in holders:
+        for key, value in holder.items():
+            if value is not None and value.is_floating_point():
+                if id(value) not in cast:
+                    narrow = value.detach().to(dtype)
+                    cast[id(value)] = nn.Parameter(narrow, value.requires_grad) if isinstance(value, nn.Parameter) else narrow
+                holder[key] = cast[id(value)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
@@ -18,24 +18,19 @@ LOSS = "loss"
 PAGE_BYTES = 4096
 """On which some kernels begin their arrays."""
 
-
+# Values of `Operator.function`.
 GRADIENT_SUM = "sum of gradients"
-"""Function of the operator that adds the gradients of a microbatch to those before it: its forward does nothing."""
-
+"""It adds the gradients of a microbatch to those before it: its forward does nothing."""
 BIAS = "bias"
-"""Function of the operator that adds a bias to what a product made. Its backward sums the gradient of the bias."""
-
+"""It adds a bias to what a product made. Its backward sums the gradient of the bias."""
 BIAS_GRADIENT = "gradient of a bias"
-"""The same where another kernel adds the bias: its forward does nothing."""
-
+"""Another kernel adds the bias: the forward does nothing, the backward sums the gradient of the bias."""
 PARTS = "parts of an array"
-"""Function of the operator that hands on views of an array. Its backward copies their gradients together."""
-
+"""It hands on views of an array. Its backward copies their gradients together."""
 UNALIGNED = "unaligned"
-"""Function of a product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
-
+"""A product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 NOT_LOW = "not in low precision"
-"""Function of a product with a weight that training in 8 or 4 bits leaves in 16."""
+"""A product with a weight that training in 8 or 4 bits leaves in 16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +194,16 @@ class Selective(Generic[Bytes]):
     second_peaks: tuple[Bytes, ...]
     values: tuple[str, ...] = ()
     operators: tuple[tuple[int, int], ...] = ()
+
+    def resized(self, resize: Callable[[Bytes], Bytes], fullest: Callable[[Bytes], Bytes] | None = None) -> Selective[Bytes]:
+        """Every size changed; `fullest`: those of the fullest moments of the first forward, if they change otherwise."""
+        return replace(
+            self,
+            kept=resize(self.kept),
+            again=resize(self.again),
+            first_peaks=tuple(map(fullest or resize, self.first_peaks)),
+            second_peaks=tuple(map(resize, self.second_peaks)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,19 +391,25 @@ class Component(Footprint[Size]):
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
 
-        Args:
-            samples: that it runs on at once; the fixed bytes hold for this number alone.
+        The fixed bytes hold for this number of samples alone.
         """
         if not self.paged_bytes and not any(self.pair_bytes):
             return self
         rest = sum(-size * samples % PAGE_BYTES for size in self.paged_bytes)
         saved, forward, backward = (size * samples**2 for size in self.pair_bytes)
+        selective = self.selective
+        if selective is not None:  # a kernel's kept outputs, with the rest of their last pages
+            selective = replace(
+                selective,
+                kept=(selective.kept[0], selective.kept[1] + rest),
+                first_peaks=tuple((rate, fixed + rest) for rate, fixed in selective.first_peaks),
+            )
         return replace(
             self,
             saved_fixed_bytes=self.saved_fixed_bytes + rest + saved,
             forward_peaks=tuple((rate, fixed + rest + forward) for rate, fixed in self.forward_peaks),
             backward_peaks=tuple((rate, fixed + backward) for rate, fixed in self.backward_peaks),
-            selective=None if self.selective is None else _more_kept(self.selective, rest),
+            selective=selective,
             split_backward=None if any(self.pair_bytes) else self.split_backward,
             paged_bytes=(),
             pair_bytes=(0, 0, 0),
@@ -413,8 +424,8 @@ class Component(Footprint[Size]):
         for sharding in self.shardings:
             if sharding.rule == rule:
                 return sharding
-        known = ", ".join(sharding.rule for sharding in self.shardings) or "none: it cannot be sharded"
-        raise ModelError(f"component {self.name} has no sharding rule {rule!r}; it has {known}")
+        rules = ", ".join(sharding.rule for sharding in self.shardings) or "none: it cannot be sharded"
+        raise ModelError(f"component {self.name} has no sharding rule {rule!r}; it has {rules}")
 
     @property
     def forward_flop(self) -> float:
@@ -433,7 +444,6 @@ class Component(Footprint[Size]):
 
     @property
     def trainable_parameters(self) -> tuple[Parameter, ...]:
-        """Those that are updated."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
     @property
@@ -442,30 +452,17 @@ class Component(Footprint[Size]):
         place = {parameter.name: number for number, parameter in enumerate(self.parameters)}
         return tuple(
             (
-                entry.rule,
-                entry.limit,
-                entry.size,
-                tuple(place.get(part.name, -1) for part in entry.parameters),
-                entry.operators,
-                entry.saved_activation_bytes,
-                entry.saved_fixed_bytes,
+                *(sharding.rule, sharding.limit, sharding.size, sharding.operators),
+                *(sharding.saved_activation_bytes, sharding.saved_fixed_bytes),
+                tuple(place.get(part.name, -1) for part in sharding.parameters),
             )
-            for entry in self.shardings
+            for sharding in self.shardings
         )
 
     @property
     def fingerprint(self) -> str:
         """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
         return _fingerprint(self.operators, self.parameters, self.saved_activation_bytes, len(self.inputs), len(self.outputs))
-
-
-def _more_kept(selective: Selective[Size], rest: int) -> Selective[Size]:
-    """A kernel's kept outputs with what its arrays leave of their last pages."""
-    return replace(
-        selective,
-        kept=(selective.kept[0], selective.kept[1] + rest),
-        first_peaks=tuple((rate, fixed + rest) for rate, fixed in selective.first_peaks),
-    )
 
 
 class _Fingerprinted(NamedTuple):
@@ -486,16 +483,7 @@ def _fingerprint(
     for operator in operators:  # alike but for how they shard: one with both counts
         alone = replace(operator, count=1)
         counts[alone] = counts.get(alone, 0) + operator.count
-    text = repr(
-        (
-            tuple(_Fingerprinted(replace(operator, count=count)) for operator, count in counts.items()),
-            sorted(
-                (parameter.elements, parameter.element_bytes, *(() if parameter.trainable else ("frozen",)))
-                for parameter in parameters
-            ),
-            saved_bytes,
-            inputs,
-            outputs,
-        )
-    )
+    work = tuple(_Fingerprinted(replace(operator, count=count)) for operator, count in counts.items())
+    sizes = sorted((each.elements, each.element_bytes, *(() if each.trainable else ("frozen",))) for each in parameters)
+    text = repr((work, sizes, saved_bytes, inputs, outputs))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -71,24 +71,24 @@ def loss_form(
     with torch.random.fork_rng(devices=[]):
         try:
             total = _Totals(module, objective, inputs, target, constants, call)
-            whole = total(0, samples, 0)
-            if not math.isfinite(whole):
+            batch = total(0, samples, 0)
+            if not math.isfinite(batch):
                 return unchecked
-            found = _form(total, whole, samples, objective, form)
-            draws = found != form and whole != total(0, samples, 1)
-            if found == form:
-                trains = _Totals(module, objective, inputs, target, constants, call, training=True)
-                if _mixes_in_training(trains, whole, samples):
-                    found = MIXING
-                elif total.own_backwards and not _gradients_add_up(total, samples):
-                    found = MIXING if objective.adds_up else COUPLED
+            evaluated = _form(total, batch, samples, objective, form)
+            if evaluated != form:
+                return unchecked if batch != total(0, samples, 1) else evaluated  # unchecked: it draws random numbers
+            trains = _Totals(module, objective, inputs, target, constants, call, training=True)
+            if _mixes_in_training(trains, batch, samples):
+                return MIXING
+            if total.own_backwards and not _gradients_add_up(total, samples):
+                return MIXING if objective.adds_up else COUPLED
+            return form
         except Exception:  # the user's module, in a mode, type or batch that it may not be made for
             return unchecked
-    return unchecked if draws else found
 
 
 def samples_judged(flop: float) -> int:
-    """How many samples of a batch to judge by. Args: flop: of the forward of one."""
+    """How many samples of a batch to judge by, from the flop of one sample's forward."""
     return SAMPLES if flop <= MOST_FLOP else LEAST_SAMPLES
 
 
@@ -142,12 +142,12 @@ def _gradients_add_up(total: _Totals, samples: int) -> bool:
 
 
 @contextlib.contextmanager
-def _own_backwards(found: list[bool]) -> Iterator[None]:
-    """Inside, the use of a torch.autograd.Function is noted in `found`."""
+def _own_backwards(uses: list[bool]) -> Iterator[None]:
+    """Inside, every use of a torch.autograd.Function is noted in `uses`."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(True)
+        uses.append(True)
         return original.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -179,7 +179,14 @@ class _Totals:
         for part in self._judge.modules():
             if isinstance(part, _EVALUATED):
                 part.eval()
-        self._first = _changing(self._judge) if training else []
+        # where a forward in training may write (buffers and frozen parameters), and the values there
+        self._first: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+            (holder, name, tensor, tensor.detach().clone())
+            for part in (self._judge.modules() if training else ())
+            for holder in (part._buffers, part._parameters)
+            for name, tensor in holder.items()
+            if tensor is not None and not tensor.requires_grad
+        ]
         self._objective, self._inputs, self._target = objective, inputs, target
         self._constants, self._call = constants, call
         self._types = _Types()
@@ -187,15 +194,15 @@ class _Totals:
 
     def __call__(self, first: int, last: int, seed: int, *, times: int = 1) -> float:
         """The loss of the samples from `first` to `last`, all of them `times` times."""
-        given = {name: _of(tensor, name in self._constants, first, last, times) for name, tensor in self._inputs.items()}
-        wanted = None if self._target is None else _of(self._target, False, first, last, times)
+        samples = self._samples(first, last, times)
 
         def once() -> float:
-            args, kwargs = self._call(given)
+            for holder, name, tensor, value in self._first:  # what an earlier forward has changed
+                tensor.data = value.clone()
+                holder[name] = tensor
             torch.manual_seed(seed)
             with torch.no_grad(), self._types, _own_backwards(self.own_backwards):
-                self._put_back()
-                return float(total_loss(self._objective, self._judge(*args, **kwargs), wanted, times * (last - first)))
+                return float(self._loss(*samples))
 
         with contextlib.suppress(Exception), _made_in_float64():
             return once()
@@ -203,21 +210,27 @@ class _Totals:
 
     def gradient(self, first: int, last: int) -> Tensor:
         """Gradient of the loss of these samples, all parameters in one row."""
-        given = {name: _of(tensor, name in self._constants, first, last, 1) for name, tensor in self._inputs.items()}
-        wanted = None if self._target is None else _of(self._target, False, first, last, 1)
-        args, kwargs = self._call(given)
+        samples = self._samples(first, last)
         torch.manual_seed(0)
         with torch.enable_grad(), _made_in_float64():
-            loss = total_loss(self._objective, self._judge(*args, **kwargs), wanted, last - first)
+            loss = self._loss(*samples)
         weights = [parameter for parameter in self._judge.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
         return torch.cat([gradient.flatten() for gradient in gradients])
 
-    def _put_back(self) -> None:
-        """What an earlier forward has changed."""
-        for holder, name, tensor, value in self._first:
-            tensor.data = value.clone()
-            holder[name] = tensor
+    def _samples(self, first: int, last: int, times: int = 1) -> tuple[dict[str, Tensor], Tensor | None, int]:
+        """Inputs, target and number of samples, in float64 where they are float32."""
+
+        def part(tensor: Tensor, constant: bool) -> Tensor:
+            samples = tensor if constant else torch.cat([tensor[first:last]] * times)
+            return samples.double() if samples.dtype == torch.float32 else samples
+
+        inputs = {name: part(tensor, name in self._constants) for name, tensor in self._inputs.items()}
+        return inputs, None if self._target is None else part(self._target, False), times * (last - first)
+
+    def _loss(self, inputs: Mapping[str, Tensor], target: Tensor | None, samples: int) -> Tensor:
+        args, kwargs = self._call(inputs)
+        return total_loss(self._objective, self._judge(*args, **kwargs), target, samples)
 
     def are_close(self, one: float, other: float, *, least: float = TOLERANCE) -> bool:
         """Whether two losses differ by no more than the types leave open that were computed in."""
@@ -233,11 +246,11 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rounding = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for value in found if isinstance(found, tuple | list) else (found,):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
                 self.rounding = max(self.rounding, torch.finfo(value.dtype).eps)
-        return found
+        return result
 
 
 @contextlib.contextmanager
@@ -249,19 +262,3 @@ def _made_in_float64() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _changing(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Where a forward may write: the buffers and frozen parameters of a module, and their values."""
-    return [
-        (holder, name, tensor, tensor.detach().clone())
-        for part in module.modules()
-        for holder in (part._buffers, part._parameters)
-        for name, tensor in holder.items()
-        if tensor is not None and not tensor.requires_grad
-    ]
-
-
-def _of(tensor: Tensor, constant: bool, first: int, last: int, times: int) -> Tensor:
-    part = tensor if constant else torch.cat([tensor[first:last]] * times)
-    return part.double() if part.dtype == torch.float32 else part

@@ -32,7 +32,6 @@ from parsim.model.component import (
     InnerExchange,
     Operator,
     OperatorShard,
-    Parameter,
     Sharding,
     Size,
     Value,
@@ -122,7 +121,12 @@ def _component(component: Component, cp: int, ep: int, element_bytes: int, ring:
             operators=tuple(
                 _expert(operator, ep, load) if number in experts else operator for number, operator in enumerate(made.operators)
             ),
-            parameters=tuple(_expert_part(parameter, ep) for parameter in made.parameters),
+            parameters=tuple(
+                replace(parameter, elements=parameter.elements // ep, expert_ways=ep)
+                if ep > 1 and EXPERTS.search(parameter.name)
+                else parameter
+                for parameter in made.parameters
+            ),
         )
     inside = InnerExchange(
         context_ways=cp if context else 1,
@@ -155,15 +159,6 @@ def _expert(operator: Operator, ep: int, load: float) -> Operator:
     )
 
 
-def _expert_part(parameter: Parameter, ep: int) -> Parameter:
-    if ep == 1 or not EXPERTS.search(parameter.name):
-        return parameter
-    return replace(parameter, elements=parameter.elements // ep, expert_ways=ep)
-
-
-# --- pieces of the sequence -------------------------------------------------------------------------------------------
-
-
 def _context_bytes(component: Component, element_bytes: int) -> int:
     """Keys and values of one sample, which a group exchanges: of as many heads as queries unless "kv_heads" says less."""
     total = 0
@@ -180,7 +175,15 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
     operators = tuple(_token_operator(component.name, operator, cp) for operator in component.operators)
     held = 2 * context_bytes // cp if ring else context_bytes
 
-    shardings = tuple(_piece_sharding(sharding, component, operators, cp, held) for sharding in component.shardings)
+    def cut(part: OperatorShard) -> OperatorShard:
+        before, after = component.operators[part.number].activation_bytes, operators[part.number].activation_bytes
+        share = Fraction(after, before) if before else Fraction(0)
+        return replace(part, activation_bytes=min(after, int(part.activation_bytes * share)))
+
+    shardings = tuple(
+        replace(_piece_memory(sharding, cp, held), operators=tuple(map(cut, sharding.operators)))
+        for sharding in component.shardings
+    )
     return replace(_piece_memory(component, cp, held), operators=operators, shardings=shardings)
 
 
@@ -198,33 +201,16 @@ def _piece_memory(memory: Memory, cp: int, held: int) -> Memory:
             )
         return size[0] // cp + more, size[1]
 
-    selective = memory.selective
     changed: dict[str, Any] = {
         "saved_activation_bytes": memory.saved_activation_bytes // cp,
         "forward_peaks": tuple(piece(size, held) for size in memory.forward_peaks),
         "backward_peaks": tuple(piece(size, 2 * held) for size in memory.backward_peaks),
-        "selective": selective
-        and replace(
-            selective,
-            kept=piece(selective.kept),
-            again=piece(selective.again),
-            first_peaks=tuple(piece(size, held) for size in selective.first_peaks),
-            second_peaks=tuple(map(piece, selective.second_peaks)),
-        ),
+        "selective": memory.selective and memory.selective.resized(piece, lambda size: piece(size, held)),
         "split_backward": None,
     }
     if isinstance(memory, Component | Sharding) and memory.half is not None:
         changed["half"] = _piece_memory(memory.half, cp, held)
     return replace(memory, **changed)
-
-
-def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Operator, ...], cp: int, held: int) -> Sharding:
-    def cut(part: OperatorShard) -> OperatorShard:
-        before = whole.operators[part.number].activation_bytes
-        share = Fraction(operators[part.number].activation_bytes, before) if before else Fraction(0)
-        return replace(part, activation_bytes=min(operators[part.number].activation_bytes, int(part.activation_bytes * share)))
-
-    return replace(_piece_memory(sharding, cp, held), operators=tuple(cut(part) for part in sharding.operators))
 
 
 _TOKENS = {"matmul": "m", "attention": "q", "embedding": "rows", "memory_bound": "elements"}

@@ -25,12 +25,9 @@ from parsim.registry import Registry
 # amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
 # amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.numerics`).
 # bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
-# fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced where a profile knows it;
-# nothing
-#               here runs it.
-# fp8           products with a weight in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
-# nvfp4         the same in 4 bits: NVIDIA's, with a scale of 8 bits for every 16 elements. Kept activations count a whole
-# byte
+# fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced, not run.
+# fp8           products with a weight in fp8, all else in bf16. Priced, not run.
+# nvfp4         the same in 4 bits: NVIDIA's, with a scale of 8 bits for every 16 elements. Kept activations count a whole byte
 #               each. Leaves out the rotation of operands (random Hadamard transform) and layers that a recipe keeps in bf16.
 
 
@@ -164,7 +161,7 @@ class Numerics:
     """
 
     precision: str = "fp32"
-    optimizer: str = "sgd"
+    optimizer: str = "sgd_momentum"
     master_weights: bool = True
     ema: bool = False
 
@@ -191,6 +188,8 @@ class Numerics:
             return state + FULL_BYTES, temporary + FULL_BYTES
         return state * width // FULL_BYTES, temporary * width // FULL_BYTES
 
+
+DEFAULT_NUMERICS = Numerics()
 
 HalfSizes = TypeVar("HalfSizes")
 
@@ -252,20 +251,12 @@ def _shrunk(footprint: Footprint[Bytes], element_bytes: int) -> Footprint[Bytes]
             )
         return size[0] * element_bytes // FULL_BYTES, size[1]
 
-    selective = footprint.selective
     return Footprint(
         saved_activation_bytes=footprint.saved_activation_bytes * element_bytes // FULL_BYTES,
         saved_fixed_bytes=footprint.saved_fixed_bytes * element_bytes // FULL_BYTES,
         forward_peaks=tuple(map(shrunk, footprint.forward_peaks)),
         backward_peaks=tuple(map(shrunk, footprint.backward_peaks)),
-        selective=selective
-        and replace(
-            selective,
-            kept=shrunk(selective.kept),
-            again=shrunk(selective.again),
-            first_peaks=tuple(map(shrunk, selective.first_peaks)),
-            second_peaks=tuple(map(shrunk, selective.second_peaks)),
-        ),
+        selective=footprint.selective and footprint.selective.resized(shrunk),
     )
 
 
@@ -294,9 +285,20 @@ def value_in(value: Value, precision: str) -> Value:
     )
 
 
+@dataclass
+class _InPrecision:
+    """What was made of a model: with a head in 16 bits, and as it is sent, by bytes of an activation's element."""
+
+    wide_head: Model | None = None
+    sent: dict[int, Model] = field(default_factory=dict)
+
+
 def model_in(model: Model, precision: str) -> Model:
     """The model as `precision` trains it: values as wide as they are sent, the head in 16 bits; the same object if it is so."""
-    return model_as_sent(_with_wide_head(model) if number_format(precision).beside else model, precision)
+    if number_format(precision).beside:
+        remembered = model.remembered(_InPrecision)
+        model = remembered.wide_head = remembered.wide_head or _with_wide_head(model)
+    return model_as_sent(model, precision)
 
 
 def _with_wide_head(model: Model) -> Model:
@@ -305,20 +307,6 @@ def _with_wide_head(model: Model) -> Model:
     Which layers a training converts is not recorded when a module is traced. Described transformers say it themselves
     (`parsim.model.catalogue.sublayers.head`), and are left as they are.
     """
-    known = model.remembered(_WideHead)
-    if known.model is None:
-        known.model = _wide_head_of(model)
-    return known.model
-
-
-@dataclass
-class _WideHead:
-    """A model whose head stays in 16 bits, once asked for."""
-
-    model: Model | None = None
-
-
-def _wide_head_of(model: Model) -> Model:
     last: tuple[int, int] | None = None
     for place, component in enumerate(model.components):
         for number, operator in enumerate(component.operators):
@@ -329,13 +317,13 @@ def _wide_head_of(model: Model) -> Model:
     if last is None:
         return model
     place, number = last
-    head = model.components[place]
-    operators = list(head.operators)
+    components = list(model.components)
+    operators = list(components[place].operators)
     if operators[number].count > 1 or operators[number].function:  # one of several alike, as in a loop: no layer of its own
         return model
     operators[number] = replace(operators[number], function=NOT_LOW)
-    changed = replace(head, operators=tuple(operators))
-    return replace(model, components=(*model.components[:place], changed, *model.components[place + 1 :]))
+    components[place] = replace(components[place], operators=tuple(operators))
+    return replace(model, components=tuple(components))
 
 
 def model_as_sent(model: Model, precision: str) -> Model:
@@ -346,23 +334,11 @@ def model_as_sent(model: Model, precision: str) -> Model:
     size = _reduced_bytes(precision)
     if size is None:
         return model
-    known = model.remembered(_Sent).models
-    if size not in known:
-        values = tuple(_as_sent(value, precision) for value in model.values)
-        known[size] = model if values == model.values else replace(model, values=values)
-    return known[size]
-
-
-@dataclass
-class _Sent:
-    """A model as it is sent, by bytes of an activation's element."""
-
-    models: dict[int, Model] = field(default_factory=dict)
-
-
-def _as_sent(value: Value, precision: str) -> Value:
-    seen = value_in(value, precision)
-    return replace(seen, saved=value.saved, savers=value.savers)
+    sent = model.remembered(_InPrecision).sent
+    if size not in sent:
+        values = tuple(replace(value_in(value, precision), saved=value.saved, savers=value.savers) for value in model.values)
+        sent[size] = model if values == model.values else replace(model, values=values)
+    return sent[size]
 
 
 def is_half(precision: str) -> bool:
@@ -380,11 +356,11 @@ def check_recorded(model: Model, precision: str) -> None:
             f"precision {precision!r} runs the forward under autocast, and that of {model.name} fails there: "
             f'{model.half_refused}; cast the operands of that call to one type, or set precision = "fp32"'
         )
-    wanted = number_format(precision).weight_bytes
-    for parameter in model.parameters if wanted == RECORDED_BYTES else ():
-        if parameter.element_bytes != wanted:
+    stored = number_format(precision).weight_bytes
+    for parameter in model.parameters if stored == RECORDED_BYTES else ():
+        if parameter.element_bytes != stored:
             raise CostError(
-                f"precision {precision!r} stores weights in {wanted} bytes, and {model.name} was recorded with "
+                f"precision {precision!r} stores weights in {stored} bytes, and {model.name} was recorded with "
                 f"{parameter.element_bytes} bytes each ({parameter.name}); name the module, not a saved Model, or set "
                 'precision = "amp_bf16"'
             )

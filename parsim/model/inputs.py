@@ -93,14 +93,9 @@ class ModelInput:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without defaults and without the name, which is the key of it."""
-        document: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
-        if self.high is not None:
-            document["high"] = self.high
-        if self.low:
-            document["low"] = self.low
-        if self.constant:
-            document["constant"] = True
-        return document
+        rest = {"high": self.high, "low": self.low or None, "constant": self.constant or None}
+        kept = {key: value for key, value in rest.items() if value is not None}
+        return {"shape": list(self.shape), "dtype": self.dtype, **kept}
 
     @classmethod
     def from_dict(cls, name: str, document: Mapping[str, Any]) -> ModelInput:
@@ -111,10 +106,10 @@ class ModelInput:
         if "shape" not in document:
             raise ModelError(f"input {name} needs a shape, that of one sample; for example {{ shape = [3, 32, 32] }}")
         shape, dtype, high, low = (document.get(key) for key in KEYS[:4])
-        if not isinstance(shape, list | tuple) or not all(_is_count(size) for size in shape):
+        if not isinstance(shape, list | tuple) or any(type(size) is not int for size in shape):
             raise ModelError(f"input {name}: shape must be a list of whole numbers >= 1, got {shape!r}")
         for key, value in (("high", high), ("low", low)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and type(value) is not int:
                 raise ModelError(f"input {name}: {key} must be a whole number, got {value!r}")
         constant = document.get("constant", False)
         if not isinstance(constant, bool):
@@ -124,14 +119,9 @@ class ModelInput:
         return cls(name, tuple(shape), dtype=dtype or DEFAULT_DTYPE, high=high, low=low or 0, constant=constant)
 
     def tensor(self, samples: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-        """A batch of it: standard normal numbers, integers and booleans uniform.
+        """A batch of B samples: standard normal numbers (`dtype` in place of float32), integers and booleans uniform.
 
-        Args:
-            samples: B. generator: of the values, on the CPU.
-            dtype: of float32 inputs.
-
-        Raises:
-            ModelError: an integer input without `high`.
+        Raises ModelError for an integer input without `high`.
         """
         import torch
 
@@ -148,9 +138,9 @@ class ModelInput:
             if self.has_ignored:
                 drawn[torch.rand(shape, generator=generator) < IGNORED_SHARE] = IGNORED
             return drawn.to(getattr(torch, self.dtype))
-        wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
-        exact = torch.complex128 if wanted.is_complex else torch.float64
-        return torch.randn(shape, generator=generator, dtype=exact).to(wanted)
+        kind = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
+        exact = torch.complex128 if kind.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=exact).to(kind)
 
     def zeros(self, samples: int, dtype: torch.dtype) -> Tensor:
         """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone.
@@ -163,11 +153,11 @@ class ModelInput:
         import torch
 
         shape = self.shape if self.constant else (samples, *self.shape)
-        wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
-        if self.low or wanted == torch.bfloat16:
-            return torch.full(shape, self.low, dtype=wanted)
+        kind = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
+        if self.low or kind == torch.bfloat16:
+            return torch.full(shape, self.low, dtype=kind)
         try:
-            return torch.from_numpy(np.zeros(shape, dtype=str(wanted).removeprefix("torch.")))
+            return torch.from_numpy(np.zeros(shape, dtype=str(kind).removeprefix("torch.")))
         except MemoryError as error:
             raise ModelError(
                 f"a batch of {samples} of input {self.name} is too large here: {error}; give a smaller shape"
@@ -178,10 +168,6 @@ def check_size(where: str, shape: tuple[int, ...]) -> None:
     """Raise ModelError where one sample has more than `MOST_ELEMENTS` numbers; `where`: for the message."""
     if math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
         raise ModelError(f"{where} {list(shape)} is more than {MOST_ELEMENTS:,} numbers per sample; give a smaller one")
-
-
-def _is_count(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool)
 
 
 def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
@@ -203,10 +189,9 @@ def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
 
 
 def arguments(values: Mapping[str, InputLeaf]) -> dict[str, Any]:
-    """Keyword arguments of `forward`: names with dots become dicts, and lists where the parts are numbered from 0.
+    """Keyword arguments of `forward` from values by input name.
 
-    Args:
-        values: by input name.
+    Names with dots become dicts, and lists where the parts are numbered from 0.
     """
     nested: dict[str, Any] = {}
     for name, value in values.items():
@@ -235,27 +220,22 @@ def inputs_from(document: Mapping[str, Any], prefix: str = "") -> tuple[ModelInp
     Raises:
         ModelError: as ModelInput; or an entry that is not a table.
     """
-    found: list[ModelInput] = []
-    for key, entry in document.items():
+    inputs: list[ModelInput] = []
+    for key, table in document.items():
         name = f"{prefix}{key}"
-        if isinstance(entry, list | tuple) and entry:
-            entry = {str(place): item for place, item in enumerate(entry)}
-        if not isinstance(entry, Mapping) or not entry:
-            raise ModelError(f"input {name} must be a table with a shape, got {entry!r}; for example {{ shape = [3, 32, 32] }}")
-        if isinstance(entry.get("shape"), list | tuple) or not all(_holds_tables(item) for item in entry.values()):
-            found.append(ModelInput.from_dict(name, entry))
+        if isinstance(table, list | tuple) and table:
+            table = {str(place): item for place, item in enumerate(table)}
+        if not isinstance(table, Mapping) or not table:
+            raise ModelError(f"input {name} must be a table with a shape, got {table!r}; for example {{ shape = [3, 32, 32] }}")
+        holds_tables = all(
+            isinstance(item, Mapping) or (isinstance(item, list) and all(isinstance(each, Mapping) for each in item))
+            for item in table.values()
+        )
+        if isinstance(table.get("shape"), list | tuple) or not holds_tables:
+            inputs.append(ModelInput.from_dict(name, table))
         else:
-            found += inputs_from(entry, f"{name}.")
-    return tuple(found)
-
-
-def _holds_tables(entry: object) -> bool:
-    return isinstance(entry, Mapping) or (isinstance(entry, list) and all(isinstance(item, Mapping) for item in entry))
-
-
-def with_bound(entry: ModelInput, bound: int | None) -> ModelInput:
-    """The input with `bound` as its `high`, where it holds integers without one."""
-    return replace(entry, high=bound) if bound and entry.is_integer and entry.high is None else entry
+            inputs += inputs_from(table, f"{name}.")
+    return tuple(inputs)
 
 
 def module_inputs(
@@ -278,67 +258,52 @@ def module_inputs(
 
     tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    takes = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    needs = [each.name for each in parameters if each.kind in _NAMED and each.default is inspect.Parameter.empty]
+    if inputs is None and shape is None:
+        raise ModelError(_missing_inputs(name, needs))
     if inputs is None:
-        if shape is None:
-            raise ModelError(_missing_inputs(module, name))
-        named = _first_argument(module)
-        first = named or "input"
+        assert shape is not None
+        positional = not parameters or parameters[0].kind not in _NAMED  # *args alone
+        first = "input" if positional else parameters[0].name
         if len(shape) == 1 and tables:
-            return (ModelInput(first, shape, dtype="int64", high=vocabulary or tables[0]),), named is None
-        return (ModelInput(first, shape),), named is None
-    _check_arguments(module, inputs, name)
-    bound = vocabulary or min(tables, default=None)
-    whole = tuple(with_bound(entry, bound) for entry in inputs)
-    for entry in whole:
-        if entry.is_integer and entry.high is None:
+            return (ModelInput(first, shape, dtype="int64", high=vocabulary or tables[0]),), positional
+        return (ModelInput(first, shape),), positional
+    names = list(dict.fromkeys(each.name.split(".")[0] for each in inputs))
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    forward = f"{name}: forward of {type(module).__name__}"
+    for argument in () if any_name else names:
+        if argument not in takes:
+            listing = f" (it takes {', '.join(takes)})" if takes else " (it takes no argument by name)"
+            near = near_matches(argument, takes)
+            raise ModelError(f"{forward} has no argument {argument!r}{'' if near.startswith('; known') else near}{listing}")
+    for argument in needs:
+        if argument not in names:
             raise ModelError(
-                f"{name}: input {entry.name} holds integers and no embedding tells their range; give high, which they stay "
-                f'below, for example {entry.name} = {{ shape = {list(entry.shape)}, dtype = "{entry.dtype}", high = 1000 }}'
+                f"{forward} needs {argument!r}, which inputs do not give; it takes {', '.join(takes)}, and inputs give "
+                f"{', '.join(names)}; add {argument} = {{ shape = [...] }}"
             )
-    return whole, False
+    bound = vocabulary or min(tables, default=None)
+    bounded = tuple(replace(each, high=bound) if bound and each.is_integer and each.high is None else each for each in inputs)
+    for each in bounded:
+        if each.is_integer and each.high is None:
+            raise ModelError(
+                f"{name}: input {each.name} holds integers and no embedding tells their range; give high, which they stay "
+                f'below, for example {each.name} = {{ shape = {list(each.shape)}, dtype = "{each.dtype}", high = 1000 }}'
+            )
+    return bounded, False
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(module.forward).parameters.values())
-
-
-def _missing_inputs(module: nn.Module, name: str) -> str:
+def _missing_inputs(name: str, needs: list[str]) -> str:
     """How to describe the inputs of a module of which nothing was said."""
-    wanted = [each.name for each in _parameters(module) if each.kind in _NAMED and each.default is inspect.Parameter.empty]
-    if len(wanted) < 2:
+    if len(needs) < 2:
         return f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]"
-    entries = ", ".join(f"{argument} = {{ shape = [...] }}" for argument in wanted)
+    tables = ", ".join(f"{argument} = {{ shape = [...] }}" for argument in needs)
     return (
-        f"{name} needs inputs: its forward takes {', '.join(wanted)}. In [model] write inputs = {{ {entries} }} with the shape "
+        f"{name} needs inputs: its forward takes {', '.join(needs)}. In [model] write inputs = {{ {tables} }} with the shape "
         'of one sample each, and dtype = "int64", high = N for numbers below N; in Python give example_inputs, a batch'
     )
-
-
-def _first_argument(module: nn.Module) -> str | None:
-    """The name of the first argument of its forward; None if it takes *args alone."""
-    first = next(iter(_parameters(module)), None)
-    return first.name if first is not None and first.kind in _NAMED else None
-
-
-def _check_arguments(module: nn.Module, inputs: tuple[ModelInput, ...], name: str) -> None:
-    parameters = _parameters(module)
-    takes = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
-    given = list(dict.fromkeys(entry.name.split(".")[0] for entry in inputs))
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        for argument in given:
-            if argument not in takes:
-                known = f" (it takes {', '.join(takes)})" if takes else " (it takes no argument by name)"
-                near = near_matches(argument, takes)
-                raise ModelError(
-                    f"{name}: forward of {type(module).__name__} has no argument {argument!r}"
-                    f"{'' if near.startswith('; known') else near}{known}"
-                )
-    for parameter in parameters:
-        if parameter.kind in _NAMED and parameter.default is inspect.Parameter.empty and parameter.name not in given:
-            raise ModelError(
-                f"{name}: forward of {type(module).__name__} needs {parameter.name!r}, which inputs do not give; it takes "
-                f"{', '.join(takes)}, and inputs give {', '.join(given)}; add {parameter.name} = {{ shape = [...] }}"
-            )

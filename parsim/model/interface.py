@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
@@ -59,24 +58,17 @@ class Interface:
         """Inputs in the order in which a forward is given them. Needs torch."""
         from parsim.model.trace.record import flatten_inputs
 
-        entries = {entry.name: entry for entry in self.inputs}
-        names, _ = flatten_inputs(*self.arguments({name: name for name in entries}))
-        return tuple(entries[name] for name in names)
+        by_name = {each.name: each for each in self.inputs}
+        names, _ = flatten_inputs(*self.arguments({name: name for name in by_name}))
+        return tuple(by_name[name] for name in names)
 
     def arguments(self, values: Mapping[str, InputLeaf]) -> tuple[tuple[InputLeaf, ...], dict[str, Any]]:
-        """Positional and keyword arguments of the module.
-
-        Args:
-            values: by input name.
-        """
+        """Positional and keyword arguments of the module from values by input name."""
         return (tuple(values.values()), {}) if self.positional else ((), arguments(values))
 
 
 def interface_of(spec: ModelSpec) -> Interface:
     """Inputs and output of one sample, and the loss. Needs torch for a factory or a Hugging Face config.
-
-    Args:
-        spec: of the model.
 
     Raises:
         ModelError: inputs that the module does not take, or an output that leaves the loss open.
@@ -87,14 +79,12 @@ def interface_of(spec: ModelSpec) -> Interface:
             f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
             "its Hugging Face config.json"
         )
-    if spec.name in ZOO:
-        return _zoo_interface(spec)
-    content = content_of(spec)
-    known = known_interface(spec, content)
-    if known is None:
-        known = open_interface(spec, content).settled()
-        keep_interface(spec, content, known)
-    return known
+    content = "" if spec.name in ZOO else content_of(spec)
+    interface = known_interface(spec, content)
+    if interface is None:
+        interface = _zoo_interface(spec) if spec.name in ZOO else open_interface(spec, content).settled()
+        keep_interface(spec, content, interface)
+    return interface
 
 
 _kept: dict[tuple[ModelSpec, str], Interface] = {}
@@ -102,33 +92,28 @@ MOST_KEPT = 64
 
 
 def known_interface(spec: ModelSpec, content: str) -> Interface | None:
-    """What an earlier forward has settled for this content of this spec, if one has.
-
-    Args:
-        spec: resolved, not of the zoo. content: of `parsim.model.build.content_of`.
-    """
+    """What an earlier forward has settled for this `parsim.model.build.content_of` a resolved spec, if one has."""
     return _kept.get((spec, content))
 
 
-def keep_interface(spec: ModelSpec, content: str, found: Interface) -> None:
+def keep_interface(spec: ModelSpec, content: str, interface: Interface) -> None:
     """For `known_interface`; the oldest are forgotten."""
     while len(_kept) >= MOST_KEPT:
         del _kept[next(iter(_kept))]
-    _kept[spec, content] = found
+    _kept[spec, content] = interface
 
 
-@lru_cache(maxsize=64)
 def _zoo_interface(spec: ModelSpec) -> Interface:
     row, args = ZOO[spec.name], dict(spec.args)
     shape: tuple[int, ...] = spec.input_shape or row.input_shape
     classes = int(str(args[row.classes]))
     if row.inputs == "image":
-        entry = ModelInput("x", shape)
-        output: tuple[int, ...] = (2, classes)
+        takes, output = ModelInput("x", shape), OutputKind((2, classes), "float32")
     else:
-        entry, output = ModelInput("tokens", shape, dtype="int64", high=classes), (2, *shape, classes)
-    settled = settle(spec.name, {"": OutputKind(output, "float32")}, 2, spec.objective(row.loss), tokens=False)
-    return Interface(inputs=(entry,), output=settled.output, loss=str(settled.objective), target=settled.target)
+        takes = ModelInput("tokens", shape, dtype="int64", high=classes)
+        output = OutputKind((2, *shape, classes), "float32")
+    settled = settle(spec.name, {"": output}, 2, spec.objective(row.loss), tokens=False)
+    return Interface(inputs=(takes,), output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +132,8 @@ class OpenInterface:
     example: bool
 
     def settled(self) -> Interface:
-        """By a forward. Raises ModelError where the output leaves the loss open."""
-        loss = self.loss
-        asked = {"name": loss.name, "tokens": loss.tokens, "output": loss.output, "example": self.example}
-        return self.with_output(settle_module(self.module, self.args, self.kwargs, loss.objective, **asked))  # type: ignore[arg-type]
+        """The interface by a forward. Raises ModelError where the output leaves the loss open."""
+        return self.with_output(settle_module(self.module, self.args, self.kwargs, self.loss, example=self.example))
 
     def with_output(self, settled: Settled) -> Interface:
         """The interface with what a forward has settled."""
@@ -168,12 +151,12 @@ def open_interface(spec: ModelSpec, content: str) -> OpenInterface:
     """
     example = spec.control_flow == EXAMPLE
     module = example_module(spec) if example else shared_fake(spec, content)
-    given, usual = spec.inputs, None
+    described, usual = spec.inputs, None
     if is_config(spec.name):
-        given = spec.inputs or default_inputs(spec, module)
+        described = spec.inputs or default_inputs(spec, module)
         usual = None if spec.loss else default_loss(spec, module)
     objective = spec.objective(usual)
-    inputs, positional = module_inputs(module, given, spec.input_shape, spec.name)
+    inputs, positional = module_inputs(module, described, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
     args, kwargs = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
     loss = OpenLoss(name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output)
@@ -181,21 +164,11 @@ def open_interface(spec: ModelSpec, content: str) -> OpenInterface:
 
 
 def settle_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    objective: Objective | None,
-    *,
-    name: str,
-    tokens: bool | None = None,
-    output: str | None = None,
-    example: bool = False,
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: OpenLoss, *, example: bool = False
 ) -> Settled:
-    """What a module trains by, found by one fake forward.
+    """What a module trains by, found by one fake forward of a batch.
 
     Args:
-        args, kwargs: a batch. objective, output: the choice, see `settle`. name: for messages.
-        tokens: whether a sample is a row of token numbers; None: if the first tensor holds integers.
         example: code that depends on data follows the batch.
 
     Raises:
@@ -205,17 +178,15 @@ def settle_module(
     from parsim.model.trace.record import run_recorded
 
     recording = run_recorded(module, args, kwargs, loss=None, example=example)
-    first = recording.tensors[recording.inputs[0][1]]
-    kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
-    tokens = not first.is_floating_point() if tokens is None else tokens
-    return settle(name, kinds, int(first.shape[0]), objective, tokens=tokens, output=output)
+    samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
+    kinds = output_kinds({name: recording.tensors[number] for name, number in recording.outputs.items()})
+    return settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
 
 
 def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
-    """A batch of zeros by input name, for tracing. No dim 0 of a constant equals its number of samples.
+    """A batch of zeros by input name, for tracing; `weights`: torch's name of their type.
 
-    Args:
-        inputs: of the model. weights: torch's name of their type.
+    No dim 0 of a constant equals its number of samples.
     """
     import torch
 
@@ -250,15 +221,11 @@ def example_batch(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """A random batch, the same for the same seed on every device.
 
-    Images and other float inputs are standard normal of `dtype`; tokens and classes are uniform int64.
-
-    Args:
-        spec: of the model. samples: B. seed: of the generator.
-        dtype: of float32 inputs (None: float32). device: of the result.
+    Images and other float inputs are standard normal of `dtype` (None: float32); tokens and classes are uniform int64.
 
     Returns:
-        (inputs by name, target), the first dim of each is B. `Interface.arguments` makes arguments of them. The target is None
-        where the inputs hold it.
+        (inputs by name, target), the first dim of each is `samples`. `Interface.arguments` makes arguments of them. The target
+        is None where the inputs hold it.
     """
     require_torch("make an example batch")
     return random_batch(interface_of(resolve(spec)), samples, seed=seed, dtype=dtype, device=device)
@@ -272,21 +239,17 @@ def random_batch(
 
     dtype = dtype or torch.float32
     generator = torch.Generator().manual_seed(seed)
-    given = {entry.name: entry.tensor(samples, generator, dtype).to(device) for entry in kind.inputs}
+    inputs = {each.name: each.tensor(samples, generator, dtype).to(device) for each in kind.inputs}
     if kind.target is None:
-        return given, None
+        return inputs, None
     target = kind.target.tensor(samples, generator, dtype)
     if kind.objective.row.targets == BINARY:
         target = (target > 0).to(dtype)
-    return given, target.to(device)
+    return inputs, target.to(device)
 
 
 def loss_of(spec: ModelSpec) -> str:
-    """The loss with which a model trains, as the text of an `Objective`.
-
-    Args:
-        spec: of the model.
-    """
+    """The loss with which a model trains, as the text of an `Objective`."""
     if spec.name in ZOO:
         return str(spec.objective(ZOO[spec.name].loss))
     return interface_of(resolve(spec)).loss

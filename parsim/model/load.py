@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,8 +22,7 @@ from parsim.files import cache_folder
 from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
 from parsim.model.catalogue.hugging_face import assumptions, left_out
 from parsim.model.catalogue.names import is_transformer, named_model
-from parsim.model.catalogue.presets import PRESETS, load_preset
-from parsim.model.catalogue.zoo import ZOO
+from parsim.model.catalogue.zoo import PRESETS, ZOO, load_preset
 from parsim.model.component import Component
 from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import (
@@ -40,7 +39,7 @@ from parsim.model.interface import (
     zero_batch,
 )
 from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
-from parsim.model.objective import Objective, Settled, naming_coupled_losses, parse_objective
+from parsim.model.objective import Objective, OpenLoss, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.trace.trace import follows_example, require_torch, split_inputs
 
@@ -64,43 +63,32 @@ SWITCH = "PARSIM_MODEL_CACHE"
 MOST_FILES = 256
 """Files that are kept; the ones used longest ago go first."""
 
-_DISTRIBUTIONS = ("torch", "transformers", "numpy")
-
 
 def folder() -> Path | None:
-    """Where Models are kept; None where the switch is off.
-
-    $PARSIM_MODEL_CACHE, else the cache folder of models.
-    """
+    """Where Models are kept: $PARSIM_MODEL_CACHE, else the cache folder of models; None where the switch is off."""
     chosen = os.environ.get(SWITCH, "")
     if chosen.lower() in ("off", "0", "no", "false"):
         return None
-    if chosen:
-        return Path(chosen).expanduser()
-    return cache_folder("models")
+    return Path(chosen).expanduser() if chosen else cache_folder("models")
 
 
 def key_of(content: Mapping[str, Any]) -> str:
-    """The name under which a Model is kept.
-
-    Args:
-        content: plain JSON values that tell the traced module, its inputs and how it was traced.
-    """
-    whole = {"content": content, "versions": _versions()}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    """The name under which a Model is kept, from plain JSON values that tell its module, its inputs and how it was traced."""
+    document = {"content": content, "versions": _versions()}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
     """Versions of all that decides about a trace: parsim by its source."""
-    found = {"python": sys.version}
-    for name in _DISTRIBUTIONS:
+    versions = {"python": sys.version}
+    for name in ("torch", "transformers", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     root = Path(__file__).parent
     files = sorted((*root.rglob("*.py"), root.parent / "errors.py", root.parent / "registry.py"))
-    found["parsim"] = _digest_of_files(files)
-    return found
+    versions["parsim"] = _digest_of_files(files)
+    return versions
 
 
 def _digest_of_files(paths: list[Path]) -> str:
@@ -116,13 +104,10 @@ def _digest_of_files(paths: list[Path]) -> str:
 def user_sources() -> str:
     """A digest of the source of every imported module that belongs to neither Python nor an installed package."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    own = str(Path(__file__).parent.parent)
-    paths = set()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not file.startswith((*installed, f"{own}{os.sep}")):
-            paths.add(Path(file))
-    return _digest_of_files(sorted(paths))
+    parsim = f"{Path(__file__).parent.parent}{os.sep}"
+    files = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    sources = (file for file in files if file.endswith(".py") and not file.startswith((*installed, parsim)))
+    return _digest_of_files(sorted(map(Path, sources)))
 
 
 def described(module: nn.Module) -> str:
@@ -156,12 +141,12 @@ def read(key: str) -> Model | None:
         digest, _, packed = path.read_bytes().partition(b"\n")
         if digest.decode() != hashlib.sha256(packed).hexdigest():
             return None
-        found = Model.from_json(zlib.decompress(packed).decode())
+        model = Model.from_json(zlib.decompress(packed).decode())
     except (OSError, ValueError, zlib.error, ModelError):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return found
+    return model
 
 
 def write(key: str, model: Model) -> None:
@@ -172,27 +157,16 @@ def write(key: str, model: Model) -> None:
     packed = zlib.compress(model.to_json().encode(), 1)
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        with _temporary(place) as partial:
-            partial.write_bytes(hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed)
-            partial.replace(place / f"{key}.model")
-        _forget_oldest(place)
-
-
-@contextlib.contextmanager
-def _temporary(place: Path) -> Iterator[Path]:
-    """A file of this process alone, removed unless it was renamed."""
-    handle, name = tempfile.mkstemp(suffix=".partial", dir=place)
-    os.close(handle)
-    try:
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _forget_oldest(place: Path) -> None:
-    found = sorted(place.glob("*.model"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found[MOST_FILES:]:
-        path.unlink(missing_ok=True)
+        handle, name = tempfile.mkstemp(suffix=".partial", dir=place)  # of this process alone
+        os.close(handle)
+        try:
+            Path(name).write_bytes(hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed)
+            Path(name).replace(place / f"{key}.model")
+        finally:
+            Path(name).unlink(missing_ok=True)
+        newest_first = sorted(place.glob("*.model"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in newest_first[MOST_FILES:]:
+            path.unlink(missing_ok=True)
 
 
 def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
@@ -203,7 +177,7 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
     them.
 
     Args:
-        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
+        granularity: "block" or "layer". weights: torch's name of their type.
 
     Raises:
         ModelError: an unknown name, argument, shape or granularity, or integers declared that no table has rows for.
@@ -233,9 +207,10 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
     if folder() is None:
         return trace_spec(spec, granularity, weights=weights)
-    what = {**spec.to_dict(), "config": content if is_config(spec.name) else "", "granularity": granularity, "weights": weights}
+    what = {**spec.to_dict(), "granularity": granularity, "weights": weights}
     if is_config(spec.name):
         del what["name"]
+        what["config"] = content
     elif ":" in spec.name:
         require_torch(f"build {spec.name}")
         what["module"] = described(shared_fake(spec, content))
@@ -243,9 +218,9 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
         _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = user_sources()
     key = key_of(what)
-    name, begins = _model_name(spec), f"trace of {spec.name}("
-    if found := read(key):
-        return replace(found, name=name, source=begins + found.source)
+    begins = f"trace of {spec.name}("
+    if kept := read(key):
+        return replace(kept, name=_model_name(spec), source=begins + kept.source)
     traced = trace_spec(spec, granularity, weights=weights)
     write(key, replace(traced, source=traced.source.removeprefix(begins)))
     return traced
@@ -279,10 +254,7 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
 
 
 def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
-    """Trace the module of a spec with its loss; needs torch.
-
-    Args:
-        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
+    """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
 
     Raises:
         TraceError: a module that cannot be cut.
@@ -296,9 +268,10 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     spec = resolve(spec)
     content = content_of(spec)
     example = spec.control_flow == EXAMPLE
-    unknown = spec.name not in ZOO and not example and weights == "float32" and known_interface(spec, content) is None
-    asked = open_interface(spec, content) if unknown else None
-    kind = interface_of(spec) if asked is None else asked.kind
+    in_zoo = spec.name in ZOO
+    unknown = not in_zoo and not example and weights == "float32" and known_interface(spec, content) is None
+    opened = open_interface(spec, content) if unknown else None
+    kind = interface_of(spec) if opened is None else opened.kind
     build = build_fake if weights != "float32" else partial(shared_fake, content=content)
     module = example_module(spec) if example else build(spec)
     if weights != "float32":
@@ -307,6 +280,12 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     args, kwargs = kind.arguments(batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     chosen = f"; {assumptions(spec, module)}" if is_config(spec.name) else ""
+    if spec.inputs is None and not is_config(spec.name):
+        shapes = str(list(kind.input_shape))
+    else:
+        shapes = ", ".join(
+            f"{each.name} {list(each.shape)}{'' if each.is_number else f' {each.dtype}'}" for each in kind.inputs
+        )
     with naming_coupled_losses():
         model, settled = settled_model(
             module,
@@ -314,29 +293,18 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
             kwargs,
             granularity=granularity,
             name=_model_name(spec),
-            loss=kind.loss if asked is None else asked.loss,
+            loss=kind.loss if opened is None else opened.loss,
             example=example,
             declared=kind.inputs_in_order,
-            source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
+            source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
-    if asked is not None and settled is not None:
-        kind = asked.with_output(settled)
+    if opened is not None and settled is not None:
+        kind = opened.with_output(settled)
         keep_interface(spec, content, kind)
-    told = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
-    known = (spec.name in ZOO or is_config(spec.name)) and kind.objective.adds_up
-    form = model.loss_form if known else checked_form(model, lambda: build_module(spec), kind)
-    return replace(model, loss_form=form, assumptions=told)
-
-
-def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:
-    """`[3, 224, 224]`, or `x [3, 32, 32], t [] int64` for inputs by name.
-
-    Args:
-        spec: of the model. inputs: of its interface.
-    """
-    if spec.inputs is None and not is_config(spec.name):
-        return str(list(inputs[0].shape))
-    return ", ".join(f"{entry.name} {list(entry.shape)}{'' if entry.is_number else f' {entry.dtype}'}" for entry in inputs)
+    notes = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
+    divisible = (in_zoo or is_config(spec.name)) and kind.objective.adds_up
+    form = model.loss_form if divisible else checked_form(model, lambda: build_module(spec), kind)
+    return replace(model, loss_form=form, assumptions=notes)
 
 
 # The Model of an nn.Module that the caller already has, with its loss, as `parsim.plan(module, ...)` uses it.
@@ -372,8 +340,9 @@ def model_from_module(
         MissingDependencyError: without torch.
     """
     require_torch("trace a module")
-    from torch import nn
+    from torch import Tensor, nn
 
+    from parsim.model.trace.record import flatten_inputs
     from parsim.model.trace.traced import model_of, seen_ranges
 
     if not isinstance(module, nn.Module):
@@ -382,25 +351,26 @@ def model_from_module(
         raise ModelError(
             f"{type(module).__name__} is not a model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )
-    called, tokens = name or type(module).__name__, None
+    called, example = name or type(module).__name__, follows_example(control_flow)
     declared: tuple[ModelInput | None, ...]
     if example_inputs is not None:
         args, kwargs = split_inputs(example_inputs)
-        declared = seen_ranges(args, kwargs)
+        tensors = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
+        declared, tokens = seen_ranges(args, kwargs), bool(tensors) and not tensors[0].is_floating_point()
     elif input_shape is None and inputs is None:
         raise ModelError(
             f"{called} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), inputs by name, or "
             "example_inputs, a batch as the module takes it"
         )
     else:
-        described = None if inputs is None else ordered(inputs)
-        whole, positional = module_inputs(module, described, input_shape, called)
-        kind = Interface(inputs=whole, output=(), loss="", target=None, positional=positional)
-        args, kwargs = kind.arguments(drawn_batch(whole) if follows_example(control_flow) else zero_batch(whole))
-        tokens, declared = kind.takes_tokens, kind.inputs_in_order
-    objective = parse_objective(loss) if isinstance(loss, str) else loss
-    example = follows_example(control_flow)
-    settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output, example=example)
+        takes, positional = module_inputs(module, None if inputs is None else ordered(inputs), input_shape, called)
+        kind = Interface(inputs=takes, output=(), loss="", target=None, positional=positional)
+        args, kwargs = kind.arguments(drawn_batch(takes) if example else zero_batch(takes))
+        declared, tokens = kind.inputs_in_order, kind.takes_tokens
+    open_loss = OpenLoss(
+        name=called, objective=parse_objective(loss) if isinstance(loss, str) else loss, tokens=tokens, output=output
+    )
+    settled = settle_module(module, args, kwargs, open_loss, example=example)
     with naming_coupled_losses():
         text = str(settled.objective)
         model = model_of(
@@ -433,13 +403,13 @@ def _form_of_examples(
     samples = batch if objective.adds_up and constants else min(batch, samples_judged(model.forward_flop))
     if objective.adds_up and model.forward_flop * samples > MOST_FLOP * SAMPLES:
         return model.loss_form
-    given = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}
+    inputs = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}
     generator = torch.Generator().manual_seed(0)
     target = None if settled.target is None else settled.target.tensor(samples, generator, torch.float32)
 
     def call(values: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         filled = [values.get(str(place), leaf) for place, leaf in enumerate(leaves)]
-        found: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
-        return found
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
+        return arguments
 
-    return loss_form(module, objective, model.loss_form, given, target, constants=constants, call=call)
+    return loss_form(module, objective, model.loss_form, inputs, target, constants=constants, call=call)

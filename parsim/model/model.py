@@ -68,8 +68,8 @@ class Model(Remembering):
 
     def __post_init__(self) -> None:
         names = [component.name for component in self.components]
-        if found := control_character_in({"name": self.name, "components": names, "source": self.source}):
-            raise ModelError(f"{found}: {NO_CONTROL}")
+        if character := control_character_in({"name": self.name, "components": names, "source": self.source}):
+            raise ModelError(f"{character}: {NO_CONTROL}")
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ModelError(f"component names must be unique; given twice: {', '.join(twice)}")
@@ -90,7 +90,7 @@ class Model(Remembering):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        """Those of the components, in order, kept because each hashes all operators when it is asked for."""
+        """Per component, kept because each hashes all operators when it is asked for."""
         return tuple(component.fingerprint for component in self.components)
 
     @cached_property
@@ -111,19 +111,11 @@ class Model(Remembering):
     def work_kind(self) -> Mapping[str, int]:
         """Per component a number, equal for those that do the same work in the same shards, whatever their names."""
         numbers: dict[object, int] = {}
-        return {
-            component.name: numbers.setdefault(
-                (
-                    component.fingerprint,
-                    component.divisions,
-                    component.inside,
-                    self.has_input_gradient(component),
-                    component.update_groups,
-                ),
-                len(numbers),
-            )
-            for component in self.components
-        }
+        kinds: dict[str, int] = {}
+        for component in self.components:
+            work = component.fingerprint, component.divisions, component.inside, component.update_groups
+            kinds[component.name] = numbers.setdefault((*work, self.has_input_gradient(component)), len(numbers))
+        return kinds
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -136,7 +128,7 @@ class Model(Remembering):
 
     @cached_property
     def trainable_parameters(self) -> tuple[Parameter, ...]:
-        """Those that are updated, once each."""
+        """Every parameter that is updated, once."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
     @property
@@ -169,11 +161,11 @@ class Model(Remembering):
     def differentiable_components(self) -> frozenset[str]:
         """Components that have a backward: a differentiable output that some backward, or the loss, asks for."""
         needed: set[str] = set()
-        wanted = {name for name in self.outputs if self.value[name].differentiable}
+        values = {name for name in self.outputs if self.value[name].differentiable}
         for component in reversed(self.components):
-            if any(value in wanted for value in component.outputs):
+            if any(value in values for value in component.outputs):
                 needed.add(component.name)
-                wanted.update(value for value in component.inputs if self.value[value].differentiable)
+                values.update(value for value in component.inputs if self.value[value].differentiable)
         return frozenset(needed)
 
     @cached_property

@@ -33,24 +33,16 @@ def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return total / math.prod(output.shape[1:-1])
 
 
-def _mse(output: Tensor, target: Tensor) -> Tensor:
-    """Output and target [B, ...] of one shape."""
-    import torch.nn.functional as functional
+def _mean_of(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of torch over output and target [B, ...] of one shape: the mean of each sample, summed over samples."""
 
-    return functional.mse_loss(output, target, reduction="sum") / math.prod(output.shape[1:])
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        import torch.nn.functional as functional
 
+        summed: Tensor = getattr(functional, name)(output, target, reduction="sum")
+        return summed / math.prod(output.shape[1:])
 
-def _bce(output: Tensor, target: Tensor) -> Tensor:
-    """Logits of the second of two classes, and targets 0.0 or 1.0, [B, ...] of one shape."""
-    import torch.nn.functional as functional
-
-    total = functional.binary_cross_entropy_with_logits(output, target, reduction="sum")
-    return total / math.prod(output.shape[1:])
-
-
-def _own(output: Tensor, target: Tensor) -> Tensor:
-    """What the module returns is its loss; see `parsim.model.total_loss`."""
-    return output
+    return total
 
 
 CLASSES, NUMBERS, BINARY, NOTHING = "classes", "numbers", "binary", "nothing"
@@ -81,11 +73,10 @@ class Loss:
             raise ModelError(f"the targets of a loss are one of {', '.join(TARGETS)}, got {self.targets!r}")
 
 
-def _from_function(found: Any) -> Any:
+def _from_function(row: Any) -> Any:
     """A plain function (output, target) as a Loss; anything else as it is."""
-    if callable(found) and not isinstance(found, type | Loss):
-        return Loss(total=found, targets=NUMBERS, plain=True)
-    return found
+    is_function = callable(row) and not isinstance(row, type | Loss)
+    return Loss(total=row, targets=NUMBERS, plain=True) if is_function else row
 
 
 LOSSES: Registry[Loss] = Registry(
@@ -93,9 +84,11 @@ LOSSES: Registry[Loss] = Registry(
     Loss,
     {
         CROSS_ENTROPY: Loss(total=_cross_entropy),
-        "mse": Loss(total=_mse, targets=NUMBERS),
-        "bce": Loss(total=_bce, targets=BINARY),
-        OWN: Loss(total=_own, targets=NOTHING, plain=True),
+        "mse": Loss(total=_mean_of("mse_loss"), targets=NUMBERS),
+        # output: logits of the second of two classes, targets 0.0 or 1.0
+        "bce": Loss(total=_mean_of("binary_cross_entropy_with_logits"), targets=BINARY),
+        # what the module returns is its loss; see `parsim.model.total_loss`
+        OWN: Loss(total=lambda output, target: output, targets=NOTHING, plain=True),
     },
     error=ModelError,
     adapt=_from_function,
@@ -103,16 +96,10 @@ LOSSES: Registry[Loss] = Registry(
 
 
 def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
-    """The loss that the shape of an output calls for, where nobody chose one.
+    """The loss that the shape of one sample's output calls for, where nobody chose one.
 
-    Args:
-        name: of the model, for the message. output: of one sample. tokens: the sample is a row of token numbers.
-
-    One number per sample is a regression, a vector holds the logits of classes, and tokens in, [seq, vocabulary] out is a
-    language model.
-
-    Raises:
-        ModelError: any other shape leaves the loss open, e.g. an image.
+    One number is a regression, a vector holds the logits of classes, and tokens in, [seq, vocabulary] out is a language model.
+    Raises ModelError for any other shape, e.g. an image.
     """
     if math.prod(output) == 1:
         return "mse"
@@ -124,14 +111,6 @@ def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
         f'the output), "bce" (0 or 1 for each number), "cross_entropy" with classes_dim = -1 (classes along the last dim, '
         f'{output[-1]}){maps}. Or give a loss of your own as "package:function" or "package.module:ROW"'
     )
-
-
-def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
-    """The sum over the samples (dim 0) of each sample's mean loss; a scalar. For rows of LOSSES alone.
-
-    Raises ModelError for an unknown kind.
-    """
-    return LOSSES[kind].total(output, target)
 
 
 # What a model minimises: a loss, the output it reads, and its targets. Needs no torch.
@@ -177,10 +156,6 @@ class Objective:
         """Whether the loss is one of parsim's own, which are sums over the samples of an output."""
         return self.loss in LOSSES and not self.row.plain
 
-    @property
-    def takes_targets(self) -> bool:
-        return self.row.targets != NOTHING
-
 
 _FORM = re.compile(r"([^()]+)(?:\((.*)\))?", re.DOTALL)
 
@@ -191,7 +166,7 @@ def parse_objective(text: str) -> Objective:
     form = _FORM.fullmatch(text)
     if form is None:
         raise ModelError(f"not a loss: {text!r}; write its name, or name(output=..., classes_dim=..., target=...)")
-    found: dict[str, object] = {}
+    keys: dict[str, object] = {}
     rest = (form[2] or "").strip()
     decoder = json.JSONDecoder()
     try:
@@ -199,8 +174,8 @@ def parse_objective(text: str) -> Objective:
             key, _, rest = rest.partition("=")
             value, end = decoder.raw_decode(rest.lstrip())
             rest = rest.lstrip()[end:].lstrip(", ")
-            found[key.strip()] = ModelInput.from_dict(TARGET, value) if key.strip() == TARGET else value
-        return Objective(form[1], **found)  # type: ignore[arg-type]
+            keys[key.strip()] = ModelInput.from_dict(TARGET, value) if key.strip() == TARGET else value
+        return Objective(form[1], **keys)  # type: ignore[arg-type]
     except (json.JSONDecodeError, TypeError) as error:
         raise ModelError(f"not a loss: {text!r} ({error}); write name(output=..., classes_dim=..., target=...)") from error
 
@@ -281,7 +256,11 @@ def settle(
         ModelError: an output or a loss that is left open, or a loss that does not fit the output.
     """
     if objective is None:
-        if output is None and _returns_its_loss(outputs):
+        if LOSS_ENTRY in outputs:  # of the whole batch or per sample
+            returns_loss = len(outputs[LOSS_ENTRY].shape) <= 1 and outputs[LOSS_ENTRY].dtype in FLOATS
+        else:
+            returns_loss = len(outputs) == 1 and _is_number(next(iter(outputs.values())))
+        if output is None and returns_loss:
             return Settled(objective=Objective(OWN), entry=None, output=(), target=None)
         chosen = choose_output(name, outputs, output)
         if output is not None and _is_number(outputs[chosen]):
@@ -292,7 +271,7 @@ def settle(
     if row.targets == NOTHING:
         own_entry(name, outputs, objective.output)
         return Settled(objective=objective, entry=None, output=(), target=None)
-    if row.plain and objective.output is None and not _is_single(outputs):
+    if row.plain and objective.output is None and LOGITS not in outputs and len(outputs) != 1:
         if objective.target is None:
             raise ModelError(
                 f"{name} returns {_listing(outputs)}, and {objective.loss} takes all of it, so its targets are unknown; in "
@@ -305,34 +284,18 @@ def settle(
     return Settled(objective=objective, entry=chosen, output=shape, target=target)
 
 
-def _is_single(outputs: Mapping[str, OutputKind]) -> bool:
-    return LOGITS in outputs or len(outputs) == 1
-
-
-def _returns_its_loss(outputs: Mapping[str, OutputKind]) -> bool:
-    """A module whose output is one number for the whole batch, or has an entry `loss` of that kind or per sample."""
-    if LOSS_ENTRY in outputs:
-        return len(outputs[LOSS_ENTRY].shape) <= 1 and outputs[LOSS_ENTRY].dtype in FLOATS
-    return len(outputs) == 1 and _is_number(next(iter(outputs.values())))
-
-
 def _is_number(kind: OutputKind) -> bool:
     """One number for the whole batch."""
     return kind.shape == () and kind.dtype in FLOATS
 
 
-def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) -> str:
-    """The entry a loss reads: the one that is wanted, else `.logits`, else the only one.
-
-    Raises ModelError with the choices.
-    """
-    if wanted is not None:
-        if wanted not in outputs:
-            raise ModelError(
-                f"{name} returns no {wanted!r}{near_matches(wanted, [key for key in outputs if key])}; it returns "
-                f"{_listing(outputs)}"
-            )
-        return wanted
+def choose_output(name: str, outputs: Mapping[str, OutputKind], choice: str | None) -> str:
+    """The entry a loss reads: the choice, else `.logits`, else the only one. Raises ModelError with the choices."""
+    if choice is not None:
+        if choice not in outputs:
+            near = near_matches(choice, [key for key in outputs if key])
+            raise ModelError(f"{name} returns no {choice!r}{near}; it returns {_listing(outputs)}")
+        return choice
     if LOGITS in outputs:
         return LOGITS
     if len(outputs) == 1:
@@ -349,10 +312,10 @@ def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | No
     )
 
 
-def own_entry(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) -> str:
-    """The entry that holds the module's own loss: `wanted`, else `loss`, else the only one. Raises ModelError."""
-    if wanted is not None or (len(outputs) == 1 and LOSS_ENTRY not in outputs):
-        entry = choose_output(name, outputs, wanted)
+def own_entry(name: str, outputs: Mapping[str, OutputKind], choice: str | None) -> str:
+    """The entry that holds the module's own loss: the choice, else `loss`, else the only one. Raises ModelError."""
+    if choice is not None or (len(outputs) == 1 and LOSS_ENTRY not in outputs):
+        entry = choose_output(name, outputs, choice)
     elif LOSS_ENTRY in outputs:
         entry = LOSS_ENTRY
     else:
@@ -381,7 +344,6 @@ def _sample_of(name: str, entry: str, kind: OutputKind, samples: int) -> tuple[i
 def _checked_target(name: str, objective: Objective, shape: tuple[int, ...], dtype: str) -> ModelInput:
     """The targets of a loss over an output of that shape per sample; ModelError where the loss does not fit."""
     row, loss = objective.row, objective.loss
-    known = loss in LOSSES
     if dtype not in FLOATS and not row.plain:
         raise ModelError(
             f"{name} returns {dtype} {list(shape)} per sample, which has no gradient; {loss} needs floating-point outputs such "
@@ -395,7 +357,7 @@ def _checked_target(name: str, objective: Objective, shape: tuple[int, ...], dty
     if objective.classes_dim is not None and row.targets != CLASSES:
         raise ModelError(f"classes_dim is for losses over classes, and {loss} takes {row.targets}; drop classes_dim")
     if objective.target is not None:
-        if known:
+        if loss in LOSSES:
             raise ModelError(f"{loss} defines its targets itself; drop target, which is for a loss of your own")
         return replace(objective.target, name=TARGET)
     if row.targets != CLASSES:

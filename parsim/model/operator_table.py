@@ -93,12 +93,6 @@ class OperatorRow:
     reads_part: bool = False
 
 
-def _product(
-    shape: Callable[[TracedCall], Dims], flop: Callable[[TracedCall], int] | None = None
-) -> Callable[[TracedCall], tuple[KernelPiece, ...]]:
-    return lambda call: (KernelPiece(kind="matmul", shape=shape(call), flop=None if flop is None else flop(call)),)
-
-
 def _mm(call: TracedCall) -> Dims:
     """Sizes of the last two tensor arguments that are matrices: addmm has a sum before them."""
     skip = 1 if call.name == "aten.addmm" else 0
@@ -113,21 +107,13 @@ def _bmm(call: TracedCall) -> Dims:
 
 
 def _linear(call: TracedCall) -> Dims:
-    given, weight = call.first(0), call.first(1)
-    return (("m", given.numel() // given.shape[-1]), ("n", weight.shape[0]), ("k", weight.shape[1]))
+    rows, weight = call.first(0), call.first(1)
+    return (("m", rows.numel() // rows.shape[-1]), ("n", weight.shape[0]), ("k", weight.shape[1]))
 
 
 def _matrix_vector(call: TracedCall) -> Dims:
     matrix = call.first(1 if call.name == "aten.addmv" else 0)
     return (("m", matrix.shape[0]), ("n", 1), ("k", matrix.shape[1]))
-
-
-def _dot(call: TracedCall) -> Dims:
-    return (("m", 1), ("n", 1), ("k", call.first(0).numel()))
-
-
-def _outer(call: TracedCall) -> Dims:
-    return (("m", call.first(1).numel()), ("n", call.first(2).numel()), ("k", 1))
 
 
 def _grouped(call: TracedCall) -> Dims:
@@ -142,12 +128,8 @@ def _distances(call: TracedCall) -> Dims:
     """Pairwise distances as a product: [.., rows, depth] by [.., columns, depth]."""
     left = call.first(0)
     right = left if call.name == "aten._pdist_forward" else call.first(1)
-    return (
-        ("m", left.shape[-2]),
-        ("n", right.shape[-2]),
-        ("k", left.shape[-1]),
-        ("problems", math.prod(left.shape[:-2])),
-    )
+    problems = math.prod(left.shape[:-2])
+    return (("m", left.shape[-2]), ("n", right.shape[-2]), ("k", left.shape[-1]), ("problems", problems))
 
 
 def _trilinear(call: TracedCall) -> tuple[KernelPiece, ...]:
@@ -166,23 +148,28 @@ def _flop_of(shape: Dims) -> int:
 
 def _by_shape(shape: Callable[[TracedCall], Dims]) -> OperatorRow:
     """A product that torch's counter may lack: 2 m n k."""
-    return OperatorRow(pieces=_product(shape, lambda call: _flop_of(shape(call))))
+
+    def pieces(call: TracedCall) -> tuple[KernelPiece, ...]:
+        sizes = shape(call)
+        return (KernelPiece(kind="matmul", shape=sizes, flop=_flop_of(sizes)),)
+
+    return OperatorRow(pieces=pieces)
 
 
 def _convolution(call: TracedCall) -> tuple[KernelPiece, ...]:
     """One and three spatial dims are folded into two (height 1; depth times height)."""
-    given, weight, stride, groups = call.first(0), call.first(1), call.arguments["stride"], call.arguments["groups"]
+    x, weight, stride, groups = call.first(0), call.first(1), call.arguments["stride"], call.arguments["groups"]
     out = call.outputs[0]
 
     def two(sizes: Any) -> tuple[int, int]:
         sizes = list(sizes)
         return (1, sizes[0]) if len(sizes) == 1 else (math.prod(sizes[:-1]), sizes[-1])
 
-    (h, w), (r, s), (out_h, out_w) = two(given.shape[2:]), two(weight.shape[2:]), two(out.shape[2:])
-    strides = [*stride] * (given.dim() - 2) if len(stride) == 1 else [*stride]
+    (h, w), (r, s), (out_h, out_w) = two(x.shape[2:]), two(weight.shape[2:]), two(out.shape[2:])
+    strides = [*stride] * (x.dim() - 2) if len(stride) == 1 else [*stride]
     stride_h, stride_w = two(strides)
-    sizes = {"c": given.shape[1], "h": h, "w": w, "k": out.shape[1], "r": r, "s": s, "stride_h": stride_h}
-    sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "batch": given.shape[0]}
+    sizes = {"c": x.shape[1], "h": h, "w": w, "k": out.shape[1], "r": r, "s": s, "stride_h": stride_h}
+    sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "batch": x.shape[0]}
     return (KernelPiece(kind="convolution", shape=tuple(sizes.items())),)
 
 
@@ -203,37 +190,27 @@ def _embedding(call: TracedCall) -> tuple[KernelPiece, ...]:
     return (KernelPiece(kind="embedding", shape=shape, activation_bytes=moved, parameter_bytes=0),)
 
 
-def _rnn_layer(call: TracedCall) -> tuple[KernelPiece, ...]:
-    """One direction of one layer, input [length, batch, features]."""
-    return _recurrence(call, call.first(0), call.first(1), call.first(2))
-
-
 def _rnn(call: TracedCall) -> tuple[KernelPiece, ...]:
     """All layers and directions of a fused kernel; `weight` lists, per layer and direction, `weight_stride0` arrays."""
-    given = call.first(0)
-    if call.arguments["batch_first"]:
-        given = given.transpose(0, 1)
+    x = call.first(0).transpose(0, 1) if call.arguments["batch_first"] else call.first(0)
     weights, step = call.arguments["weight"], call.arguments["weight_stride0"]
-    return tuple(
-        piece
-        for place in range(0, len(weights), step)
-        for piece in _recurrence(call, given, weights[place], weights[place + 1])
-    )
+    starts = range(0, len(weights), step)
+    return tuple(piece for start in starts for piece in _recurrence(call, x, weights[start], weights[start + 1]))
 
 
-def _recurrence(call: TracedCall, given: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
-    """The product of all inputs at once, then one product and one pass over the gates per step.
+def _recurrence(call: TracedCall, x: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
+    """One direction of one layer, x [length, batch, features].
 
-    A step waits for the one before: `count` kernels of one step each.
+    The product of all inputs at once, then one product and one pass over the gates per step. A step waits for the one before:
+    `count` kernels of one step each.
     """
-    length, batch = given.shape[0], given.shape[1]
+    length, batch = x.shape[0], x.shape[1]
     gates, features = towards_gates.shape
-    hidden, width = recurrent.shape[1], given.element_size()
+    hidden, width = recurrent.shape[1], x.element_size()
     biases = 2 * gates * width if call.arguments.get("has_biases", True) else 0
-    products = (("n", gates), ("k", features))
     inputs = KernelPiece(
         kind="matmul",
-        shape=(("m", length * batch), *products),
+        shape=(("m", length * batch), ("n", gates), ("k", features)),
         flop=2 * length * batch * gates * features,
         activation_bytes=width * length * batch * (features + gates),
         parameter_bytes=call.size_bytes(towards_gates) + biases,
@@ -260,37 +237,30 @@ def _recurrence(call: TracedCall, given: Any, towards_gates: Any, recurrent: Any
 
 def _fft(call: TracedCall) -> float:
     """5 n log2 n per transform of n points, half of it where input or output is real."""
-    given, out = call.first(0), call.outputs[0]
-    whole = out if call.name == "aten._fft_c2r" else given
-    dims = call.arguments["dim"]
-    points = math.prod(whole.shape[dim] for dim in dims)
+    longer = call.outputs[0] if call.name == "aten._fft_c2r" else call.first(0)
+    points = math.prod(longer.shape[dim] for dim in call.arguments["dim"])
     half = 1.0 if call.name == "aten._fft_c2c" else 0.5
-    return half * 5.0 * whole.numel() * math.log2(points) if points > 1 else 0.0
+    return half * 5.0 * longer.numel() * math.log2(points) if points > 1 else 0.0
 
 
 def _decomposition(cubes: float, squares: float = 0.0) -> Callable[[TracedCall], float]:
     """`cubes` r s^2 + `squares` r s times right-hand sides, per matrix of r rows and s columns (s the smaller)."""
 
     def flop(call: TracedCall) -> float:
-        matrix = call.first(1 if call.name in ("aten.cholesky_solve", "aten.triangular_solve") else 0)
+        matrix, out = call.first(1 if call.name in ("aten.cholesky_solve", "aten.triangular_solve") else 0), call.outputs[0]
         if matrix.numel() == 0:
             return 0.0
         long, short = max(matrix.shape[-2:]), min(matrix.shape[-2:])
         problems = matrix.numel() // (long * short)
-        other = call.outputs[0]
-        columns = other.shape[-1] if squares and other.dim() == matrix.dim() else 1
+        columns = out.shape[-1] if squares and out.dim() == matrix.dim() else 1
         return float(problems * (cubes * long * short * short + squares * long * short * columns))
 
     return flop
 
 
-def _grid_sample(call: TracedCall) -> float:
-    """Two operations for each of the 4 or 8 neighbours of an output."""
-    return 2.0 * (8 if call.name.endswith("3d") else 4) * float(call.outputs[0].numel())
-
-
-TRANSFORM = OperatorRow(flop=_fft, backward_flop=1.0)
-MEMORY_BOUND = OperatorRow()
+def _neighbours(number: int) -> OperatorRow:
+    """Two operations for each of so many neighbours of an output."""
+    return OperatorRow(flop=lambda call: 2.0 * number * float(call.outputs[0].numel()))
 
 
 def _decompositions() -> dict[str, OperatorRow]:
@@ -354,34 +324,31 @@ ATTENTION = (
 )
 
 LINEAR_LOSSES = ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
-CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")
+CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable")
+EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 
 TABLE: dict[str, OperatorRow] = {
-    **{f"aten.{name}": MEMORY_BOUND for name in PASSES.split()},
+    **{f"aten.{name}": OperatorRow() for name in PASSES.split()},
     **{f"aten.{name}": OperatorRow(reads_part=True) for name in ("index", "_unsafe_index", "index_select", "gather", "take")},
     **{f"aten.{name}": _by_shape(_mm) for name in ("mm", "addmm", "_scaled_mm", "_int_mm")},
     **{f"aten.{name}": _by_shape(_bmm) for name in ("bmm", "baddbmm", "addbmm")},
     **{f"aten.{name}": _by_shape(_grouped) for name in ("_grouped_mm", "_scaled_grouped_mm")},
     "transformers.grouped_mm_fallback": _by_shape(_grouped),
     **{f"aten.{name}": _by_shape(_matrix_vector) for name in ("mv", "addmv")},
-    **{f"aten.{name}": _by_shape(_dot) for name in ("dot", "vdot")},
+    **{f"aten.{name}": _by_shape(lambda call: (("m", 1), ("n", 1), ("k", call.first(0).numel()))) for name in ("dot", "vdot")},
     **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_euclidean_dist", "_pdist_forward")},
     "aten.linear": _by_shape(_linear),
     **{f"torch_nn.{name}": _by_shape(_linear) for name in LINEAR_LOSSES},
-    "aten.addr": _by_shape(_outer),
+    "aten.addr": _by_shape(lambda call: (("m", call.first(1).numel()), ("n", call.first(2).numel()), ("k", 1))),
     "aten._trilinear": OperatorRow(pieces=_trilinear),
-    **{
-        f"aten.{name}": OperatorRow(pieces=_convolution) for name in ("convolution", "_convolution", "convolution_overrideable")
-    },
+    **{f"aten.{name}": OperatorRow(pieces=_convolution) for name in CONVOLUTIONS},
     **{f"aten.{name}": OperatorRow(pieces=_attention) for name in ATTENTION},
-    **{
-        f"aten.{name}": OperatorRow(pieces=_embedding)
-        for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
-    },
-    "aten.mkldnn_rnn_layer": OperatorRow(pieces=_rnn_layer),
+    **{f"aten.{name}": OperatorRow(pieces=_embedding) for name in EMBEDDINGS},
+    "aten.mkldnn_rnn_layer": OperatorRow(pieces=lambda call: _recurrence(call, *(call.first(place) for place in range(3)))),
     **{f"aten.{name}": OperatorRow(pieces=_rnn) for name in ("_cudnn_rnn", "miopen_rnn")},
-    **{f"aten.{name}": TRANSFORM for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r")},
-    **{f"aten.{name}": OperatorRow(flop=_grid_sample) for name in ("grid_sampler_2d", "grid_sampler_3d")},
+    **{f"aten.{name}": OperatorRow(flop=_fft, backward_flop=1.0) for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r")},
+    "aten.grid_sampler_2d": _neighbours(4),
+    "aten.grid_sampler_3d": _neighbours(8),
     **_decompositions(),
 }
 """By the name of the operator as torch prints its packet. Add rows for operators of your own."""

@@ -167,20 +167,16 @@ class Runnable:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """The live parameters, in the order of `parameter_names`."""
-        return tuple(
-            holder[key]
-            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
-            if state_key.kind == "parameter"
-        )
+        return tuple(holder[key] for holder, key in self._places("parameter"))
 
     def buffers(self) -> tuple[Tensor, ...]:
         """The live buffers, in the order of `buffer_names`."""
-        return tuple(holder[key] for holder, key in self._buffer_places())
+        return tuple(holder[key] for holder, key in self._places("buffer"))
 
     @contextlib.contextmanager
     def reading_buffers(self, buffers: Sequence[Tensor]) -> Iterator[None]:
         """Inside, calls read and write `buffers` (in the order of `buffer_names`); the live ones stay as they are."""
-        places = [*self._buffer_places(), *((holder, key) for holder, key, _ in self._buffer_writes)]
+        places = [*self._places("buffer"), *((holder, key) for holder, key, _ in self._buffer_writes)]
         live = [holder[key] for holder, key in places]
         try:
             for (holder, key), buffer in zip(places, buffers, strict=False):  # those written only have no copy
@@ -190,13 +186,10 @@ class Runnable:
             for (holder, key), buffer in zip(places, live, strict=True):
                 holder[key] = buffer
 
-    def _buffer_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where each buffer of `buffer_names` lies."""
-        return [
-            (holder, key)
-            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
-            if state_key.kind == "buffer"
-        ]
+    def _places(self, kind: str) -> list[tuple[dict[str, Any], str]]:
+        """Where each parameter or buffer lies."""
+        places = zip(self._state, self.program.state, strict=True)
+        return [(holder, key) for (holder, key, _), (state_key, _) in places if state_key.kind == kind]
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the component on tensors in the order of `input_names`; returns them in the order of `output_names`.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, WrapValidator
+from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, ValidationError, WrapValidator
 
 from parsim.errors import ModelError, near_matches
 from parsim.hardware.records import ConfigSection, Name, Number, PairsOf
@@ -46,18 +46,6 @@ MOST_LAYERS = 4096
 """Of a model: more take minutes and gigabytes before a search begins."""
 
 
-def _as_inputs(given: Any) -> Any:
-    return ordered(inputs_from(given)) if isinstance(given, Mapping) else given
-
-
-def _as_target(given: Any) -> Any:
-    return ModelInput.from_dict(TARGET, given) if isinstance(given, Mapping) else given
-
-
-def _inputs_table(inputs: tuple[ModelInput, ...]) -> dict[str, Any]:
-    return {entry.name: entry.to_dict() for entry in inputs}
-
-
 class ModelSpec(ConfigSection):
     """What [model] of a run file says of the module.
 
@@ -85,9 +73,9 @@ class ModelSpec(ConfigSection):
     inputs: (
         Annotated[
             tuple[ModelInput, ...],
-            BeforeValidator(_as_inputs),
+            BeforeValidator(lambda table: ordered(inputs_from(table)) if isinstance(table, Mapping) else table),
             WrapValidator(as_key_error),
-            PlainSerializer(_inputs_table),
+            PlainSerializer(lambda inputs: {each.name: each.to_dict() for each in inputs}),
         ]
         | None
     ) = None
@@ -96,7 +84,7 @@ class ModelSpec(ConfigSection):
     target: (
         Annotated[
             ModelInput,
-            BeforeValidator(_as_target),
+            BeforeValidator(lambda table: ModelInput.from_dict(TARGET, table) if isinstance(table, Mapping) else table),
             WrapValidator(as_key_error),
             PlainSerializer(ModelInput.to_dict),
         ]
@@ -111,60 +99,31 @@ class ModelSpec(ConfigSection):
         """
         loss = self.loss or usual
         if loss is not None:
-            given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) is not None}
-            return replace(parse_objective(loss), **given)
-        for key in ("classes_dim", "target"):
+            keys = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) is not None}
+            return replace(parse_objective(loss), **keys)
+        for key, example in _NEEDED.items():
             if getattr(self, key) is not None:
-                raise ModelError(f"{self.name}: {key} belongs to a loss; give loss, too, for example {_NEEDED[key]}")
+                raise ModelError(f"{self.name}: {key} belongs to a loss; give loss, too, for example {example}")
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; inputs and the loss only if they are given."""
-        shape = None if self.input_shape is None else list(self.input_shape)
-        document: dict[str, Any] = {"name": self.name, "args": dict(self.args), "input_shape": shape}
-        if self.inputs is not None:
-            document["inputs"] = {entry.name: entry.to_dict() for entry in self.inputs}
-        if self.loss is not None:
-            document["loss"] = self.loss
-        if self.output is not None:
-            document["output"] = self.output
-        if self.classes_dim is not None:
-            document["classes_dim"] = self.classes_dim
-        if self.target is not None:
-            document["target"] = self.target.to_dict()
-        if self.control_flow != REFUSE:
-            document["control_flow"] = self.control_flow
-        return document
+        """Plain JSON values; what has its default is left out, but for args and input_shape."""
+        return {"name": self.name, "args": {}, "input_shape": None, **self.model_dump(mode="json", exclude_defaults=True)}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelSpec:
-        """Inverse of `to_dict`. Raises ModelError if a key is missing or of the wrong kind."""
+        """Inverse of `to_dict`. Raises ModelError if a key is missing, unknown or of the wrong kind."""
+        values = {key: value for key, value in document.items() if value is not None}
+        if "inputs" in values:
+            values["inputs"] = inputs_from(values["inputs"])  # in the order of the document
         try:
-            shape = document.get("input_shape")
-            args = tuple((str(key), value) for key, value in dict(document.get("args") or {}).items())
-            shape = None if shape is None else tuple(int(size) for size in shape)
-            loss = document.get("loss")
-            inputs, target = document.get("inputs"), document.get("target")
-            return cls(
-                name=str(document["name"]),
-                args=args,
-                input_shape=shape,
-                loss=None if loss is None else str(loss),
-                inputs=None if inputs is None else inputs_from(inputs),
-                output=document.get("output"),
-                classes_dim=document.get("classes_dim"),
-                target=None if target is None else ModelInput.from_dict(TARGET, target),
-                control_flow=document.get("control_flow", REFUSE),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return cls.model_validate(values)
+        except ValidationError as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
 
 def resolve(spec: ModelSpec) -> ModelSpec:
     """A spec with every argument and the input shape spelled out (zoo), and the arguments in one order.
-
-    Args:
-        spec: as given.
 
     Raises:
         ModelError: an unknown name or argument, or a shape that does not suit the model.
@@ -185,8 +144,8 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     row = zoo_row(spec.name)
     if spec.inputs is not None:
         raise ModelError(f"{spec.name} of the zoo has its own input; drop inputs, and give input_shape for another size")
-    defaults, given = dict(row.args), dict(spec.args)
-    for name in given:
+    defaults, args = dict(row.args), dict(spec.args)
+    for name in args:
         if name not in defaults:
             raise ModelError(f"{spec.name} has no argument {name!r}{near_matches(name, defaults)}")
     shape = spec.input_shape or row.input_shape
@@ -194,25 +153,25 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         expected = "[channels, height, width]" if row.inputs == "image" else "[seq]"
         raise ModelError(f"input_shape of {spec.name} must be {expected} with sizes >= 1, got {list(shape)}")
     if row.inputs == "tokens":
-        seq = given.setdefault("seq", shape[0])
+        seq = args.setdefault("seq", shape[0])
         if spec.input_shape is None:
             shape = (int(str(seq)),)
         if shape[0] > int(str(seq)):
             raise ModelError(f"input_shape [{shape[0]}] exceeds the argument seq ({seq}) of {spec.name}; raise seq")
-    for name, value in given.items():
+    for name, value in args.items():
         if type(value) is not type(defaults[name]) and not (isinstance(defaults[name], float) and isinstance(value, int)):
             raise ModelError(f"argument {name} of {spec.name} must be like {defaults[name]!r}, got {value!r}")
         if isinstance(defaults[name], float):
-            given[name] = float(str(value))
+            args[name] = float(str(value))
             if not 0.0 <= float(str(value)) < 1.0:
                 raise ModelError(f"argument {name} of {spec.name} must be >= 0 and < 1, got {value!r}")
         elif isinstance(value, int) and value < 1:
             raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
         check_count(spec.name, name, value)
     loss = None if spec.loss == row.loss else spec.loss
-    args = tuple(sorted({**defaults, **given}.items()))
-    whole = {"args": args, "input_shape": shape, "loss": loss, "control_flow": REFUSE}  # none depends on its data
-    return spec.model_copy(update=whole)
+    every = tuple(sorted({**defaults, **args}.items()))
+    # no model of the zoo depends on its data
+    return spec.model_copy(update={"args": every, "input_shape": shape, "loss": loss, "control_flow": REFUSE})
 
 
 def _resolve_named(spec: ModelSpec) -> ModelSpec:
@@ -232,21 +191,13 @@ def _resolve_named(spec: ModelSpec) -> ModelSpec:
 
 
 def check_count(model: str, argument: str, value: object) -> None:
-    """Raise ModelError for more layers than a search ends with.
-
-    Args:
-        model: its name. argument: of the model; only those that count layers are looked at.
-    """
+    """Raise ModelError where an argument of a model counts more layers than a search ends with."""
     if argument in COUNTS and isinstance(value, int) and value > MOST_LAYERS:
         raise ModelError(f"argument {argument} of {model} must be <= {MOST_LAYERS}, got {value}")
 
 
 def is_known(name: str) -> bool:
-    """Whether a text is the name of a model that parsim ships, small or large.
-
-    Args:
-        name: of a ModelSpec.
-    """
+    """Whether a text is the name of a model that parsim ships, small or large."""
     return name in ZOO or named(name) is not None
 
 
@@ -256,23 +207,12 @@ def takes_usual(name: str) -> bool:
 
 
 def is_config(name: str) -> bool:
-    """Whether a name is the path of a Hugging Face config.
-
-    Args:
-        name: of a ModelSpec.
-    """
+    """Whether the name of a ModelSpec is the path of a Hugging Face config."""
     return name.endswith(".json")
 
 
 def zoo_row(name: str) -> ZooRow:
-    """The row of a model of the zoo.
-
-    Args:
-        name: a key of `ZOO`.
-
-    Raises:
-        ModelError: an unknown name; the message lists near matches.
-    """
+    """The row of a model of the zoo. Raises ModelError with near matches for an unknown name."""
     if name not in ZOO:
         package, _, factory = name.rpartition(".")
         if package and factory.isidentifier() and not factory.islower():  # a class after its module

@@ -27,11 +27,6 @@ from parsim.model.objective import CLASSES, CROSS_ENTROPY, LOGITS, NOTHING, Obje
 MAXIMUM, SUMS = f"{LOSS}.maximum", f"{LOSS}.sums"
 
 
-def has_parts(objective: Objective, logits: Tensor) -> bool:
-    """Whether a loss can be taken in parts: the cross-entropy of several tokens per sample, classes last."""
-    return objective.loss == CROSS_ENTROPY and logits.dim() >= 3 and objective.classes_dim in (None, -1, logits.dim() - 2)
-
-
 def total_in_parts(logits: Tensor, target: Tensor, begin: Callable[[str], None]) -> Tensor:
     """The sum over samples of the mean over their tokens, as the row "cross_entropy" has it.
 
@@ -59,9 +54,9 @@ class ClassSums(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, maximum: Tensor, target: Tensor, shard: int, classes: int | None = None) -> Tensor:
         kind = torch.promote_types(logits.dtype, torch.float32)
         shifted = logits.to(kind) - maximum.to(kind)
-        own = target - shard * logits.shape[-1]
-        foreign = (own < 0) | (own >= logits.shape[-1])
-        place = own.masked_fill(foreign, 0).unsqueeze(-1)
+        here = target - shard * logits.shape[-1]
+        foreign = (here < 0) | (here >= logits.shape[-1])
+        place = here.masked_fill(foreign, 0).unsqueeze(-1)
         label = shifted.gather(-1, place).squeeze(-1).masked_fill(foreign, 0.0)
         exponentials = shifted.exp_()
         if classes is not None and (shard + 1) * logits.shape[-1] > classes:
@@ -111,13 +106,13 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         names = getattr(value, "_fields", [str(place) for place in range(len(value))])
         for name, item in zip(names, value, strict=True):
             yield from _tensors(item, (*path, name))
-    elif isinstance(found := getattr(value, LOGITS, None), Tensor):
-        yield (*path, LOGITS), found
+    elif isinstance(logits := getattr(value, LOGITS, None), Tensor):
+        yield (*path, LOGITS), logits
 
 
-def output_kinds(found: Mapping[str, Tensor]) -> dict[str, OutputKind]:
+def output_kinds(tensors: Mapping[str, Tensor]) -> dict[str, OutputKind]:
     """Shapes and types of the entries of an output."""
-    return {name: OutputKind(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in found.items()}
+    return {name: OutputKind(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
 
 
 def total_loss(objective: Objective, output: Any, target: Tensor | None, samples: int, name: str = "the model") -> Tensor:
@@ -149,14 +144,16 @@ def total_and_form(
         begin: take the loss in parts where it has any, and tell the name of each before its first call.
     """
     row = objective.row
-    found = entries(output)
-    kinds = output_kinds(found)
+    tensors = entries(output)
+    kinds = output_kinds(tensors)
     if row.targets == NOTHING:
-        return _as_sum(found[own_entry(name, kinds, objective.output)], samples, name)
+        return _as_sum(tensors[own_entry(name, kinds, objective.output)], samples, name)
     assert target is not None, "a loss over an output has targets"
-    whole = row.plain and objective.output is None and LOGITS not in found and len(found) != 1
-    read = output if whole else _classes_last(objective, found[choose_output(name, kinds, objective.output)])
-    if begin is not None and has_parts(objective, read):
+    takes_all = row.plain and objective.output is None and LOGITS not in tensors and len(tensors) != 1
+    read = output if takes_all else _classes_last(objective, tensors[choose_output(name, kinds, objective.output)])
+    # in parts: the cross-entropy of several tokens per sample, classes last
+    tokens = begin is not None and objective.loss == CROSS_ENTROPY and read.dim() >= 3
+    if begin is not None and tokens and objective.classes_dim in (None, -1, read.dim() - 2):
         return total_in_parts(read, target, begin), SUM
     value = row.total(read, target)
     if not row.plain:

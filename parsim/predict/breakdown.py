@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.engines.static import AnyGraph, CompiledGraph, checked_durations_s, compile_graph
 from parsim.errors import GraphError
-from parsim.model.component import Component
+from parsim.model.component import Operator
 from parsim.model.model import Model
 from parsim.numeric import Bools, Floats, Ints
 from parsim.plans.plan import Plan, names_by_operator, recomputed_names
@@ -68,11 +68,11 @@ def rows_of(columns: Columns, timeline: Timeline) -> Rows:
     if len(timeline) and not 0 <= int(timeline.task.min()) <= int(timeline.task.max()) < n:
         wrong = int(timeline.task.min()) if timeline.task.min() < 0 else int(timeline.task.max())
         raise GraphError(f"the timeline has task {wrong}, the graph has tasks 0..{n - 1}; read a timeline with its own graph")
-    known = {str(resource): resource for resource in columns.resources}
-    unknown = [name for name in timeline.resources if name not in known]
+    by_name = {str(resource): resource for resource in columns.resources}
+    unknown = [name for name in timeline.resources if name not in by_name]
     if unknown:
         raise GraphError(f"the timeline names resource {unknown[0]}, which the graph lacks; read a timeline with its own graph")
-    resources = [known[name] for name in timeline.resources]
+    resources = [by_name[name] for name in timeline.resources]
     ranks = np.array([resource.rank for resource in resources], dtype=np.int64)
     computes = np.array([resource.stream == COMPUTE for resource in resources], dtype=np.bool_)
     task_end_s, seen = np.full(n, -np.inf), np.zeros(n, dtype=np.bool_)
@@ -211,16 +211,14 @@ def step_fractions(breakdowns: Sequence[RankBreakdown], weights: Sequence[int] |
         return float(np.average(values, weights=weights)) if values else 0.0
 
     def mean_share(seconds: list[float]) -> float:
-        return mean(
-            [value / entry.step_s if entry.step_s > 0 else 0.0 for value, entry in zip(seconds, breakdowns, strict=True)]
-        )
+        return mean([value / rank.step_s if rank.step_s > 0 else 0.0 for value, rank in zip(seconds, breakdowns, strict=True)])
 
-    exposed = [entry.exposed_communication_s for entry in breakdowns]
+    exposed = [rank.exposed_communication_s for rank in breakdowns]
     return StepFractions(
         communication_fraction=mean_share(exposed),
-        communication_busy_fraction=mean_share([entry.communication_busy_s for entry in breakdowns]),
+        communication_busy_fraction=mean_share([rank.communication_busy_s for rank in breakdowns]),
         exposed_communication_s=mean(exposed),
-        bubble_fraction=mean_share([entry.bubble_s for entry in breakdowns]),
+        bubble_fraction=mean_share([rank.bubble_s for rank in breakdowns]),
     )
 
 
@@ -239,17 +237,8 @@ def _kinds(columns: Columns) -> _Kinds:
 
 def _common_s(gap_start: Floats, gap_end: Floats, start: Floats, end: Floats) -> float:
     """Seconds that ascending, disjoint gaps and spans have in common."""
-    if not len(start):
-        return 0.0
-    before = np.concatenate([[0.0], np.cumsum(end - start)])
-
-    def covered(at: Floats) -> Floats:
-        begun = np.searchsorted(start, at, side="right")
-        last = np.maximum(begun - 1, 0)
-        found: Floats = np.where(begun > 0, before[last] + np.minimum(at, end[last]) - start[last], 0.0)
-        return found
-
-    return float((covered(np.maximum(gap_end, gap_start)) - covered(gap_start)).sum())
+    until_end, until_start = (covered_until(start, end, at) for at in (np.maximum(gap_end, gap_start), gap_start))
+    return float((until_end - until_start).sum())
 
 
 def _rank_breakdown(
@@ -282,7 +271,7 @@ def _rank_breakdown(
 
     gap_start = np.concatenate([[0.0], compute_end])
     gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
-    found = split_gaps(
+    waits = split_gaps(
         next_task,
         gap_start,
         gap_end,
@@ -297,7 +286,7 @@ def _rank_breakdown(
         taken_start,
         taken_end,
     )
-    exposed, load, bubble, idle, host, loaded_s = found.tolist()
+    exposed, load, bubble, idle, host, loaded_s = waits.tolist()
     if offloads.any():
         offloaded = exposed - _common_s(gap_start, gap_end, comm_start, comm_end)
         exposed, host = exposed - offloaded, host + offloaded
@@ -331,11 +320,9 @@ BACKWARD = {"": 2.0, "input": 1.0, "weight": 1.0, "none": 0.0}
 
 
 def model_flop(model: Model, *, causal: bool = False) -> float:
-    """Of one sample, forward and backward once.
+    """FLOP of one sample, forward and backward once; frozen operators count what their backward computes.
 
-    Args:
-        model: traced or written; frozen operators count what their backward computes.
-        causal: count half the scores where a query sees no later key, as Llama 3 and NeMo do.
+    `causal`: count half the scores where a query sees no later key, as Llama 3 and NeMo do.
     """
     return sum(
         (0.5 if causal and operator.function == "causal" else 1.0)
@@ -349,25 +336,17 @@ def model_flop(model: Model, *, causal: bool = False) -> float:
 
 
 def recomputed_flop(model: Model, plan: Plan) -> float:
-    """Of one sample, the forwards that run a second time.
-
-    Args:
-        model: of the plan. plan: its `recompute` and `segments` name them.
-    """
+    """FLOP of one sample in the forwards that a plan runs a second time."""
     again = set(recomputed_names(plan.recompute, plan.components)) | {name for part in plan.segments for name in part}
-    some = names_by_operator(plan.recompute, plan.components) - again
-    return sum(_forward(model.component(name)) for name in again) + sum(_repeated(model.component(name)) for name in some)
-
-
-def _repeated(component: Component) -> float:
-    """Of the operators that run again, where it is recomputed by operator."""
-    selective = component.selective
-    found = () if selective is None else ((component.operators[number], count) for number, count in selective.operators)
-    return sum(operator.forward_flop * count for operator, count in found if operator.kind in COUNTED)
-
-
-def _forward(component: Component) -> float:
-    return sum(operator.forward_flop * operator.count for operator in component.operators if operator.kind in COUNTED)
+    by_operator = names_by_operator(plan.recompute, plan.components) - again
+    runs: list[tuple[Operator, int]] = []
+    for name in again:
+        runs += [(operator, operator.count) for operator in model.component(name).operators]
+    for name in by_operator:
+        component = model.component(name)
+        if component.selective is not None:
+            runs += [(component.operators[number], count) for number, count in component.selective.operators]
+    return sum(operator.forward_flop * count for operator, count in runs if operator.kind in COUNTED)
 
 
 def tokens_per_sample(model: Model) -> int:
@@ -394,10 +373,9 @@ def tokens_per_sample(model: Model) -> int:
 def lower_bound_s(graph: AnyGraph, durations_s: ArrayLike) -> float:
     """Seconds: the larger of the busiest resource's total work and the longest path of dependencies.
 
-    Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for
-    its dependencies. Leaves out that a resource also waits (pipeline fill), so it can be far below the best order.
-
-    Args: durations_s: float64 [n], seconds each task takes alone. Raises GraphError as the engines do.
+    Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for its
+    dependencies. Leaves out that a resource also waits (pipeline fill), so it can be far below the best order. `durations_s`:
+    float64 [n], seconds each task takes alone. Raises GraphError as the engines do.
     """
     compiled = compile_graph(graph)
     durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)

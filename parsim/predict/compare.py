@@ -224,16 +224,11 @@ def compare(
     if not steps:
         raise ParsimError("a comparison needs at least one measured step, got none; run the plan for some steps first")
     predicted_s = task_durations_s(len(graph.tasks), predicted, complete=True)
-    measured_s = np.median(
-        np.stack([task_durations_s(len(graph.tasks), timeline, complete=True) for timeline in steps]), axis=0
-    )
-    times = (
-        [timeline.makespan_s for timeline in steps]
-        if measured_step is None
-        else [float(measured_step)]
-        if isinstance(measured_step, int | float)
-        else [float(value) for value in measured_step]
-    )
+    durations = [task_durations_s(len(graph.tasks), timeline, complete=True) for timeline in steps]
+    measured_s = np.median(np.stack(durations), axis=0)
+    if measured_step is None:
+        measured_step = [timeline.makespan_s for timeline in steps]
+    times = np.atleast_1d(np.asarray(measured_step, dtype=np.float64)).tolist()
     tasks = tuple(
         TaskComparison(
             task=task.index,

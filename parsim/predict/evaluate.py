@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.adjustments import COMPUTATION
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import OperatorModel
 from parsim.costs.compute.launches import ComputeRequest
-from parsim.costs.costs import Costs
 from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
 from parsim.costs.loading import WAIT, UnmeasuredLoading
@@ -39,7 +38,7 @@ from parsim.program.fold import Folding, unfolded
 from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.units import format_percent, format_seconds
-from parsim.work import ClipGradients, Compute, LoadBatch, Mix, OptimizerStep, Work, ranks_of_work
+from parsim.work import Compute, LoadBatch, Work, ranks_of_work
 
 # What the answer says of operators that the table of operators lacks: their names and their share of the time.
 
@@ -52,28 +51,25 @@ def unlisted_warnings(
 ) -> tuple[str, ...]:
     """One line that names them, the largest share first; none where the model has none or all of it was measured.
 
-    The share is of all task time, as a model without them would be priced. It counts the bytes they move, not arithmetic that
-    nobody stated, so it is a lower bound.
-
-    Args:
-        units, estimates, seconds: what the step does, its prices, and the seconds of all tasks of each unit.
+    The share is of all task time (`seconds` per unit), as a model without them would be priced. It counts the bytes they move,
+    not arithmetic that nobody stated, so it is a lower bound.
     """
     names = {
-        component.name: sorted({entry.function for entry in component.operators if entry.function.startswith(UNLISTED)})
+        component.name: sorted({op.function for op in component.operators if op.function.startswith(UNLISTED)})
         for component in problem.model.components
     }
     if not any(names.values()):
         return ()
-    costs = ComputeCosts(problem.cluster.profile, problem.precision)
+    costs = ComputeCosts(problem.cluster.profile, problem.numerics)
     total = max(float(seconds.sum()), 1e-30)
     shares: dict[str, float] = {}
-    for unit, estimate, own_s in zip(units, estimates, seconds.tolist(), strict=True):
+    for unit, estimate, unit_s in zip(units, estimates, seconds.tolist(), strict=True):
         work = unit.work
         if not isinstance(work, Compute) or estimate.source == "measured" or not names[work.component]:
             continue
         model = costs.operator_model(problem.cluster.devices[unit.rank].type)
         for name in names[work.component]:
-            shares[name] = shares.get(name, 0.0) + _share(problem, work, name, model) * own_s / total
+            shares[name] = shares.get(name, 0.0) + _share(problem, work, name, model) * unit_s / total
     if not shares:
         return ()
     ranked = sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))
@@ -86,12 +82,12 @@ def unlisted_warnings(
 
 
 def _share(problem: PlanningProblem, work: Compute, name: str, model: OperatorModel) -> float:
-    """Of the component's seconds, by the operator model."""
-    whole = narrow(problem.model.component(work.component), work.rule, work.ways)
-    rest = replace(whole, operators=tuple(entry for entry in whole.operators if entry.function != name))
+    """The share of the component's seconds that an operator has, by the operator model."""
+    shard = narrow(problem.model.component(work.component), work.rule, work.ways)
+    rest = replace(shard, operators=tuple(op for op in shard.operators if op.function != name))
     with_s, without_s = (
         model.seconds(ComputeRequest(component=component, phase=work.phase, samples=work.samples))
-        for component in (whole, rest)
+        for component in (shard, rest)
     )
     return max(0.0, 1.0 - without_s / with_s) if with_s else 0.0
 
@@ -105,6 +101,9 @@ DRAWS_AT_ONCE = 2**23
 
 MANY_RANKS = 64
 """Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise."""
+
+RELAXED = "{} is not synchronous training: a step learns something else, and may learn less; parsim predicts its seconds"
+"""What a step time does not say of a relaxed plan."""
 
 WORTH_SAYING = 0.01
 """A warning about extrapolated tasks is given from this share of all task seconds on."""
@@ -218,7 +217,7 @@ def evaluate(
             *unlisted_warnings(problem, columns.units, estimates, seconds),
             *problem.model.assumptions,
             *([problem.loading.text()] if isinstance(problem.loading, UnmeasuredLoading) else []),
-            *relaxed_warnings(plan),
+            *([RELAXED.format(plan.synchronisation.kind)] if plan.synchronisation.is_relaxed else []),
             *offload_assumptions(problem, plan),
         ),
         reason=reason,
@@ -232,14 +231,7 @@ def evaluate(
 
 
 def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = None) -> SimulatedStep:
-    """The median step of a plan, as `evaluate` gives it, without memory, breakdown and timeline.
-
-    Args:
-        problem, plan, fold: as `evaluate` takes them.
-
-    Raises:
-        PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
-    """
+    """The median step of a plan, as `evaluate` gives it, without memory, breakdown and timeline; errors as there."""
     if plan.world_size > problem.cluster.size:
         raise PlanError(
             f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
@@ -249,8 +241,12 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
-    wanted = (fold or (fold is None and usual)) and not costs.shared_cores and folds(problem, plan)
-    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if wanted else unfolded(plan.mesh)
+
+    def communication_s(works: Sequence[Work]) -> list[float]:
+        return [estimate.median_s for estimate in problem.price([(work, 0) for work in works], plan.mesh)]
+
+    may_fold = (fold or (fold is None and usual)) and not costs.shared_cores and folds(problem, plan)
+    folding = folding_of(layout, costs, communication_s) if may_fold else unfolded(plan.mesh)
     gossips = plan.synchronisation.kind == "gossip"  # no replica stands for all
     if gossips:
         folding = nearly_shifted(problem, layout, folding)
@@ -264,7 +260,10 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         folding, compiled, estimates = nearly
     columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
-    floor_s = _reading_floor_s(costs, columns)
+    floor_s = 0.0  # the longest that the workers of any rank take for a batch
+    if costs.loading is not None:
+        loads = [(unit.work, unit.rank) for unit in columns.units if isinstance(unit.work, LoadBatch)]
+        floor_s = max((costs.reading_floor_s(work, rank) for work, rank in loads), default=0.0)
     measured = problem.cluster.profile.overlap is not None
     works = [unit.work for unit in columns.units] if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
@@ -281,14 +280,21 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
             period=period,
         )
     steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    if floor_s > steady_s + costs.between_steps_s:
-        estimates = _waiting_for_workers(columns, estimates, floor_s - steady_s - costs.between_steps_s)
+    if floor_s > steady_s + costs.between_steps_s:  # ranks compute faster than their workers read: every load waits
+        wait_s = floor_s - steady_s - costs.between_steps_s
+        wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
+        estimates = tuple(
+            estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
+            for unit, estimate in zip(columns.units, estimates, strict=True)
+        )
         medians = medians_s(estimates)[columns.unit]
         steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
-        noisy = folded_unsteady_s if folding.is_folded else _unsteady_alone_s
-        step_s = noisy(compiled, folding, medians, overlap, sigma)
+        if folding.is_folded:
+            step_s = folded_unsteady_s(compiled, folding, medians, overlap, sigma)
+        else:
+            step_s = unsteady_s(compiled, medians[None, :], overlap, sigma)
     return SimulatedStep(
         folding=folding,
         compiled=compiled,
@@ -296,23 +302,6 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         overlap=overlap,
         steady_s=steady_s,
         step_s=step_s + costs.between_steps_s,
-    )
-
-
-def _reading_floor_s(costs: Costs, columns: Columns) -> float:
-    """The longest that the workers of any rank take for a batch."""
-    if costs.loading is None:
-        return 0.0
-    loads = [(unit.work, unit.rank) for unit in columns.units if isinstance(unit.work, LoadBatch)]
-    return max((costs.reading_floor_s(work, rank) for work, rank in loads), default=0.0)
-
-
-def _waiting_for_workers(columns: Columns, estimates: Sequence[Estimate], wait_s: float) -> tuple[Estimate, ...]:
-    """Estimates of a program whose ranks compute faster than their workers read: every load waits for the rest."""
-    wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
-    return tuple(
-        estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
-        for unit, estimate in zip(columns.units, estimates, strict=True)
     )
 
 
@@ -327,52 +316,37 @@ def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
     def noisy_s(sigma: float) -> float:
         return period.unsteady_s(lambda compiled, row: unsteady_s(compiled, row, period.overlap, sigma), rows)
 
-    own = sigma / math.sqrt(period.steps)
+    averaged = sigma / math.sqrt(period.steps)
     if period.staggers:
-        return steady_s, steady_s + (noisy_s(own) - noisy_s(0.0) if own else 0.0)
-    return steady_s, noisy_s(own)
+        return steady_s, steady_s + (noisy_s(averaged) - noisy_s(0.0) if averaged else 0.0)
+    return steady_s, noisy_s(averaged)
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
-    """The same evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
+    """The evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
 
     If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
-    (`parsim.engines.noise`).
-
-    Args:
-        problem: the question. evaluation: of one plan.
-        samples: draws; 0 keeps the median alone.
-        reason: why the plan was kept.
+    (`parsim.engines.noise`). No `samples` keep the median alone.
     """
     result = replace(evaluation.result, reason=reason)
     if samples:
-        plan = result.plan
-        times = sampled_steps_s(evaluation, samples)
         median = result.step_s.median
-        history = problem.history
-        found = IntervalCorrection(
-            correction=history.correction,
-            uncorrected=Interval.of(median, times * (median / evaluation.steady_s)),
-            notes=history.notes,
+        times = sampled_steps_s(evaluation, samples) * (median / evaluation.steady_s)
+        correction = IntervalCorrection(
+            correction=problem.history.correction,
+            uncorrected=Interval.of(median, times),
+            notes=problem.history.notes,
         )
-        interval = found.corrected
-        rate = interval.inverse(plan.global_batch)
-        result = replace(result, step_s=interval, throughput_samples_per_s=rate, interval_correction=found)
+        interval = correction.corrected
+        rate = interval.inverse(result.plan.global_batch)
+        result = replace(result, step_s=interval, throughput_samples_per_s=rate, interval_correction=correction)
     return replace(evaluation, result=result)
 
 
-def _communication_s(problem: PlanningProblem, plan: Plan, works: Sequence[Work]) -> list[float]:
-    return [estimate.median_s for estimate in problem.price([(work, 0) for work in works], plan.mesh)]
-
-
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
-    """The mean step under each draw of the cost parameters. If no task has its own noise, draws are per unit.
+    """The mean step under each draw of the cost parameters: float64 [samples] seconds.
 
-    Args:
-        evaluation: of one plan. samples: draws.
-
-    Returns:
-        float64 [samples] seconds. Leaves out drift of the machine within one run.
+    If no task has its own noise, draws are per unit. Leaves out drift of the machine within one run.
     """
     if evaluation.period is not None:
         return evaluation.period.drawn_s(samples, SEED)
@@ -394,8 +368,7 @@ def unsteady_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: Ov
     """Seconds of the mean step under noise of single ranks. The noise is that of a rank's core, which ranks may share.
 
     Args:
-        compiled: the program. rows_s: float64 [rows, n] seconds of tasks.
-        overlap: slowdown factors. sigma: relative noise; 0, or a single rank, draws none.
+        rows_s: float64 [rows, n] seconds of tasks. sigma: relative noise; 0, or a single rank, draws none.
 
     Returns:
         Mean over at least `NOISY_STEPS` draws, divided among the rows.
@@ -418,25 +391,12 @@ def unsteady_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: Ov
     return float(np.concatenate(times).mean())
 
 
-def _unsteady_alone_s(
-    compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
-) -> float:
-    return unsteady_s(compiled, medians_s[None, :], overlap, sigma)
-
-
 def folded_unsteady_s(
     compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
 ) -> float:
-    """The same for a folded program, from the same draws (`parsim.engines.noise`).
+    """`unsteady_s` of a folded program, from the same draws (`parsim.engines.noise`); fewer in a large program.
 
     Overlap slowdown is that of the step without noise: the noise multiplies the step by what it does without slowdown.
-
-    Args:
-        compiled, folding: of the folded program. medians_s: float64 [n] seconds of tasks.
-        overlap: slowdown factors. sigma: relative noise.
-
-    Returns:
-        Mean over `NOISY_STEPS` draws, over fewer in a large program (`side_by_side.TASK_TIMES`).
     """
     together = waiting_together(compiled.columns, overlap)
     times = noisy_steps_s(
@@ -453,14 +413,7 @@ def folded_unsteady_s(
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
-    """The draws from which `evaluate` makes the interval.
-
-    Args:
-        evaluation: of one plan. samples: draws.
-
-    Returns:
-        float64 [samples, tasks] seconds.
-    """
+    """The draws from which `evaluate` makes the interval: float64 [samples, tasks] seconds."""
     return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
 
 
@@ -468,8 +421,8 @@ def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[Ra
     """A folded rank gets the result of the rank that represents it."""
     if not folding.is_folded:
         return tuple(parts)
-    by_rank = {part.rank: {entry.name: getattr(part, entry.name) for entry in fields(part)} for part in parts}
-    return tuple(RankBreakdown(**{**by_rank[folding.stands_for(rank)], "rank": rank}) for rank in range(folding.mesh.size))
+    by_rank = {part.rank: part for part in parts}
+    return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
 
 
 def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
@@ -489,8 +442,8 @@ def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) 
 
 def _sources(estimates: Sequence[Estimate], seconds: NDArray[np.float64]) -> dict[str, float]:
     by_source: dict[str, float] = {}
-    for estimate, own in zip(estimates, seconds.tolist(), strict=True):
-        by_source[estimate.source] = by_source.get(estimate.source, 0.0) + own
+    for estimate, unit_s in zip(estimates, seconds.tolist(), strict=True):
+        by_source[estimate.source] = by_source.get(estimate.source, 0.0) + unit_s
     total = sum(by_source.values())
     return {source: value / total if total else 0.0 for source, value in sorted(by_source.items())}
 
@@ -520,36 +473,20 @@ def _offloading(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
 def offload_assumptions(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
     """What is assumed of the host of a plan that offloads; nothing for another plan.
 
-    Args:
-        problem: with the machine. plan: of it.
-
-    Raises:
-        CostError: the way to the host, or its memory, is not known.
+    Raises CostError if the way to the host, or its memory, is not known.
     """
     if not plan.offloads:
         return ()
     path = problem.costs(plan.world_size).host_path_of(0)
-    found = [f"assumed: copies to and from the host over {path.text}, both ways at once"]
+    assumptions = [f"assumed: copies to and from the host over {path.text}, both ways at once"]
     if plan.optimizer_offload:
-        found.append("assumed: gradients are accumulated on the device, and the host's update is bound by its memory alone")
+        assumptions.append(
+            "assumed: gradients are accumulated on the device, and the host's update is bound by its memory alone"
+        )
     host = problem.cluster.profile.host_memory
     if host is None or host.memory_bytes is None:
-        found.append("assumed: the host has memory enough; cluster.host_memory_bytes = ... checks it")
-    return tuple(found)
-
-
-def relaxed_warnings(plan: Plan) -> tuple[str, ...]:
-    """What a step time does not say of a relaxed plan; nothing for synchronous training.
-
-    Args:
-        plan: of any synchronisation.
-    """
-    if not plan.synchronisation.is_relaxed:
-        return ()
-    return (
-        f"{plan.synchronisation.kind} is not synchronous training: a step learns something else, and may learn less; parsim "
-        "predicts its seconds",
-    )
+        assumptions.append("assumed: the host has memory enough; cluster.host_memory_bytes = ... checks it")
+    return tuple(assumptions)
 
 
 # A plan's step at the speed that the machine had during a run (`parsim.hardware.speed_factor`).
@@ -560,15 +497,8 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
 
     It is the mean over moments. In each moment a rank's tasks are multiplied by its factor, and communication by the mean
     factor of its ranks. On GPUs the factor is the GPU's: it changes computation, but neither communication, nor loading, nor
-    tasks that wait for the host to queue them.
-
-    Args:
-        problem, evaluation: of one plan.
-        speed: of every rank, from `parsim.hardware.speed_factor.speed_beside`.
-
-    Returns:
-        Seconds, with the noise of single ranks that the speed does not explain. Leaves out that some work depends less on the
-        speed than other, and the profile's interval.
+    tasks that wait for the host to queue them. The noise of single ranks that the speed does not explain is part of it. Leaves
+    out that some work depends less on the speed than other, and the profile's interval.
     """
     noise = problem.cluster.profile.noise
     on_gpu = problem.cluster.devices[0].type.kind == "cuda"
@@ -597,10 +527,8 @@ def _slowed_s(
     counts = np.diff(columns.uses.offsets)
     factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
     if on_gpu:
-        paced = np.array(
-            [isinstance(own.work, Compute | OptimizerStep | ClipGradients | Mix) for own in columns.units], dtype=np.bool_
-        )[columns.unit]
-        bound = np.array([entry.host_bound for entry in estimates], dtype=np.bool_)[unit]
+        paced = columns.is_work(lambda work: isinstance(work, COMPUTATION))
+        bound = np.array([estimate.host_bound for estimate in estimates], dtype=np.bool_)[unit]
         factors = np.where(paced & ~bound, factors, 1.0)
     times: NDArray[np.float64] = medians_s(estimates)[unit] * factors
     return times

@@ -115,9 +115,9 @@ class Explanation:
             if not tasks:
                 continue
             lines += ["", f"{category}, {format_seconds(seconds)}:"]
-            own, engine = [task for task in tasks if task.tasks], [task for task in tasks if not task.tasks]
-            lines += map(_line, own[:SHOWN_TASKS])
-            rest = own[SHOWN_TASKS:]
+            priced, engine = [task for task in tasks if task.tasks], [task for task in tasks if not task.tasks]
+            lines += map(_line, priced[:SHOWN_TASKS])
+            rest = priced[SHOWN_TASKS:]
             if rest:
                 rest_s, kinds = sum(task.seconds for task in rest), "kind" if len(rest) == 1 else "kinds"
                 lines.append(f"  {len(rest)} more {kinds} of task, together {format_seconds(rest_s)} (all of them: .table())")
@@ -126,16 +126,16 @@ class Explanation:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per task kind and term; categories without tasks have one row. The column "seconds" sums to the step."""
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         explained = {task.what.category for task in self.tasks}
         for category, seconds in self.categories:
             if category not in explained:
-                found.append(_row(TaskKind(category, category), 0.0, None, seconds))
+                rows.append(_row(TaskKind(category, category), 0.0, None, seconds))
             for task in self.of(category):
-                found += [_row(task.what, task.tasks, term, term.seconds) for term in task.terms]
+                rows += [_row(task.what, task.tasks, term, term.seconds) for term in task.terms]
                 if not task.terms:
-                    found.append(_row(task.what, task.tasks, None, task.seconds))
-        return found
+                    rows.append(_row(task.what, task.tasks, None, task.seconds))
+        return rows
 
     def table(self) -> pd.DataFrame:
         """`rows` as a table. Columns: category, kind, component, phase, tasks, term, operation, value, unit, seconds, origin,
@@ -150,25 +150,21 @@ class Explanation:
 
 
 def explain_plan(problem: PlanningProblem, evaluation: Evaluation) -> Explanation:
-    """Where every millisecond of the predicted step comes from.
-
-    Args:
-        evaluation: of a plan of this problem, from `parsim.predict.evaluate.evaluate`.
-    """
+    """Where every millisecond of the predicted step comes from, for an evaluation of a plan of this problem."""
     result = evaluation.result
     categories = _categories(problem, evaluation)
     seconds = dict(categories)
     by_kind = _tasks_by_kind(evaluation)
     tasks: list[ExplainedTask] = []
     for category, _ in categories:
-        own = sorted((task for task in by_kind if task.what.category == category), key=lambda task: -task.seconds)
-        if not own:
+        in_category = sorted((task for task in by_kind if task.what.category == category), key=lambda task: -task.seconds)
+        if not in_category:
             continue
-        left_s = seconds[category] - sum(task.seconds for task in own)
+        left_s = seconds[category] - sum(task.seconds for task in in_category)
         if abs(left_s) > NEGLIGIBLE * result.step_s.median:
             engine = TaskKind(category, ENGINE_ROWS[category])
-            own.append(ExplainedTask(what=engine, tasks=0.0, seconds=left_s, terms=()))
-        tasks += own
+            in_category.append(ExplainedTask(what=engine, tasks=0.0, seconds=left_s, terms=()))
+        tasks += in_category
     return Explanation(
         title=f"{result.plan.summary()} on {result.cluster}",
         step_s=result.step_s.median,
@@ -183,13 +179,13 @@ def _categories(problem: PlanningProblem, evaluation: Evaluation) -> tuple[tuple
     between_s = problem.costs(evaluation.result.plan.world_size).between_steps_s
     means = {name: _mean(evaluation.breakdown, key) for name, key in _BREAKDOWN.items()}
     alone_s = sum(means.values())
-    found = {
+    seconds = {
         **means,
         NEXT_STEP: steady_s - alone_s,
         SLOWEST: step_s - between_s - steady_s,
         BETWEEN: between_s,
     }
-    return tuple((name, value) for name, value in found.items() if name == COMPUTE or abs(value) > NEGLIGIBLE * step_s)
+    return tuple((name, value) for name, value in seconds.items() if name == COMPUTE or abs(value) > NEGLIGIBLE * step_s)
 
 
 _BREAKDOWN = {
@@ -231,12 +227,12 @@ def _tasks_by_kind(evaluation: Evaluation) -> list[ExplainedTask]:
 
 def _terms(members: Iterable[tuple[Estimate, float]]) -> tuple[ExplainedTerm, ...]:
     """The terms of like prices together, in the order of the first that has each."""
-    found: dict[tuple[str, TermOperation, TermOrigin], list[tuple[float, float, str]]] = {}
+    by_term: dict[tuple[str, TermOperation, TermOrigin], list[tuple[float, float, str]]] = {}
     for estimate, tasks in members:
         before_s = 0.0
         for term, total_s in running_totals_s(estimate.terms):
-            entry = (term.value, (total_s - before_s) * tasks, term.text)
-            found.setdefault((term.name, term.operation, term.origin), []).append(entry)
+            row = (term.value, (total_s - before_s) * tasks, term.text)
+            by_term.setdefault((term.name, term.operation, term.origin), []).append(row)
             before_s = total_s
     return tuple(
         ExplainedTerm(
@@ -247,7 +243,7 @@ def _terms(members: Iterable[tuple[Estimate, float]]) -> tuple[ExplainedTerm, ..
             origin=origin,
             detail=entries[0][2] if len({text for _, _, text in entries}) == 1 else f"e.g. {entries[0][2]}",
         )
-        for (name, operation, origin), entries in found.items()
+        for (name, operation, origin), entries in by_term.items()
     )
 
 

@@ -30,7 +30,6 @@ from parsim.costs.communication.collectives import alike_collectives, alike_tran
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import device_name
-from parsim.numeric import Floats
 from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -61,7 +60,7 @@ class Exchange(NamedTuple):
 def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
     """Every kind once. Of a hop the bytes are those of the value in a microbatch, of other kinds those that are sent."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
-    found: dict[Exchange, None] = {}
+    exchanges: dict[Exchange, None] = {}
     for value in layout.model.values:
         home = layout.stage_of_value[value.name]
         if home is None:
@@ -73,10 +72,10 @@ def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
                 ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
             for source, target, begin, end, moved in ways:
                 if source != target:
-                    found[Exchange(source, target, None, transfer_bytes(size_bytes, moved, tp))] = None
+                    exchanges[Exchange(source, target, None, transfer_bytes(size_bytes, moved, tp))] = None
                 for hop in conversion(begin, end, tp):
                     if hop.operation not in LOCAL_HOPS:
-                        found[Exchange(home, home, hop, size_bytes)] = None
+                        exchanges[Exchange(home, home, hop, size_bytes)] = None
     exchange = layout.plan.context_exchange
     for component in layout.model.components:
         inside, home = layout.inside(component.name), layout.stage_of[component.name]
@@ -86,8 +85,8 @@ def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
         for step in (step for step in steps if step.operation):
             whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
             size_bytes = round(whole * layout.local_samples(component.name))
-            found[Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
-    return tuple(found)
+            exchanges[Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
+    return tuple(exchanges)
 
 
 WorkSeconds = Callable[[Sequence[Work]], list[float]]
@@ -271,10 +270,9 @@ class RankKinds:
 
 
 def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, leaves: bool = True) -> int:
-    """The smallest m for which moving all replicas on by m changes nothing; the number of copies if there is none.
+    """The smallest m for which moving all replicas of a gossip on by m changes nothing; the number of copies if there is none.
 
     Args:
-        plan: with synchronisation gossip. cluster: the machine.
         replica_of: per replica the first that costs the same by itself (`parsim.program.fold`).
         leaves: False takes all leaf switches for one.
     """
@@ -285,15 +283,10 @@ def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, 
     for step in range(1, replicas // 2 + 1):
         if replicas % step or not (kinds == np.roll(kinds, -step)).all() or not _same_machine(cluster, replicas, step, leaves):
             continue
-        if all(_same_links(rule.matrix(number, replicas), step) for number in rule.cycle(replicas)):
-            return step
+        links = [rule.matrix(number, replicas) != 0 for number in rule.cycle(replicas)]
+        if all((each == np.roll(each, (step, step), axis=(0, 1))).all() for each in links):
+            return step  # replicas moved on take weights of the same others, moved on as far
     return replicas
-
-
-def _same_links(matrix: Floats, step: int) -> bool:
-    """Whether replicas that are moved on by `step` take weights of the same others, moved on as far."""
-    links = matrix != 0
-    return bool((links == np.roll(links, (step, step), axis=(0, 1))).all())
 
 
 def _same_machine(cluster: Cluster, ranks: int, step: int, leaves: bool) -> bool:
@@ -322,9 +315,6 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
     """One replica for all, where replicas differ in nothing but what their communication costs; None: they do, or are one.
 
     What is simulated so with the highest of their prices takes at least as long as the program, with the lowest at most.
-
-    Args:
-        folding: found by `folding_of`. costs: prices of the cluster.
     """
     if len(folding.replicas) == 1 and folding.is_exact:
         return None
@@ -337,14 +327,9 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Find the ranks that represent others under these prices.
+    """Find the ranks that represent others under these prices. Raises CostError as `Costs.estimate`.
 
-    Args:
-        layout: the plan and its model. costs: prices of the cluster.
-        seconds: medians of communications, to share a cache of prices (None: asks `costs`).
-
-    Raises:
-        CostError: as `Costs.estimate`.
+    `seconds`: medians of communications, to share a cache of prices (None: asks `costs`).
     """
     price = seconds or (lambda works: [costs.estimate(work, 0).median_s for work in works])
     mesh = layout.plan.mesh
@@ -357,17 +342,17 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
         return _shifted(layout, costs, replica_of)
     if mesh.groups > 1:
         replica_of = _by_sharding_groups(layout, costs, price, replica_of)
-    whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
-    if mesh.team > 1 and not (whole.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
-        return replace(whole, is_exact=False)
+    folding = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
+    if mesh.team > 1 and not (folding.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
+        return replace(folding, is_exact=False)
     if mesh.tp == 1 or not layout.shards_alike:
-        return whole
+        return folding
     alike = (
         _buckets_pay_alike(layout, costs, price)
         and (mesh.groups == 1 or _pay_alike(map(price, _replica_sums(layout, by_place=True))))
-        and all(_shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas)
+        and all(_shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in folding.replicas)
     )
-    return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
+    return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else folding
 
 
 def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> tuple[int, ...]:
@@ -392,7 +377,7 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
 
 
 def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
-    """Of replicas that gossip; not exact if they are alike but for the leaf switches."""
+    """The folding of replicas that gossip; not exact if they are alike but for the leaf switches."""
     plan, mesh = layout.plan, layout.plan.mesh
     exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
     step = nearly if exact == mesh.copies else exact
@@ -408,7 +393,7 @@ def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, rep
     """
     mesh = layout.plan.mesh
     place = [replica % mesh.group_copies for replica in range(mesh.copies)]
-    alike = all(own == replica_of[first] for own, first in zip(replica_of, place, strict=True))
+    alike = all(kind == replica_of[first] for kind, first in zip(replica_of, place, strict=True))
     if not alike or not _buckets_pay_alike(layout, costs, price):
         return tuple(range(mesh.copies))
     return replica_of if _pay_alike(map(price, _replica_sums(layout))) else tuple(place)
@@ -419,11 +404,11 @@ def _replica_sums(layout: PlanIndex, *, by_place: bool = False) -> Iterator[Sequ
     which are of all its shards.
     """
     plan, copies = layout.plan, layout.plan.mesh.group_copies
-    asked: set[Hashable] = set()
+    seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)
-        if kinds not in asked:
-            asked.add(kinds)
+        if kinds not in seen:
+            seen.add(kinds)
             sums: dict[int, list[Collective]] = {}
             for first in range(0, len(family.groups), family.replicas):
                 bucket = layout.buckets.of(family, first)
@@ -456,16 +441,16 @@ def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
 def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> bool:
     """Whether the shards of a bucket pay the same for their sums. They are priced where their places leave that open."""
     mesh, cluster = layout.plan.mesh, costs.cluster
-    known: dict[tuple[str, int], bool] = {}
+    answers: dict[tuple[str, int], bool] = {}
 
     def is_open(operation: str, groups: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
         """Whether places leave it open; the answer is one for all bytes that the same groups sum."""
         key = operation, id(groups)
-        if key not in known:
+        if key not in answers:
             ranks = [group for _, group in groups if len(group) > 1]
             paths = {alike_collectives(cluster, operation, group, concurrent_groups(mesh, group)) for group in ranks}
-            known[key] = len(paths) > 1 or None in paths
-        return known[key]
+            answers[key] = len(paths) > 1 or None in paths
+        return answers[key]
 
     return _pay_alike(map(price, _bucket_works(layout, is_open)))
 
@@ -478,11 +463,11 @@ def _bucket_works(
     Args:
         is_open: whether an operation may cost these groups of ranks different times; else its sums are left out.
     """
-    asked: set[Hashable] = set()
+    seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
-        places = [] if kinds in asked else [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
-        asked.add(kinds)
+        places = [] if kinds in seen else [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
+        seen.add(kinds)
         if len(places) > 1:
             first = layout.buckets.of(family, places[0])
             if is_open(bucket_work(layout, first).operation, family.groups):

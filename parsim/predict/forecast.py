@@ -84,15 +84,15 @@ class Played:
         """Every state of the machine in turn, with the mean step of a run that stays in it."""
         times = (0.0, *self.scenario.change_times_s)
         median_s = self.evaluation.result.step_s.median
-        known: dict[Scenario, float] = {}
-        found: list[State] = []
+        slowdowns: dict[Scenario, float] = {}
+        states: list[State] = []
         for number, time in enumerate(times):
             now = self.scenario.at(time)
-            if now not in known:
-                known[now] = self._slowdown(now)
+            if now not in slowdowns:
+                slowdowns[now] = self._slowdown(now)
             until = times[number + 1] if number + 1 < len(times) else None
-            found.append(State(from_s=time, until_s=until, step_s=median_s * known[now], slowdown=known[now]))
-        return tuple(found)
+            states.append(State(from_s=time, until_s=until, step_s=median_s * slowdowns[now], slowdown=slowdowns[now]))
+        return tuple(states)
 
     def _slowdown(self, now: Scenario) -> float:
         """The mean step under unchanging conditions over that of the quiet machine; inf: it stands still."""

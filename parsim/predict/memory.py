@@ -57,7 +57,7 @@ from parsim.program.lifetimes import (
     Lifetime,
     RankValues,
     alive_bytes,
-    bucket_lifetimes,
+    bucket_bytes,
     decoupled_moments,
     few_actions,
     fullest_bytes,
@@ -93,12 +93,7 @@ DOUBTFUL = (0.01, 0.99)
 
 
 def fit_probability(low_bytes: int, median_bytes: int, high_bytes: int, limit_bytes: int) -> float:
-    """P(peak <= limit).
-
-    Args:
-        low_bytes, median_bytes, high_bytes: the peak at p05, at the median and at p95, ascending; a side without a spread is
-            exact.
-        limit_bytes: the capacity.
+    """P(peak <= limit), from the peak at p05, at the median and at p95, ascending; a side without a spread is exact.
 
     Returns:
         0 to 1; at least 0.5 exactly if `median_bytes` <= `limit_bytes`, and at least 0.95 exactly if `high_bytes` is.
@@ -113,11 +108,7 @@ def fit_probability(low_bytes: int, median_bytes: int, high_bytes: int, limit_by
 
 
 def bytes_at(low_bytes: int, median_bytes: int, high_bytes: int, probability: float) -> int:
-    """What a device must have for a peak to fit with a probability: the inverse of `fit_probability`.
-
-    Args:
-        low_bytes, median_bytes, high_bytes: as above. probability: above 0 and below 1.
-    """
+    """What a device must have for a peak to fit with a probability in (0, 1): the inverse of `fit_probability`."""
     quantiles = {0.5: median_bytes, P95: high_bytes}
     if probability in quantiles:
         return quantiles[probability]
@@ -127,16 +118,12 @@ def bytes_at(low_bytes: int, median_bytes: int, high_bytes: int, probability: fl
 
 @cache
 def _deviation(probability: float) -> float:
-    """In standard deviations."""
+    """The quantile of a probability, in standard deviations."""
     return NormalDist().inv_cdf(probability)
 
 
 def verdict_text(fits: bool, probability: float) -> str:
-    """ "yes" or "NO", with the probability where it is neither almost 0 nor almost 1.
-
-    Args:
-        fits: the verdict. probability: that the peak stays within the capacity.
-    """
+    """ "yes" or "NO", with the probability where it is neither almost 0 nor almost 1."""
     word = "yes" if fits else "NO"
     return f"{word} ({probability:.0%})" if DOUBTFUL[0] < probability < DOUBTFUL[1] else word
 
@@ -163,16 +150,6 @@ class RankMemory:
     wanted_probability: float = FIT_PROBABILITY
     host_lines: tuple[tuple[str, int], ...] = ()
     host_limit_bytes: int | None = None
-
-    def of_rank(self, rank: int) -> RankMemory:
-        """The same of another rank, which holds as much.
-
-        Args:
-            rank: its number.
-        """
-        if rank == self.rank:
-            return self
-        return replace(self, rank=rank)
 
     @property
     def host_bytes(self) -> int:
@@ -272,35 +249,26 @@ def plan_memory(
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
-    """Peak memory of every rank of a plan.
+    """Peak memory of every rank of a plan, in rank order.
 
-    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed
-    on one of them.
+    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed on
+    one of them.
 
     Args:
-        layout: the plan and its model. cluster: devices by rank.
-        numerics: of the training.
         scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Returns:
-        One RankMemory per rank, in rank order. Lines, bytes: parameters, casts (half-precision copies under autocast),
-        gradients, unsharded (buckets while whole), optimizer_state, buffers, activations, boundary_values, receive_buffers,
-        inputs, communication, context, workspace, allocator. A value is counted with the component that first saves it, and
-        under boundary_values elsewhere. `allocator`, an interval, holds the memory of the allocator and of libraries.
-
-    Raises:
-        ConfigError: an unknown optimizer.
+        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
+        optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
+        allocator. A value is counted with the component that first saves it, and under boundary_values elsewhere. `allocator`,
+        an interval, holds the memory of the allocator and of libraries.
     """
     first = unlike_memory(layout, cluster, numerics, scored=scored, fit_probability=fit_probability)
     return of_every_rank(layout, cluster, first)
 
 
 def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """The memory of all ranks of a plan.
-
-    Args:
-        layout: the plan and its model. cluster: devices by rank. first: `unlike_memory`.
-    """
+    """The memory of all ranks of a plan, from `unlike_memory`."""
     mesh, by_rank = layout.plan.mesh, {memory.rank: memory for memory in first}
     shards = 1 if layout.shards_alike else mesh.tp
     by_kind: dict[tuple[int, int, str], RankMemory] = {}
@@ -310,7 +278,8 @@ def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemor
             kind = place, rank % shards, cluster.devices[rank].type.name
             if rank in by_rank:
                 by_kind[kind] = by_rank[rank]
-            memories.append(by_kind[kind].of_rank(rank))
+            memory = by_kind[kind]
+            memories.append(memory if memory.rank == rank else replace(memory, rank=rank))
     return tuple(memories)
 
 
@@ -322,7 +291,7 @@ def unlike_memory(
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
-    """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
+    """The memory of the first of all ranks that hold as much as one another, as `plan_memory` gives it; in rank order."""
     plan, kept = layout.plan, KeptActivations(layout, numerics.precision)
     offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
     backend = cluster.profile.communication.backend
@@ -350,12 +319,7 @@ def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
 
 
 def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away: Mapping[str, int], backend: str) -> RankMemory:
-    """Peak memory of a rank on a device.
-
-    Args:
-        here: what lies between its components. device: its limit and allocator. numerics: of the training.
-        away: by component, how much of what it saves lies in the host's memory. backend: that communicates.
-    """
+    """Peak memory of a rank on a device; `away`: by component, how much of what it saves lies in the host's memory."""
     layout, plan, kept, rank = here.layout, here.layout.plan, here.kept, here.rank
     saved = {name: max(0, kept.saved_bytes(name) - away.get(name, 0)) for name in here.names}
     copies = {name: kept.component(name).cast_bytes for name in here.names}
@@ -446,7 +410,7 @@ def _weight_lines(layout: PlanIndex, rank: int) -> dict[str, float]:
 
     stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
     frozen = 0
-    if layout.has_frozen:
+    if len(layout.model.trainable_parameters) < len(layout.model.parameters):
         frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
     return {
         "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages),
@@ -499,11 +463,8 @@ class ComponentMoments:
         return Moment(size + whole, whole)
 
     def of_backward(self, level: float, microbatch: int, size: float | None = None) -> Moment:
-        """The fullest moment of its backward, and of its forward before that, at a level beyond what is held.
-
-        Args:
-            size: in place of that of a whole backward.
-        """
+        """The fullest moment of its backward (of so many bytes, if given), and of its forward before that, at a level beyond
+        what is held."""
         again = self.moment(level + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
         level += self.backward if size is None else size
         return max(again, self.moment(level, microbatch, self.phase))
@@ -516,11 +477,10 @@ def _component_moments(
     held_of: Mapping[str, float],
     made_before: Mapping[str, tuple[float, float]],
 ) -> list[ComponentMoments]:
-    """What is there while each component of a rank runs. A recomputed one runs forward before its backward, beside the
-    gradients of what it puts out, which have been converted by then.
+    """What is there while each component of a rank runs, from its saved activations and its casts of weights.
 
-    Args:
-        saved: activations by component. copies: its casts of weights. held_of, made_before: of `RankValues`.
+    A recomputed one runs forward before its backward, beside the gradients of what it puts out, which have been converted by
+    then.
     """
     layout, kept = here.layout, here.kept
     count = len(here.names)
@@ -537,18 +497,21 @@ def _component_moments(
         component, samples = kept.component(name), layout.local_samples(name)
         made, made_back = made_before.get(name, (0.0, 0.0))
         gradients, beside = here.gradients_of(name), gradients_beside[number] + made_back
-        own_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
+        forward_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
+        # the backward was counted when it was traced, or has the gradients of the largest operator: of its input, output and
+        # parameters, before these are added to their bucket
+        peaks = component.backward_peaks or [(op.activation_bytes, op.parameter_bytes) for op in component.operators]
         runs_backward = gradients.converted or not component.forward_peaks
-        backward = max(_backward_bytes(component, samples), gradients.converted) if runs_backward else 0.0
+        backward = max(fullest_bytes(peaks, samples), gradients.converted) if runs_backward else 0.0
         first_half = None if split is None else max(fullest_bytes(split.peaks, samples), gradients.converted) + beside
-        again_bytes, second, forward = 0.0, 0.0, values_beside[number] + own_peak
+        again_bytes, second, forward = 0.0, 0.0, values_beside[number] + forward_peak
         if layout.recomputes(name):
             again = kept.again(name)
             again_bytes = again.saved_bytes + copies[name]
             backward += again_bytes - again.released_bytes
             if first_half is not None:
                 first_half += again_bytes - again.released_bytes
-            second = (own_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted + beside
+            second = (forward_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted + beside
             forward = values_beside[number] + again.first_bytes if again.first_bytes else 0.0
         kept_bytes = saved[name] + (0 if layout.recomputes(name) else copies[name]) + held_of.get(name, 0.0)
         halved, only_weights = layout.is_halved(name), not layout.wants_input_gradient(name)
@@ -582,8 +545,7 @@ def _fullest(
 ) -> tuple[int, Moment]:
     """The row of the forward at whose end most is held, and how much more the fullest moment has.
 
-    Args:
-        moments: by action. held: bytes of each row. parts: components of each chunk, in order.
+    `held`: bytes of each row. `parts`: components of each chunk, in order.
     """
     peaks = {kind: _action_peak(parts[kind[0]], *kind[1:]) for kind in dict.fromkeys(moments.kinds)}
     idle = not any(parts)  # a rank may run nothing in some of its chunks, or in all
@@ -596,11 +558,7 @@ def _fullest(
 
 
 def _action_peak(parts: Sequence[ComponentMoments], phase: Phase, microbatch: int) -> Moment:
-    """The fullest moment of an action beyond what is held while it runs, which contains all that its microbatch keeps.
-
-    Args:
-        parts: components of its chunk. microbatch: the action's.
-    """
+    """The fullest moment of an action beyond what is held while it runs, which contains all that its microbatch keeps."""
     moments, level = [Moment(0.0, 0.0)], 0.0
     if phase is Phase.FORWARD:
         level = -sum(part.kept for part in parts)
@@ -643,20 +601,10 @@ def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     place = plan.stage_of_rank(rank)
     few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
-    sizes = alive_bytes(bucket_lifetimes(layout, uses, layout.rank_buckets(rank)), len(uses))
-    by_use = dict(zip(uses, sizes, strict=True))
+    by_use = dict(zip(uses, bucket_bytes(layout, uses, layout.rank_buckets(rank)), strict=True))
     if layout.shards_alike:
         return by_use
     return {use: size for use, size in by_use.items() if layout.runs_on(rank, use.component)}
-
-
-def _backward_bytes(component: Component, samples: int) -> float:
-    """Bytes beyond the saved activations at the fullest moment of the component's backward. They were counted when it was
-    traced. Otherwise they are the gradients of the input, the output and the parameters of its largest operator, before
-    these are added to their bucket.
-    """
-    peaks = component.backward_peaks or [(op.activation_bytes, op.parameter_bytes) for op in component.operators]
-    return fullest_bytes(peaks, samples)
 
 
 GATES = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3}
@@ -670,11 +618,7 @@ def _arrived_bytes(component: Component, samples: int, element_bytes: int) -> fl
     A fused recurrent layer is one operator there: the gradient of its hidden features arrives, and none of its gates. Leaves
     out what the first half makes for a while, and parameters that enter several operators.
     """
-    made_dims = {
-        "matmul": ("problems", "m", "n"),
-        "convolution": ("k", "out_h", "out_w"),
-        "memory_bound": ("elements",),
-    }
+    made_dims = {"matmul": ("problems", "m", "n"), "convolution": ("k", "out_h", "out_w"), "memory_bound": ("elements",)}
     gates = {dict(operator.shape)["elements"] for operator in component.operators if operator.function in GATES}
     total = 0
     for operator in component.operators:
@@ -795,11 +739,7 @@ NOTHING = Offloaded(copied={}, away={})
 
 def offloaded_by(kept: KeptActivations) -> Offloaded:
     """What a plan copies to the host. Values that another component needs too are copied with the last one that does
-    (`parsim.plans.plan`).
-
-    Args:
-        kept: its activations, under the precision.
-    """
+    (`parsim.plans.plan`)."""
     layout, chosen = kept.layout, kept.layout.plan.offloaded & kept.layout.differentiable
     order = layout.model.component_index
     copied, away, spans = dict[str, int](), dict[str, int](), list[tuple[str, str, int]]()
@@ -823,11 +763,7 @@ def offloaded_by(kept: KeptActivations) -> Offloaded:
 
 
 def with_offloaded(layout: PlanIndex, precision: str) -> PlanIndex:
-    """The index that says how much each component copies to the host; the same one where nothing does.
-
-    Args:
-        layout: of a plan. precision: that decides how wide activations are.
-    """
+    """The index that says how much each component copies to the host; the same one where nothing does."""
     if not layout.plan.activation_offload:
         return layout
     return replace(layout, offloaded=offloaded_by(KeptActivations(layout, precision)).copied)
@@ -847,7 +783,12 @@ def _with_offload_lines(memory: RankMemory, kept: KeptActivations, offloaded: Of
     if plan.activation_offload:
         blocks = _blocks(layout, plan.stage_of_rank(memory.rank), plan.shard_of_rank(memory.rank))
         lines = (*lines, (BUFFERS, _most_in_flight(blocks, offloaded, layout.model.component_index)))
-        host.append(("activations", _most_away(blocks, offloaded.copied)))
+        changes: dict[int, list[int]] = {}  # of the bytes that are away, by block: equal ones are one tuple
+        for block in blocks:
+            signed = [offloaded.copied.get(group.component, 0) * (1 if group.forward else -1) for group in block]
+            changes.setdefault(id(block), signed)
+        most_away = max(accumulate((change for block in blocks for change in changes[id(block)]), initial=0))
+        host.append(("activations", most_away))
     return replace(memory, lines=lines, host_lines=tuple(host))
 
 
@@ -886,23 +827,13 @@ def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], offloaded: Offl
     return most
 
 
-def _most_away(blocks: Sequence[tuple[ComponentUses, ...]], copied: Mapping[str, int]) -> int:
-    """Bytes in the host's memory, from the forward to the backward of each component, when most are."""
-    changes: dict[int, list[int]] = {}
-    for block in blocks:  # equal ones are one tuple
-        if id(block) not in changes:
-            changes[id(block)] = [copied.get(group.component, 0) * (1 if group.forward else -1) for group in block]
-    return max(accumulate((change for block in blocks for change in changes[id(block)]), initial=0))
-
-
 def with_host_limits(
     first: Sequence[RankMemory], every: Sequence[RankMemory], layout: PlanIndex, cluster: Cluster
 ) -> list[RankMemory]:
     """The memory of ranks with what each may hold of its node's memory, beside the node's other ranks.
 
     Args:
-        first: of ranks that hold as much as one another the first. every: of all ranks. layout: of the plan.
-        cluster: devices by rank, and the host's memory, where it is known.
+        first: of ranks that hold as much as one another the first. every: of all ranks.
     """
     host = cluster.profile.host_memory
     if host is None or host.memory_bytes is None or not layout.plan.offloads:
@@ -932,11 +863,7 @@ MOST_SCORED = 64
 
 
 def batches_held(layout: PlanIndex, stage: int) -> int:
-    """Batches that a stale stage has run forward and not backward, at the fullest moment.
-
-    Args:
-        layout: of a plan with synchronisation stale. stage: its place on the pp axis.
-    """
+    """Batches that a stale stage has run forward and not backward, at the fullest moment."""
     return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
 
 
@@ -983,7 +910,8 @@ def _with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Sco
 
 
 def _scored_bytes(model: Model, samples: int) -> int:
-    """Of one forward of the whole model, of which nothing is kept: at most what its components have made, and what waits."""
+    """Bytes of one forward of the whole model, of which nothing is kept: at most what its components have made, and what
+    waits."""
     place = model.component_index
     sizes = {value.name: value.size_bytes(samples) for value in model.values}
     batch = {value.name for value in model.values if value.producer is None}

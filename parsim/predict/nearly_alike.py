@@ -42,20 +42,13 @@ OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
 
 
 def lowered(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Columns:
-    """The program of one step under this folding.
-
-    Args:
-        problem, layout: of the plan. folding: which ranks stand for which.
-    """
+    """The program of one step under this folding."""
     columns = lower_columns(layout.plan, layout.model, layout, folding)
     return columns.resuming() if problem.costs(layout.plan.world_size).post_wait_s else columns
 
 
 def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
-    """The program of one replica with the highest prices of all, if that bounds the step to within `NEARLY`.
-
-    Args:
-        problem, layout: of the plan. folding: exact. steps: in a row, over which the step is averaged.
+    """The program of one replica with the highest prices of all, if that bounds the mean of `steps` to within `NEARLY`.
 
     Returns:
         Folding, program and the price of each of its units; None: replicas are one already, or differ by more.
@@ -76,13 +69,12 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
         if likes := _likes(mesh, unit.work, folding.replicas):
             paid = problem.price([(work, 0) for work in likes], mesh)
             bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
-    ends = (
-        columns.units.each(
-            [bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(kinds, prices, strict=True)]
-        )
-        for end in (0, 1)
-    )
-    low, high = (tuple(beside_products(problem.model, layout.plan, columns.units, end)) for end in ends)
+
+    def bounded(end: int) -> tuple[Estimate, ...]:
+        paid = [bounds[unit.work][end] if unit.work in bounds else price for unit, price in zip(kinds, prices, strict=True)]
+        return tuple(beside_products(problem.model, layout.plan, columns.units, columns.units.each(paid)))
+
+    low, high = bounded(0), bounded(1)
     rows = np.array([medians_s(low), medians_s(high)])
     compiled = compile_graph(columns)
     shortest_s, longest_s = mean_step_s(compiled, rows, overlap, steps=steps, unit=columns.unit)
@@ -100,11 +92,7 @@ def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
 
 
 def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Folding:
-    """The folding, if it bounds the mean step to within `NEARLY`; else every rank by itself.
-
-    Args:
-        problem, layout: of a plan that gossips. folding: found by `folding_of`.
-    """
+    """The folding of a plan that gossips, if it bounds the mean step to within `NEARLY`; else every rank by itself."""
     if folding.is_exact:
         return folding
     slowing = problem.costs(layout.plan.world_size).overlap([], []).communications_share

@@ -15,7 +15,7 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
-from parsim.model.formats import Numerics, check_recorded, model_in, number_format
+from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
@@ -53,7 +53,6 @@ class PlanCache:
 class PlanningProblem(Remembering):
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
-    precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
     update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
     scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
     corrections: learnt from a run. scale: of hardware that would be faster.
@@ -71,10 +70,7 @@ class PlanningProblem(Remembering):
     model: Model
     cluster: Cluster
     global_batch: int
-    precision: str = "fp32"
-    optimizer: str = "sgd_momentum"
-    master_weights: bool = True
-    ema: bool = False
+    numerics: Numerics = DEFAULT_NUMERICS
     update_calls: int = 1
     scored: Scored = ""
     fit_probability: float = FIT_PROBABILITY
@@ -95,24 +91,16 @@ class PlanningProblem(Remembering):
     activation_offload: ActivationOffload = False
 
     def __post_init__(self) -> None:
-        check_recorded(self.model, self.precision)
-        object.__setattr__(self, "model", model_in(self.model, self.precision))
+        check_recorded(self.model, self.numerics.precision)
+        object.__setattr__(self, "model", model_in(self.model, self.numerics.precision))
 
     @property
     def fixed_zero_stage(self) -> int:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
-    @cached_property
-    def numerics(self) -> Numerics:
-        return Numerics(precision=self.precision, optimizer=self.optimizer, master_weights=self.master_weights, ema=self.ema)
-
     def state_bytes_per_element(self, optimizer: str = "") -> int:
-        """What an optimizer keeps of a parameter.
-
-        Args:
-            optimizer: of a `Parameter`; "": the problem's.
-        """
+        """What the optimizer of a `Parameter` ("": the problem's) keeps of it."""
         state_bytes = self._cache.state_bytes
         if optimizer not in state_bytes:
             state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
@@ -133,67 +121,55 @@ class PlanningProblem(Remembering):
 
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""
-        pinned = self._pinned.get(component, placement)
-        forbidden = self._forbidden.get(component, frozenset())
-        return placement == pinned and placement.kind not in forbidden and str(placement) not in forbidden
+        if self._pinned.get(component, placement) != placement:
+            return False
+        return not self._forbidden.intersection({(component, placement.kind), (component, str(placement))})
 
     @cached_property
     def _pinned(self) -> dict[str, Placement]:
         return dict(self.pins)
 
     @cached_property
-    def _forbidden(self) -> dict[str, frozenset[str]]:
-        names = {component for component, _ in self.forbids}
-        return {name: frozenset(text for component, text in self.forbids if component == name) for name in names}
+    def _forbidden(self) -> frozenset[tuple[str, str]]:
+        return frozenset(self.forbids)
 
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         layouts = self._cache.layouts
         if plan not in layouts:
             index = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
-            layouts[plan] = with_offloaded(index, self.precision)
+            layouts[plan] = with_offloaded(index, self.numerics.precision)
         return layouts[plan]
 
     def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
         """The model as one rank of a mesh has it: a piece of the sequence (cp), its part of the experts (ep).
 
-        Args:
-            mesh: of the plan. exchange: of `Plan.context_exchange`; it changes what is held of keys and values, and no price.
-
-        Raises:
-            PlanError: the model has no sequence or experts that parsim knows, or sizes do not divide.
+        `exchange` (`Plan.context_exchange`) changes what is held of keys and values, and no price. Raises PlanError if the
+        model has no sequence or experts that parsim knows, or sizes do not divide.
         """
         return self._divided_by(mesh.cp, mesh.ep, exchange)
 
     def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
         if self.is_divided:
             return self.model
-        kind, ring = number_format(self.precision), exchange == "ring" or cp == 1
+        kind, ring = self.numerics.format, exchange == "ring" or cp == 1
         element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
         key = (cp, ep, element_bytes, ring, self.capacity_factor)
-        known = self.model.remembered(_Divided).models
-        if key not in known:
-            known[key] = divided_model(
+        models = self.model.remembered(_Divided).models
+        if key not in models:
+            models[key] = divided_model(
                 self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
             )
-        return known[key]
+        return models[key]
 
     def on(self, mesh: Mesh) -> PlanningProblem:
-        """The same question with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
-
-        Args:
-            mesh: its cp and ep count.
-        """
+        """The problem with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep."""
         if self.is_divided or mesh.cp == mesh.ep == 1:
             return self
         return replace(self, model=self.model_on(mesh), is_divided=True)
 
     def corrected(self, corrections: RunCorrections) -> PlanningProblem:
-        """The same question where the machine runs otherwise. What does not depend on it, layouts and memory, is shared.
-
-        Args:
-            corrections: in place of the problem's own.
-        """
+        """The problem where the machine runs otherwise. What does not depend on it, layouts and memory, is shared."""
         problem = replace(self, corrections=corrections)
         problem.__dict__["_cache"] = self._cache
         return problem
@@ -206,7 +182,7 @@ class PlanningProblem(Remembering):
         return memories[plan]
 
     def unlike_memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """The same of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
+        """Peak memory of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
         unlike = self._cache.unlike
         if plan not in unlike:
             unlike[plan] = unlike_memory(
@@ -225,23 +201,16 @@ class PlanningProblem(Remembering):
         return self._costs_of(ranks)[1]
 
     def cost_group(self, ranks: int) -> int:
-        """The same for numbers of ranks that have the same prices.
-
-        Args:
-            ranks: that compute at once.
-        """
+        """A number that is equal for numbers of ranks that have the same prices."""
         return self._costs_of(ranks)[0]
 
     def _costs_of(self, ranks: int, cp: int = 1, ep: int = 1) -> tuple[int, Costs]:
         key = (ranks, cp, ep)
         if key not in self._costs:
-            own = Costs(
+            costs = Costs(
                 model=self._divided_by(cp, ep),
                 cluster=self.cluster,
-                precision=self.precision,
-                optimizer=self.optimizer,
-                master_weights=self.master_weights,
-                ema=self.ema,
+                numerics=self.numerics,
                 update_calls=self.update_calls,
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 ranks=ranks,
@@ -249,13 +218,12 @@ class PlanningProblem(Remembering):
                 scale=self.scale,
                 loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
-            others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
             alike = (
-                entry
-                for entry in others  # the ranks of a node share its links to the host
-                if own.priced_alike(entry[1]) and (entry[1].ranks == ranks or not self.offloads)
+                group
+                for other, group in self._costs.items()  # the ranks of a node share its links to the host
+                if other[1:] == key[1:] and costs.priced_alike(group[1]) and (group[1].ranks == ranks or not self.offloads)
             )
-            self._costs[key] = next(alike, (len(self._costs), own))
+            self._costs[key] = next(alike, (len(self._costs), costs))
         return self._costs[key]
 
     def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
@@ -265,11 +233,8 @@ class PlanningProblem(Remembering):
         return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
 
     def price_units(self, units: Units, mesh: Mesh) -> list[Estimate]:
-        """Estimates of the units of a program, in their order. Of those that are alike one is priced. Raises CostError.
-
-        Args:
-            units: of the program of a plan on this mesh.
-        """
+        """Estimates of the units of a plan's program, in their order. Of those that are alike one is priced. Raises
+        CostError."""
         return units.each(self.price(units.kinds, mesh))
 
     @cached_property

@@ -18,14 +18,12 @@ from operator import attrgetter
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.costs.communication.internode import exchange_seconds
-from parsim.costs.costs import Costs, price
 from parsim.costs.draws import medians_s, sample_durations_s
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
 from parsim.engines import static
-from parsim.engines.program import DurationsOf, Part, Program, carried_by_steps, mean_step_s, unrolled
+from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, unrolled
 from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Component
@@ -42,7 +40,7 @@ from parsim.program.taskgraph import TaskGraph
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
 
-# Programs priced by Costs: seconds for every task of a part; and tensor-parallel communication beside products.
+# Tensor-parallel communication beside products.
 #
 # With `Plan.tensor_overlap` an all_gather or reduce_scatter over n shards runs in n pieces. While one piece is sent, the
 # product of another runs, so of its T seconds at most n - 1 pieces hide behind a product of m seconds:
@@ -69,51 +67,8 @@ IN_PIECES = ("all_gather", "reduce_scatter")
 SUMS = ("all_reduce", "reduce_scatter")
 
 
-def priced(costs: Costs) -> DurationsOf:
-    """Make a function that prices every task of a part: medians by `costs`, rank r on `costs.cluster.devices[r]`.
-
-    It assumes that the transfers of a part run at the same time: those of one size share links and cards
-    (`parsim.costs.communication.internode`). This is exact for a round of gossip, and too slow for parts whose transfers
-    follow one another.
-
-    Args:
-        costs: of one model on one cluster.
-
-    Returns:
-        A function (part, step) -> float64 [tasks] seconds; it raises CostError as the estimates do. Leaves out that waiting
-        ranks give their links to others, and the slowdown of computation by communication.
-    """
-
-    def seconds(part: Part, t: int) -> NDArray[np.float64]:
-        tasks = part.graph.tasks
-        sends: dict[int, dict[tuple[int, int], list[int]]] = {}
-        local: list[int] = []
-        for task in tasks:
-            if isinstance(task.work, SendRecv):
-                pair = (task.work.source, task.work.destination)
-                sends.setdefault(task.work.size_bytes, {}).setdefault(pair, []).append(task.index)
-            else:
-                local.append(task.index)
-        found = np.zeros(len(tasks))
-        estimates = price([(tasks[index].work, tasks[index].ranks[0]) for index in local], costs)
-        found[local] = [estimate.median_s for estimate in estimates]
-        for size_bytes, pairs in sends.items():
-            for place, value in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, costs.cluster), strict=True):
-                found[place] = value
-        return found
-
-    return seconds
-
-
 def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Estimates of a program's units with tensor-parallel communication as far as products do not hide it.
-
-    Args:
-        model, plan: of the program. units: its work. estimates: of the units alone, in their order.
-
-    Returns:
-        The same estimates if the plan does not overlap.
-    """
+    """Estimates of a program's units with tensor-parallel communication as far as products do not hide it."""
     if plan.tensor_backward_overlap:
         return _beside_weight_gradients(model, plan, units, estimates)
     if not plan.tensor_overlap:
@@ -128,9 +83,15 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
     ]
     if not forwards:
         return list(estimates)
-    product_s = fmean(forwards)
+    product_s, pieces = fmean(forwards), plan.mesh.tp
+    hidden = (pieces - 1) / pieces
+
+    def exposed(estimate: Estimate) -> Estimate:
+        share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
+        return _exposed_share(estimate, share, f"{pieces} pieces beside products")
+
     return [
-        _exposed(estimate, product_s, plan.mesh.tp) if _among_shards(plan, unit, IN_PIECES) else estimate
+        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, IN_PIECES) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
 
@@ -141,14 +102,6 @@ def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
     if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
     return len({rank // tp for rank in work.group}) == 1
-
-
-def _exposed(estimate: Estimate, product_s: float, pieces: int) -> Estimate:
-    if not estimate.median_s:
-        return estimate
-    hidden = (pieces - 1) / pieces
-    share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
-    return _exposed_share(estimate, share, f"{pieces} pieces beside products")
 
 
 def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
@@ -171,8 +124,13 @@ def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], es
         return list(estimates)
     again = sum(name in by_columns for names in plan.segments for name in names) / len(by_columns)
     backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
+
+    def exposed(estimate: Estimate) -> Estimate:
+        share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
+        return _exposed_share(estimate, share, "in the backward beside gradients of weights")
+
     return [
-        _hidden(estimate, weight_s, backward) if _among_shards(plan, unit, SUMS) else estimate
+        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, SUMS) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
 
@@ -182,13 +140,6 @@ def _column_share(component: Component) -> float:
     cut = {entry.number for sharding in component.shardings for entry in sharding.operators if entry.dim == "n"}
     products = {number: op.forward_flop for number, op in enumerate(component.operators) if op.kind == "matmul"}
     return sum(flop for number, flop in products.items() if number in cut) / (sum(products.values()) or 1.0)
-
-
-def _hidden(estimate: Estimate, weight_s: Sequence[float], backward: float) -> Estimate:
-    if not estimate.median_s:
-        return estimate
-    share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
-    return _exposed_share(estimate, share, "in the backward beside gradients of weights")
 
 
 UNROLLED_STEPS = 3
@@ -213,9 +164,6 @@ def is_one_step(plan: Plan) -> bool:
 def folds(problem: PlanningProblem, plan: Plan) -> bool:
     """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
 
-    Args:
-        problem: of the plan. plan: of any synchronisation.
-
     Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
     gradients, noise of single ranks, and machines on which computation and communication slow one another.
     """
@@ -237,9 +185,8 @@ def step_program(
     """The steps of one cycle of a plan that mixes.
 
     Args:
-        layout: of the plan. overlap: tells whether loading runs ahead. folding: which ranks stand for which; None: all
-            for themselves.
-        local_steps: before each round (None: as the plan says, less the step that the round follows). repeat: cycles.
+        overlap: tells whether loading runs ahead. repeat: cycles.
+        local_steps: before each round (None: as the plan says, less the step that the round follows).
 
     Returns:
         A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.program` says.
@@ -295,8 +242,8 @@ class MixingPeriod:
 
     def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
         """The mean step, from seconds of a cycle and of a local step."""
-        found: Floats = (cycle_s / self.rounds + (self.steps - self.simulated) * local_s) / self.steps
-        return found
+        mean: Floats = (cycle_s / self.rounds + (self.steps - self.simulated) * local_s) / self.steps
+        return mean
 
     def steps_s(self, rows_s: Floats) -> Floats:
         """float64 [rows]: the mean step for every row of durations, float64 [rows, estimates]."""
@@ -317,15 +264,11 @@ class MixingPeriod:
         more, fewer = (
             steps * mean_step_s(compiled, durations_s, self.overlap, steps=steps) for steps in (PERIODS + 1, PERIODS)
         )
-        found: Floats = more - fewer
-        return found
+        added: Floats = more - fewer
+        return added
 
     def unsteady_s(self, cycle_s: Callable[[CompiledGraph, Floats], float], rows_s: Floats) -> float:
-        """The mean step where the seconds of a cycle include noise of single ranks.
-
-        Args:
-            cycle_s: seconds of a compiled cycle, from rows of durations. rows_s: float64 [rows, estimates].
-        """
+        """The mean step where the seconds of a cycle include noise of single ranks; `rows_s`: float64 [rows, estimates]."""
         local_s = self._local(rows_s).mean()
         return float(self.mean_s(np.array(cycle_s(self.cycle, rows_s[:, self.unit])), local_s))
 
@@ -335,11 +278,8 @@ class MixingPeriod:
         return medians_s(self.estimates)[None, :]
 
     def drawn_s(self, samples: int, seed: int) -> Floats:
-        """float64 [samples]: the mean step under draws of the cost parameters.
-
-        Args:
-            samples: draws. seed: of the draws. Noise of single tasks is drawn once per unit of work.
-        """
+        """float64 [samples]: the mean step under draws of the cost parameters; noise of tasks is drawn once per unit of
+        work."""
         return self.steps_s(sample_durations_s(self.estimates, samples, seed))
 
     @property
@@ -357,12 +297,12 @@ class MixingPeriod:
         parts = breakdown(self.cycle, timeline, ranks=self.ranks)
         if self.local is None:
             return tuple(self._mean_breakdown(part, None) for part in parts)
-        own = static.simulate(self.local, medians[self.local_unit], overlap=self.overlap)
-        alone = breakdown(self.local, own, ranks=self.ranks)
+        local = static.simulate(self.local, medians[self.local_unit], overlap=self.overlap)
+        alone = breakdown(self.local, local, ranks=self.ranks)
         return tuple(self._mean_breakdown(part, own) for part, own in zip(parts, alone, strict=True))
 
     def _mean_breakdown(self, cycle: RankBreakdown, local: RankBreakdown | None) -> RankBreakdown:
-        names = [entry.name for entry in fields(RankBreakdown) if entry.name != "rank"]
+        names = [field.name for field in fields(RankBreakdown) if field.name != "rank"]
         mean = {
             name: float(self.mean_s(np.array(getattr(cycle, name)), np.array(0.0 if local is None else getattr(local, name))))
             for name in names
@@ -380,12 +320,8 @@ def mixing_period(
 ) -> MixingPeriod:
     """The cycle of a plan that mixes, priced.
 
-    Args:
-        problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
-        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves. lowest: as of `priced_units`.
-
-    Raises:
-        CostError: a task without a price.
+    `overlap`: factors to use in place of the program's own. `folding`: which ranks stand for which, of a plan that `folds`;
+    `lowest`: as of `priced_units`. Raises CostError for a task without a price.
     """
     plan, rule = layout.plan, layout.plan.synchronisation
     costs = problem.costs(plan.world_size)
@@ -424,20 +360,20 @@ def _rounds_of_tasks(program: Program) -> Ints:
 
 
 def _apart_by_round(columns: Columns, program: Program) -> Columns:
-    """The same program, in which a message of two rounds has a unit for each: other messages share its links there."""
+    """The program, in which a message of two rounds has a unit for each: other messages share its links there."""
     messages = np.array([isinstance(unit.work, SendRecv) for unit in columns.units], dtype=np.int64)
     rounds = 1 + len(program.parts)
     keys = columns.unit * rounds + messages[columns.unit] * (1 + _rounds_of_tasks(program))
-    found, numbers = np.unique(keys, return_inverse=True)
-    units = tuple(columns.units[key // rounds] for key in found.tolist())
+    distinct, numbers = np.unique(keys, return_inverse=True)
+    units = tuple(columns.units[key // rounds] for key in distinct.tolist())
     return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=Units.of(units))
 
 
 def _rounds_of_units(cycle: Columns, program: Program, count: int) -> Ints:
-    """int64 [count]: of the units of a cycle the part that they belong to, 0 for those behind them. Only messages need it."""
-    found = np.zeros(count, dtype=np.int64)
-    found[cycle.unit] = _rounds_of_tasks(program)
-    return found
+    """int64 [count]: the part that each unit of a cycle belongs to, 0 for those behind them. Only messages need it."""
+    rounds = np.zeros(count, dtype=np.int64)
+    rounds[cycle.unit] = _rounds_of_tasks(program)
+    return rounds
 
 
 def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns:
@@ -456,7 +392,6 @@ def priced_units(
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
-        problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
         rounds: per unit the round that it belongs to; None: all to one.
         folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
         lowest: take the lowest instead.
@@ -499,7 +434,7 @@ def priced_units(
 
 
 def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
-    """The same message between ranks further on; a replica that is folded is one rank."""
+    """A message between ranks further on; a replica that is folded is one rank."""
     return (pair[0] + step) % ranks, (pair[1] + step) % ranks
 
 
@@ -518,9 +453,9 @@ def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: r
     leaf = np.unique(names, return_inverse=True)[1]
     kind = np.array([number[cluster.nodes.leaves.get(name)] for name in names], dtype=np.int64)
     moves = np.array(steps, dtype=np.int64)
-    found = []
+    unlike = []
     for pair in pairs:
         source, to = ((rank + moves) % ranks for rank in pair)
         ways = ((leaf[source] == leaf[to]) * len(kinds) + kind[source]) * len(kinds) + kind[to]
-        found.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
-    return found
+        unlike.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
+    return unlike

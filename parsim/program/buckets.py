@@ -63,23 +63,22 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """Of the elements."""
         return self.family.size_bytes
 
     @property
     def chunk_elements(self) -> int:
-        """Of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
+        """Elements of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
         return -(-self.family.elements // len(self.group))
 
     @property
     def padded_bytes(self) -> int:
-        """Of all these parts."""
+        """Bytes of all these parts."""
         return self.family.padded_bytes(len(self.group))
 
     @cached_property
     def parameters(self) -> tuple[HeldParameter, ...]:
         """What the first rank of the group holds."""
-        return tuple(_held_by(self.shard, entry) for entry in self.first) if self.shard else self.first
+        return tuple(held if held.part is None else held._replace(shard=self.shard % held.ways) for held in self.first)
 
 
 Ranks = tuple[int, ...]
@@ -107,7 +106,7 @@ class BucketFamily(NamedTuple):
         return place - place % self.replicas
 
     def padded_bytes(self, ranks: int) -> int:
-        """Of a bucket in as many equal parts as it has ranks."""
+        """Bytes of a bucket in as many equal parts as it has ranks."""
         return -(-self.elements // ranks) * ranks * self.first[0].element_bytes
 
 
@@ -131,16 +130,11 @@ class Buckets(Sequence[Bucket]):
             self._made[number] = Bucket(number, family, *family.groups[place])
         return self._made[number]
 
-    def having(self, test: Callable[[Ranks], object]) -> list[Bucket]:
-        """The buckets whose ranks pass a test.
-
-        Args:
-            test: of a bucket's group.
-        """
-        return [self.of(family, place) for family, place in self.places(test)]
-
     def places(self, test: Callable[[Ranks], object]) -> list[tuple[BucketFamily, int]]:
-        """The same, unmade: family, and place among its groups. The test is asked once for all buckets of the same ranks."""
+        """The buckets whose ranks pass a test, unmade: family, and place among its groups.
+
+        The test is asked once for all buckets of the same ranks.
+        """
         passed = {number for number, group in self.groups.items() if test(group)}
         places: dict[int, list[int]] = {}
         for family in self.families:
@@ -176,26 +170,15 @@ class Buckets(Sequence[Bucket]):
 
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
     """What tp rank `shard` holds of a parameter of one of its components."""
+    name, elements, ways = parameter.name, parameter.elements, placement.ways
     parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
-    own = next((part for part in parts if part.name == parameter.name), None)
-    return _hold(parameter, own, placement.ways, shard)
-
-
-def _hold(parameter: Parameter, part: ParameterShard | None, ways: int, shard: int) -> HeldParameter:
-    """`part`: how the parameter is cut; None: it is held whole."""
-    updated = parameter.trainable, parameter.group, parameter.optimizer
+    part = next((part for part in parts if part.name == name), None)
     if part is None:
-        return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, None, 0, 1, *updated)
-    elements = share_of(part.size, ways).of(parameter.elements)
-    return HeldParameter(parameter.name, elements, parameter.element_bytes, part, shard % ways, ways, *updated)
-
-
-def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
-    """What a tp rank holds, from what the first one does."""
-    if first.part is None:
-        return first
-    name, elements, element_bytes, part, _, ways, trainable, group, optimizer = first
-    return HeldParameter(name, elements, element_bytes, part, shard % ways, ways, trainable, group, optimizer)
+        shard, ways = 0, 1
+    else:
+        elements, shard = share_of(part.size, ways).of(elements), shard % ways
+    updated = parameter.trainable, parameter.group, parameter.optimizer
+    return HeldParameter(name, elements, parameter.element_bytes, part, shard, ways, *updated)
 
 
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
@@ -204,11 +187,9 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
     Batch-sharded: all together, each has seen other samples. Cut over `ways`: those with the same piece. Whole in a sharded
     component: all together, each has summands only. Replicated: each alone, since all have computed the same.
     """
-    kind = holding(component, placement, parameter)[0]
-    match kind:
+    match holding(component, placement, parameter)[0]:
         case "shard":
-            ways = placement.ways
-            return tuple(tuple(range(shard, tp, ways)) for shard in range(ways))
+            return tuple(tuple(range(shard, tp, placement.ways)) for shard in range(placement.ways))
         case "replicate":
             return tuple((shard,) for shard in range(tp))
         case "place":
@@ -235,26 +216,20 @@ class _HeldBy:
     """How components hold their parameters under their placements. A Model keeps it, for it depends on nothing else."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, Placement], dict[str, _Held]] = {}
+        self._held: dict[tuple[str, Placement], dict[str, _Held]] = {}
 
     def of(self, component: Component, placement: Placement) -> Mapping[str, _Held]:
-        """By parameter.
-
-        Args:
-            component: of the model. placement: of the component.
-        """
+        """By parameter of the component."""
         key = component.name, placement
-        if key not in self._known:
-            self._known[key] = {own.name: _held_in(component, placement, own) for own in component.parameters}
-        return self._known[key]
-
-
-def _held_in(component: Component, placement: Placement, parameter: Parameter) -> _Held:
-    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
-    part = next((part for part in parts if part.name == parameter.name), None)
-    kind = ("shard", placement.ways) if part is not None else holding(component, placement, parameter.name)[:2]
-    first = _hold(parameter, part, placement.ways, 0)
-    return _Held(parameter, component, first, first.size_bytes, (*kind, parameter.expert_ways, parameter.group))
+        if key not in self._held:
+            by_name = self._held[key] = {}
+            for parameter in component.parameters:
+                first = hold(component, placement, parameter, 0)
+                is_cut = first.part is not None
+                kind = ("shard", placement.ways) if is_cut else holding(component, placement, parameter.name)[:2]
+                kind = (*kind, parameter.expert_ways, parameter.group)
+                by_name[parameter.name] = _Held(parameter, component, first, first.size_bytes, kind)
+        return self._held[key]
 
 
 class _Closed:
@@ -269,37 +244,34 @@ class _Closed:
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
 
-    def fill(self, entries: Sequence[_Held], stages: tuple[int, ...]) -> None:
+    def fill(self, parameters: Sequence[_Held], stages: tuple[int, ...]) -> None:
         """Parameters of stages in the order in which their gradients are complete, into buckets of the plan's size."""
-        limit, open_by_kind = self._plan.bucket_bytes, dict[tuple[object, ...], list[_Held]]()
-        held_bytes: dict[tuple[object, ...], int] = {}
-        for entry in entries:
-            key = entry.kind
-            held = held_bytes.get(key, 0) + entry.size_bytes
-            if held < limit:
-                open_by_kind.setdefault(key, []).append(entry)
-                held_bytes[key] = held
-            else:
-                self.close([*open_by_kind.pop(key, ()), entry], stages, held)
-                held_bytes[key] = 0
+        open_by_kind = dict[tuple[object, ...], list[_Held]]()
+        bytes_by_kind: dict[tuple[object, ...], int] = {}
+        for held in parameters:
+            key = held.kind
+            open_by_kind.setdefault(key, []).append(held)
+            bytes_by_kind[key] = bytes_by_kind.get(key, 0) + held.size_bytes
+            if bytes_by_kind[key] >= self._plan.bucket_bytes:
+                self.close(open_by_kind.pop(key), stages, bytes_by_kind.pop(key))
         for key, rest in open_by_kind.items():
-            self.close(rest, stages, held_bytes[key])
+            self.close(rest, stages, bytes_by_kind[key])
 
-    def close(self, entries: Sequence[_Held], stages: tuple[int, ...], size_bytes: int) -> None:
+    def close(self, parameters: Sequence[_Held], stages: tuple[int, ...], size_bytes: int) -> None:
         """One bucket for every set of ranks of the stages that holds these parameters, which are of one kind."""
-        held = tuple([entry.first for entry in entries])
-        groups = self._groups_of(entries[0], stages)
-        elements, replicas = sum([one.elements for one in held]), self._plan.mesh.copies // self._group_copies
-        self.families.append(BucketFamily(self._count, stages, groups, held, elements, size_bytes, replicas))
+        first = tuple([held.first for held in parameters])
+        groups = self._groups_of(parameters[0], stages)
+        elements, replicas = sum([one.elements for one in first]), self._plan.mesh.copies // self._group_copies
+        self.families.append(BucketFamily(self._count, stages, groups, first, elements, size_bytes, replicas))
         self._count += len(groups)
 
     def _groups_of(self, lead: _Held, stages: tuple[int, ...]) -> tuple[tuple[int, Ranks], ...]:
-        """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy of a sharding group, and
-        these shards. Those of several sharding groups that hold the same are neighbours."""
+        """By bucket the first tp rank and the ranks: in each stage each `expert_ways`-th copy of a sharding group, and these
+        shards. Those of several sharding groups that hold the same are neighbours."""
         key = (lead.kind, stages)
         if key not in self._groups:
             placement, mesh = self._placements[lead.component.name], self._plan.mesh
-            ways, found = lead.parameter.expert_ways, []
+            ways, groups = lead.parameter.expert_ways, []
             for shards in alike(lead.component, placement, lead.parameter.name, mesh.tp):
                 begins = (copy + begin for copy in range(ways) for begin in range(0, mesh.copies, self._group_copies))
                 for first_copy in begins:
@@ -310,8 +282,8 @@ class _Closed:
                         for replica in range(first_copy, end, ways)
                         for shard in shards
                     )
-                    found.append((shards[0], self._ranks.setdefault((stages, shards, first_copy, ways), ranks)))
-            self._groups[key] = tuple(found)
+                    groups.append((shards[0], self._ranks.setdefault((stages, shards, first_copy, ways), ranks)))
+            self._groups[key] = tuple(groups)
         return self._groups[key]
 
 
@@ -344,21 +316,21 @@ def gradient_buckets(
                 chunks.setdefault(name, {})[chunk] = None
                 first.setdefault((name, places[chunk]), held)
     closed = _Closed(plan, placements, plan.mesh.copies if frozen else plan.mesh.group_copies)
-    own: dict[tuple[int, ...], list[str]] = {}
+    by_stages: dict[tuple[int, ...], list[str]] = {}
     for name in chunks:
-        own.setdefault(holders[name], []).append(name)
+        by_stages.setdefault(holders[name], []).append(name)
     for stage in range(plan.mesh.pp):
         runs: dict[tuple[int, ...], list[_Held]] = {}
-        for name in reversed(own.get((stage,), [])):
+        for name in reversed(by_stages.get((stage,), [])):
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
             runs.setdefault(run, []).append(first[name, stage])
-        for entries in runs.values():
-            closed.fill(entries, (stage,))
-    for stages, names in own.items():
+        for parameters in runs.values():
+            closed.fill(parameters, (stage,))
+    for stages, names in by_stages.items():
         kinds: dict[tuple[object, ...], list[_Held]] = {}
         for name in names if len(stages) > 1 else ():
-            entry = first[name, stages[0]]
-            kinds.setdefault(entry.kind, []).append(entry)
-        for rest in kinds.values():
-            closed.close(rest, stages, sum([entry.size_bytes for entry in rest]))
+            held = first[name, stages[0]]
+            kinds.setdefault(held.kind, []).append(held)
+        for parameters in kinds.values():
+            closed.close(parameters, stages, sum([held.size_bytes for held in parameters]))
     return Buckets(closed.families)

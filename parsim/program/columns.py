@@ -140,7 +140,7 @@ class Columns:
 
     @cached_property
     def graph(self) -> TaskGraph:
-        """The same program as tasks."""
+        """The program as tasks."""
         return self.view()
 
     @cached_property
@@ -168,13 +168,13 @@ class Columns:
         return self.is_work(lambda work: isinstance(work, SendRecv))
 
     def resuming(self) -> Columns:
-        """The same program, in which units know whether their tasks resume computation: depend on communication."""
+        """This program, in which units know whether their tasks resume computation: depend on communication."""
         rows = self.dependencies.row_numbers
         waits = np.zeros(self.size, dtype=np.bool_)
         waits[rows[self.communicates[self.dependencies.values]]] = True
         waits &= ~self.communicates & ~self.loads
-        found, numbers = np.unique(2 * self.unit + waits, return_inverse=True)
-        units = tuple(self.units[key // 2]._replace(resumes=bool(key % 2)) for key in found.tolist())
+        keys, numbers = np.unique(2 * self.unit + waits, return_inverse=True)
+        units = tuple(self.units[key // 2]._replace(resumes=bool(key % 2)) for key in keys.tolist())
         return replace(self, unit=np.asarray(numbers, dtype=np.int64).reshape(self.size), units=Units.of(units))
 
     @cached_property
@@ -184,11 +184,7 @@ class Columns:
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of a graph that exists as tasks.
-
-    Args:
-        graph: of one step.
-    """
+    """The columns of the graph of one step that exists as tasks."""
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]

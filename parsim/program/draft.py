@@ -67,7 +67,7 @@ class Draft:
         return bool(group) if self.ranks is None else not self.ranks.isdisjoint(group)
 
     def kept(self, group: Sequence[int]) -> list[int]:
-        """Those of a group that are kept, in its order."""
+        """The ranks of a group that are kept, in its order."""
         if self.ranks is None:
             return list(group)
         return [] if self.ranks.isdisjoint(group) else [rank for rank in group if rank in self.ranks]
@@ -87,19 +87,15 @@ class Draft:
 
     @property
     def numbers(self) -> Mapping[TaskKey, int]:
-        """Of all tasks."""
-        return self._number
-
-    def keys(self) -> Iterable[TaskKey]:
-        """In the order they were added."""
+        """The numbers of all tasks, in the order they were added."""
         return self._number
 
     def entries(self) -> Sequence[DraftEntry]:
-        """In the order they were added."""
+        """What was added, in its order."""
         return self._entries
 
     def origins(self) -> Iterator[Origin]:
-        """In the order they were added."""
+        """The origins of all tasks, in the order they were added."""
         return (entry if isinstance(entry, Origin) else entry() for entry in self._origins)
 
     def finish(self) -> TaskGraph:

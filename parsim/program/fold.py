@@ -28,12 +28,12 @@ class Folding:
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """Those that are simulated, ascending."""
+        """The simulated ones, ascending."""
         return tuple(sorted(set(self.replica_of)))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are simulated, ascending."""
+        """The simulated ones, ascending."""
         return tuple(
             self.mesh.rank(stage=stage, replica=replica, shard=shard)
             for stage in range(self.mesh.pp)
@@ -62,9 +62,5 @@ class Folding:
 
 
 def unfolded(mesh: Mesh) -> Folding:
-    """Every rank stands for itself.
-
-    Args:
-        mesh: of the plan.
-    """
+    """Every rank stands for itself."""
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))

@@ -6,7 +6,8 @@ during which of them something is there. Its clock is the coarsest one that tell
     step        parameters, gradients and optimizer state, or this rank's parts of them under ZeRO: always there
     actions     per microbatch and chunk what is kept for its backward, and the batch until it is read (`held_moments`);
                 messages from and to other stages (`message_groups`)
-    uses        the computations of some actions: buckets that are whole for a while under ZeRO 2 and 3 (`bucket_lifetimes`)
+    uses        the computations of some actions: buckets that are whole for a while under ZeRO 2 and 3, in windows
+                (`parsim.program.passes.unsharded`)
     components  within one action: values that wait for a reader, and gradients that wait for their maker (`RankValues`)
 
 What a component keeps for its backward (`KeptActivations`) begins with its forward and ends with its backward. What it makes
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.model.component import ALONE, Component, Selective, Size, Value, share_of
+from parsim.model.component import ALONE, Component, Value, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, POINT_TO_POINT_HOPS, Hop, ValueLayout, conversion, hop_pairs
@@ -136,6 +137,11 @@ class KeptActivations:
 
     layout: PlanIndex
     precision: str
+    value_kinds: dict[Hashable, int] = field(default_factory=dict, compare=False)
+    """Numbers of kinds of values, as `RankValues` meets them."""
+    counted: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+    """What `RankValues` has counted of each kind of values and components."""
+    _components: dict[str, Component] = field(default_factory=dict, compare=False)
 
     @cached_property
     def values(self) -> Mapping[str, Value]:
@@ -183,10 +189,6 @@ class KeptActivations:
             self._components[name] = self._component(name)
         return self._components[name]
 
-    @cached_property
-    def _components(self) -> dict[str, Component]:
-        return {}
-
     def _component(self, name: str) -> Component:
         component, layout = self._alone(name), self.layout
         if not self._recomputes:
@@ -214,12 +216,9 @@ class KeptActivations:
 
     def counted_values(self, name: str) -> list[tuple[str, int]]:
         """The values among what a component saves, and their bytes of one microbatch as it has them."""
-        samples, counted = self.layout.local_samples(name), list[tuple[str, int]]()
-        for value in self._values_at(name):
-            if _counts(name, self.values[value]):
-                rate, fixed = self._size_at(name, value)
-                counted.append((value, rate * samples + fixed))
-        return counted
+        counted = [value for value in self._values_at(name) if _counts(name, self.values[value])]
+        samples, sizes = self.layout.local_samples(name), [self._size_at(name, value) for value in counted]
+        return [(value, rate * samples + fixed) for value, (rate, fixed) in zip(counted, sizes, strict=True)]
 
     def again(self, name: str) -> Again:
         """The changes of memory by the second forward of a recomputed component.
@@ -234,29 +233,21 @@ class KeptActivations:
         return Again(saved_bytes=sum(part.saved_bytes for part in parts), released_bytes=parts[-1].released_bytes)
 
     def _again(self, name: str) -> Again:
+        """The changes by this component alone. By operator the counted bytes contain all but the inputs that are released."""
         component, samples = self._alone(name), self.layout.local_samples(name)
-        if self.layout.recomputes_by_operator(name) and component.selective is not None:
-            return self._again_by_operator(name, component.selective, samples)
+        selective = component.selective if self.layout.recomputes_by_operator(name) else None
         saved, released = component.saved_activation_bytes * samples + component.saved_fixed_bytes, 0
-        for value in dict.fromkeys(component.inputs):
+        for value in dict.fromkeys(component.inputs) if selective is None else selective.values:
             rate, fixed = self._size_at(name, value)
             before, now = self._before[value], self.values[value]
-            if self.layout.is_remade(value, name):
+            if selective is None and self.layout.is_remade(value, name):
                 continue
             if _counts(name, before):
                 saved -= rate * samples + fixed
-            if name not in (before.savers or ()) and _counts(name, now) and now.producer is not None:
-                released += rate * samples + fixed
-        return Again(saved_bytes=max(0, saved), released_bytes=released)
-
-    def _again_by_operator(self, name: str, selective: Selective[Size], samples: int) -> Again:
-        """Inputs that the backward does not need are let go here too. The counted bytes contain all else."""
-        released = 0
-        for value in selective.values:
-            rate, fixed = self._size_at(name, value)
-            before, now = self._before[value], self.values[value]
             if name not in (before.savers or ()) and _counts(name, now) and now.producer not in (None, name):
                 released += rate * samples + fixed
+        if selective is None:
+            return Again(saved_bytes=max(0, saved), released_bytes=released)
         return Again(
             saved_bytes=selective.again[0] * samples + selective.again[1],
             released_bytes=released,
@@ -310,16 +301,6 @@ class KeptActivations:
             numbers[component.name] = kinds.setdefault(key, len(kinds))
         return numbers
 
-    @cached_property
-    def value_kinds(self) -> dict[Hashable, int]:
-        """Numbers of kinds of values, as `RankValues` meets them."""
-        return {}
-
-    @cached_property
-    def counted(self) -> dict[Hashable, Any]:
-        """What `RankValues` has counted of each kind of values and components."""
-        return {}
-
 
 def _counts(name: str, value: Value) -> bool:
     """Whether the value is among what this component saves: it is the first that keeps it."""
@@ -357,11 +338,12 @@ class RankValues:
         self.stage, self.shard, self.tp = plan.stage_of_rank(rank), plan.shard_of_rank(rank), plan.mesh.tp
         self.names = self.layout.rank_components(rank)
         self.place = {name: number for number, name in enumerate(self.names)}
+        self._numbers = [self.layout.model.component_index[name] for name in self.names]  # ascending
         self._kind_of: dict[str, int | None] = {}
 
     @cached_property
     def batch_layout(self) -> ValueLayout:
-        """Of the batch as the rank loads it."""
+        """The layout of the batch as the rank loads it."""
         return ValueLayout("full", self.layout.batch_ways(self.rank))
 
     def _bytes_here(self, value: Value, how: ValueLayout) -> float:
@@ -370,7 +352,7 @@ class RankValues:
 
     @cached_property
     def _values_here(self) -> list[Value]:
-        """Those that the rank's components read or make."""
+        """The values that the rank's components read or make."""
         here = map(self.layout.model.component, self.names)
         return [self.values[name] for name in dict.fromkeys(n for part in here for n in (*part.inputs, *part.outputs))]
 
@@ -383,8 +365,6 @@ class RankValues:
         it there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from
         waits. Leaves out values of which the Model does not say who keeps them.
         """
-        order = self.layout.model.component_index
-        numbers = [order[name] for name in self.names]  # ascending
         lifetimes = []
         for value in self._values_here:
             if value.savers is None:
@@ -394,7 +374,7 @@ class RankValues:
                 freed = next((self.place[saver] for saver in value.savers if saver in self.place), last)
                 lifetimes.append(Lifetime(value.name, 0, freed, self._bytes_here(value, self.batch_layout)))
             else:
-                begins = bisect_right(numbers, order[value.producer])
+                begins = self._up_to(value.producer)
                 lifetimes += self._shifted("values", value, partial(self._lifetimes_of, value, begins))
         return lifetimes
 
@@ -405,7 +385,8 @@ class RankValues:
         place, shard = self.place, self.shard
         made, here = self.layout.source[value.name].value, value.producer in place
         if not here and self.layout.stage_of_value[value.name] == self.stage:
-            begins = self._room_from(value, begins)
+            # who only receives makes room as soon as its communication before has ended, long before the other one sends
+            begins = min(begins, max(self._communicated_before(value, gradient=False), default=0))
         last: dict[ValueLayout, int] = {}
         kept: dict[ValueLayout, int] = {}
         # its maker keeps it as it was made; and so does who reads another value in the same storage, maybe before this one
@@ -436,19 +417,25 @@ class RankValues:
         waits = [Lifetime(value.name, begins, end, self._bytes_here(value, storage)) for storage, end in ends.items()]
         return [wait for wait in (*waits, *cut) if wait.born <= wait.freed and wait.size_bytes]
 
-    def _room_from(self, value: Value, begins: int) -> int:
-        """The first component beside which there is room for a value that another tp rank makes.
+    def _up_to(self, component: str) -> int:
+        """How many components of the rank run up to this one, itself included."""
+        return bisect_right(self._numbers, self.layout.model.component_index[component])
 
-        A rank that only receives makes room as soon as its communication before has ended, long before the other one sends.
-        """
+    def _communicated_before(self, value: Value, *, gradient: bool) -> list[int]:
+        """Of what the rank communicates on the tp axis before a value (before its gradient: gradients of later values) how many
+        components of the rank run up to its maker."""
         order, model = self.layout.model.component_index, self.layout.model
         assert value.producer is not None
-        first = 0
-        for name in self.layout.values_at[self.stage]:
-            maker = model.value[name].producer
-            if maker is not None and order[maker] < order[value.producer] and self._communicates(name, gradient=False):
-                first = max(first, sum(order[other] <= order[maker] for other in self.names))
-        return min(first, begins)
+        before = []
+        for other in map(model.value.__getitem__, self.layout.values_at[self.stage]):
+            if other.producer is not None and (other.differentiable or not gradient):
+                earlier, later = (value, other) if gradient else (other, value)
+                assert earlier.producer is not None
+                assert later.producer is not None
+                is_before = order[earlier.producer] < order[later.producer]
+                if is_before and self._communicates(other.name, gradient=gradient):
+                    before.append(self._up_to(other.producer))
+        return before
 
     def _communicates(self, value: str, *, gradient: bool) -> bool:
         """Whether the rank takes part in converting a value of its stage, or its gradient, on the tp axis."""
@@ -495,15 +482,19 @@ class RankValues:
                 continue
             if late and not local and reading.stage != home:
                 continue
-            begins = (
-                local[-1] if local else bisect_left(self.names, min(map(order.__getitem__, readers)), key=order.__getitem__)
-            )
+            begins = local[-1] if local else bisect_left(self._numbers, min(map(order.__getitem__, readers)))
             if not local and reading.stage == home:
-                begins = self._room_until(value, begins)
-            size = self._sent_gradient_bytes(value, reading)
-            larger = 0.0
+                before = self._communicated_before(value, gradient=True)
+                begins = max(begins, min(before, default=len(self.names)))
+            storage = reading.ends.gradient  # what sends nothing is made when it is read
+            for hop in conversion(storage, layout.source[value.name].gradient, self.tp):
+                storage = storage if hop.operation in LOCAL_HOPS else hop.target
+            size, larger = local_bytes(layout, value, storage), 0.0
             if local and not layout.is_halved(self.names[local[-1]]):  # else what waits between the halves keeps it
-                larger = self._larger_gradient_bytes(value.name, self.names[local[-1]])
+                views = layout.model.component(self.names[local[-1]]).gradient_views
+                output = dict(views).get(value.name)
+                if output is not None:
+                    larger = local_bytes(layout, self.values[output], layout.source[output].gradient)
             again = local[-2] if len(local) > 1 else ends
             stays = reading.stage == home and reading.ends.gradient == layout.source[value.name].gradient
             if larger > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
@@ -512,38 +503,8 @@ class RankValues:
             lifetimes.append(Lifetime(value.name, ends, begins - 1, size))
         return lifetimes
 
-    def _room_until(self, value: Value, begins: int) -> int:
-        """One more than the last component whose backward runs beside the room for a gradient of another tp rank's making.
-
-        Args:
-            begins: components of the rank before the reader whose gradient it is.
-        """
-        order = self.layout.model.component_index
-        assert value.producer is not None
-        later = [
-            sum(order[name] < order[other.producer] for name in self.names) + (other.producer in self.place)
-            for other in map(self.layout.model.value.__getitem__, self.layout.values_at[self.stage])
-            if other.producer is not None
-            and other.differentiable
-            and order[other.producer] > order[value.producer]
-            and self._communicates(other.name, gradient=True)
-        ]
-        return max(begins, min(later, default=len(self.names)))
-
-    def _larger_gradient_bytes(self, value: str, reader: str) -> float:
-        """Of the gradient of an output of the reader that its gradient of the value is a part of; 0: of none."""
-        output = dict(self.layout.model.component(reader).gradient_views).get(value)
-        return local_bytes(self.layout, self.values[output], self.layout.source[output].gradient) if output else 0.0
-
-    def _sent_gradient_bytes(self, value: Value, reading: Reading) -> float:
-        """Of one reading's gradient, converted as far as that sends something: what sends nothing is made when it is read."""
-        storage = reading.ends.gradient
-        for hop in conversion(storage, self.layout.source[value.name].gradient, self.tp):
-            storage = storage if hop.operation in LOCAL_HOPS else hop.target
-        return local_bytes(self.layout, value, storage)
-
     def gradients_of(self, name: str) -> GradientSizes:
-        """Of a component of the rank."""
+        """The sizes at a component of the rank."""
         if not self.kept.kinds:
             return self._gradients_of(name)
         return self._once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
@@ -692,19 +653,15 @@ class RankValues:
 
     def _message_bytes(self, message: Message) -> float:
         link, name, reading = message
-        value = self.values[name]
+        value, how = self.values[name], reading.ends.value
         if link.source > link.target:
             return local_bytes(self.layout, value, reading.ends.gradient)
-        sends = self.layout.plan.stage_places[link.source] == self.stage
-        return (
-            0.0 if sends and self._is_kept(value, reading.ends.value) else local_bytes(self.layout, value, reading.ends.value)
-        )
-
-    def _is_kept(self, value: Value, how: ValueLayout) -> bool:
-        """Whether a value lies here, in the layout in which it is sent, until the backward of its microbatch."""
-        if any(hop.operation not in VIEWS for hop in conversion(self.layout.source[value.name].value, how, self.tp)):
-            return False
-        return value.savers is None or any(name in self.place for name in value.savers)
+        if self.layout.plan.stage_places[link.source] == self.stage:
+            is_kept = value.savers is None or any(saver in self.place for saver in value.savers)
+            hops = conversion(self.layout.source[name].value, how, self.tp)
+            if is_kept and all(hop.operation in VIEWS for hop in hops):  # it lies here as it is sent until its backward
+                return 0.0
+        return local_bytes(self.layout, value, how)
 
     def made_before(self) -> dict[str, tuple[float, float]]:
         """By component the bytes that its action has made for other stages before it: in a forward, in a backward.
@@ -785,16 +742,11 @@ class RankValues:
             return None
         readers, begin = self.layout.consumers[value.name], self.place[maker]
         users = (*readers, *(value.savers or ()))
-        for user in users:
-            if chunk_of[user] != chunk_of[maker]:
-                return None
-        key = (
-            kinds[maker],
-            self.layout.model.component(maker).outputs.index(value.name),
-            value.savers is None,
-            tuple([self.place[user] - begin for user in users]),
-            tuple([kinds[reader] for reader in readers]),
-        )
+        if any(chunk_of[user] != chunk_of[maker] for user in users):
+            return None
+        distances = tuple([self.place[user] - begin for user in users])
+        output = self.layout.model.component(maker).outputs.index(value.name)
+        key = kinds[maker], output, value.savers is None, distances, tuple([kinds[reader] for reader in readers])
         return self.kept.value_kinds.setdefault(key, len(self.kept.value_kinds))
 
 
@@ -835,18 +787,13 @@ class Pipeline:
     links: tuple[StageLink, ...] = ()
 
     def actions(self, rank: int) -> Sequence[Action]:
-        """Of one rank, in order: the clock of its messages."""
+        """The actions of one rank, in order: the clock of its messages."""
         return pipeline_actions(self.order, rank, self.ranks, self.microbatches, self.chunks)
 
     @property
     def backward(self) -> Phase:
         """The phase that hands on gradients."""
-        return Phase.BACKWARD_INPUT if PIPELINE_ORDERS[self.order].halves else Phase.BACKWARD
-
-    @property
-    def last_backward(self) -> Phase:
-        """The phase that ends a backward."""
-        return Phase.BACKWARD_WEIGHT if PIPELINE_ORDERS[self.order].halves else Phase.BACKWARD
+        return PIPELINE_ORDERS[self.order].phases[1]
 
     def links_of(self, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
         """The links that end on a rank, and those that begin there, ascending."""
@@ -856,7 +803,7 @@ class Pipeline:
 
 
 def messages(layout: PlanIndex, names: Iterable[str], shard: int) -> Iterator[Message]:
-    """Those of the values `names` at one place on the tp axis."""
+    """The messages of the values `names` at one place on the tp axis."""
     tp, halves = layout.plan.mesh.tp, PIPELINE_ORDERS[layout.plan.pipeline_order].halves
     for name in names:
         value, home = layout.model.value[name], layout.stage_of_value[name]
@@ -875,12 +822,8 @@ def messages(layout: PlanIndex, names: Iterable[str], shard: int) -> Iterator[Me
 
 
 def pipeline_of(layout: PlanIndex, shard: int, place: int | None = None) -> Pipeline:
-    """The pipeline of a plan with the links of one tp rank.
-
-    Args:
-        layout: the plan and its model. shard: place on the tp axis.
-        place: on the pp axis, if the links that begin or end there are enough.
-    """
+    """The pipeline of a plan with the links of the tp rank `shard`; only those that begin or end at a place on the pp axis,
+    where that is given."""
     plan = layout.plan
     names = [value.name for value in layout.model.values] if place is None else layout.values_at[place]
     links = {message.link for message in messages(layout, names, shard)}
@@ -950,11 +893,7 @@ class MessageGroup(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def message_groups(pipeline: Pipeline, source: int, target: int) -> tuple[MessageGroup, ...]:
-    """What one rank sends another one in a step, in order.
-
-    Args:
-        pipeline: with its links. source, target: ranks of the pipeline.
-    """
+    """What one rank of a pipeline sends another one in a step, in order."""
     place = rank_of_stage(pipeline.order, pipeline.ranks, pipeline.chunks)
     links = [link for link in pipeline.links if (place[link.source], place[link.target]) == (source, target)]
     if not links:
@@ -985,8 +924,7 @@ def ends(pipeline: Pipeline, *, sends_wait: bool = True) -> bool:
     all shipped orders do. Steps of more than `MOST_CHECKED` actions of shipped orders without chunks are not walked through.
 
     Args:
-        pipeline: with its links. sends_wait: an action that follows one which makes a group waits until the group before is
-            sent.
+        sends_wait: an action that follows one which makes a group waits until the group before is sent.
     """
     lengths = [len(pipeline.actions(rank)) for rank in range(pipeline.ranks)]
     if pipeline.chunks == 1 and sum(lengths) > MOST_CHECKED:
@@ -1039,11 +977,7 @@ class FewActions(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def few_actions(order: str, place: int, ranks: int, microbatches: int, chunks: int) -> FewActions:
-    """Fewer actions in which buckets come and go as in all of them.
-
-    Args:
-        order: of a pipeline. place: in it. ranks, chunks: of the pipeline. microbatches: per step.
-    """
+    """Fewer actions of a place of a pipeline, in which buckets come and go as in all of them."""
     every = pipeline_actions(order, place, ranks, microbatches, chunks)
     actions = pipeline_actions(order, place, ranks, few_rounds(order, ranks, microbatches), chunks)
     numbers = [in_few_rounds(order, ranks, microbatches, action.microbatch) for action in every]
@@ -1064,23 +998,19 @@ def _stand_for(actions: Sequence[Action]) -> list[int]:
     phases = [action.phase for action in actions]
     standing: list[int] = []
     while (first := len(standing)) < len(phases):
-        repeats, period = _repeats(phases, first)
+        for period in (1, 2):  # one action repeats, or two in turn
+            unit, repeats = phases[first : first + period], 1
+            while phases[first + repeats * period : first + (repeats + 1) * period] == unit:
+                repeats += 1
+            if repeats > REPEATS:
+                break
+        else:
+            repeats, period = 1, 1
         for repeat in range(repeats):
             inner = REPEATS // 2 <= repeat < repeats - REPEATS // 2
             other = first + (REPEATS // 2 if inner else repeat) * period
             standing += range(other, other + period)
     return standing
-
-
-def _repeats(phases: Sequence[Phase], first: int) -> tuple[int, int]:
-    """How often what begins there repeats, and its actions: one, or two in turn. (1, 1) where it repeats too seldom."""
-    for period in (1, 2):
-        unit, repeats = phases[first : first + period], 1
-        while phases[first + repeats * period : first + (repeats + 1) * period] == unit:
-            repeats += 1
-        if repeats > REPEATS:
-            return repeats, period
-    return 1, 1
 
 
 Counts = NDArray[np.int64]
@@ -1171,7 +1101,7 @@ def _action_lifetimes(
     actions = pipeline.actions(rank)
     at = {action: number for number, action in enumerate(actions)}
     for number, (stage, phase, microbatch) in enumerate(actions):
-        last = at[Action(stage, pipeline.last_backward, microbatch)]
+        last = at[Action(stage, PIPELINE_ORDERS[pipeline.order].phases[-1], microbatch)]
         if phase is Phase.FORWARD:
             yield Lifetime(("alive", chunk_of[stage]), number, last)
             yield Lifetime(("unread", chunk_of[stage]), 0, number - 1)
@@ -1192,8 +1122,8 @@ def _action_lifetimes(
 
 
 def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[StageLink]) -> HeldMoments:
-    """Of a stage that is not synchronised with the others: in a step one forward of a new batch, then one backward of an older
-    one. There is room for the gradient of a step from its beginning.
+    """The moments of a stage that is not synchronised with the others: in a step one forward of a new batch, then one backward
+    of an older one. There is room for the gradient of a step from its beginning.
 
     Args:
         held: batches that it has run forward and not backward, at the fullest moment. inward, outward: links of its rank.
@@ -1218,27 +1148,26 @@ def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[
 # --- buckets that are whole for a while (ZeRO 2 and 3), by use --------------------------------------------------------
 
 
-def bucket_lifetimes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Bucket]) -> Iterator[Lifetime]:
-    """When buckets are whole on their ranks.
+def bucket_bytes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Bucket]) -> list[float]:
+    """Bytes of the buckets that are whole on their ranks while each use runs: a prefix sum over their windows.
 
     Gradients are there from the first backward that adds to them until the computation that waits for their reduce_scatter, or
     for a later one of the same group. While they are being sent, there is room for this rank's part of the sum too. Parameters
     are there from the computation beside which they are gathered to the last one that needs them.
 
     Args:
-        layout: the plan and its model. uses: computations of a place on the pp axis, which are the clock. buckets: of a rank.
-
-    Yields:
-        Lifetimes of (what, number of the bucket, microbatch): "gradients" of the microbatch while they are whole, "sums" (room
-        for this rank's part of their sum), or "parameters", gathered for that microbatch first.
+        uses: computations of a place on the pp axis. buckets: of a rank there.
     """
-    sizes = {bucket.number: bucket.padded_bytes for bucket in buckets}
+    sizes, changes = {bucket.number: bucket.padded_bytes for bucket in buckets}, [0.0] * (len(uses) + 1)
     for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes, in_order=False):
-        number, microbatch, size = bucket.number, uses[first].microbatch, sizes[bucket.number]
-        yield Lifetime(("gradients", number, microbatch), first, freed, size)
-        yield Lifetime(("sums", number, microbatch), last + 1, freed, size // len(bucket.group))
-    for bucket, _, ahead, first, last, _ in parameter_windows(layout, uses, sizes, in_order=False):
-        yield Lifetime(("parameters", bucket.number, uses[first].microbatch), ahead, last, sizes[bucket.number])
+        size, part = sizes[bucket.number], sizes[bucket.number] // len(bucket.group)
+        changes[first] += size
+        changes[last + 1] += part
+        changes[freed + 1] -= size + part
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, sizes, in_order=False):
+        changes[ahead] += sizes[bucket.number]
+        changes[last + 1] -= sizes[bucket.number]
+    return list(accumulate(changes[:-1]))
 
 
 # --- what the executor does between two computations ------------------------------------------------------------------
@@ -1274,12 +1203,9 @@ class BucketRooms:
 
 
 def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
-    """When a rank gives up buckets that are whole for a while, and makes room for parameters (`bucket_lifetimes`).
+    """When a rank gives up buckets that are whole for a while, and makes room for parameters, as `bucket_bytes` counts them.
 
-    The first backward that adds to gradients makes the room for them.
-
-    Args:
-        tasks: of the rank, in issue order. layout: of the plan. rank: global number.
+    The first backward that adds to gradients makes the room for them. `tasks`: of the rank, in issue order.
     """
     rooms = BucketRooms()
     if layout.plan.zero_stage < 2:
@@ -1295,18 +1221,19 @@ def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
             updates.append(task.index)
     uses = uses_of(layout, layout.plan.stage_of_rank(rank))
     here = [number for number, use in enumerate(uses) if use in computed]
-    for (what, bucket, microbatch), born, freed, _ in bucket_lifetimes(layout, uses, layout.rank_buckets(rank)):
-        begins, ends = bisect_left(here, born), bisect_right(here, freed)
-        behind = computed[uses[here[begins - 1]]] if begins else None
-        if what == "parameters":
-            (rooms.first_parameters if behind is None else rooms.at(behind).beginning_parameters).append(bucket)
-            rooms.at(computed[uses[here[ends - 1]]]).ending_parameters.append(bucket)
-        elif what == "sums":
-            assert behind is not None
-            rooms.at(behind).ending_gradients.append((bucket, microbatch))
-            before = [computed[uses[number]] for number in here[ends : ends + 1]] or updates[:1]
-            for index in before:
-                rooms.at(index).forgotten.append((bucket, microbatch))
+    tasks_here = [computed[uses[number]] for number in here]
+    numbers = {bucket.number for bucket in layout.rank_buckets(rank)}
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, numbers, in_order=False):
+        begins, ends = bisect_left(here, ahead), bisect_right(here, last)
+        beginning = rooms.at(tasks_here[begins - 1]).beginning_parameters if begins else rooms.first_parameters
+        beginning.append(bucket.number)
+        rooms.at(tasks_here[ends - 1]).ending_parameters.append(bucket.number)
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, numbers, in_order=False):
+        key = bucket.number, uses[first].microbatch
+        rooms.at(tasks_here[bisect_right(here, last) - 1]).ending_gradients.append(key)
+        ends = bisect_right(here, freed)
+        for index in tasks_here[ends : ends + 1] or updates[:1]:
+            rooms.at(index).forgotten.append(key)
     return rooms
 
 
@@ -1328,8 +1255,7 @@ class MessageRooms:
 def message_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> MessageRooms:
     """When a rank makes room for what other stages send, and gives up what it sends (`receive_rooms`, `send_ends`).
 
-    Args:
-        tasks: of the rank, in issue order. layout: of the plan. rank: global number.
+    `tasks`: of the rank, in issue order.
     """
     streams: dict[str, list[Task]] = {}
     for task, stream, _ in tasks:
@@ -1402,8 +1328,8 @@ class _Computations:
         the two stages and the microbatch."""
         groups: list[tuple[tuple[int, int, int], list[Task]]] = []
         for task in stream:
-            link = self._link(task)
             assert task.origin.microbatch is not None
+            link = self._link(task)
             key = (link.source, link.target, task.origin.microbatch)
             if not groups or groups[-1][0] != key:
                 groups.append((key, []))

@@ -67,11 +67,7 @@ def lower(
 
 
 def step_graphs(layout: PlanIndex) -> Iterator[TaskGraph]:
-    """The graphs of all rounds of a cycle; of a plan whose steps are alike, that of its step.
-
-    Args:
-        layout: of the plan.
-    """
+    """The graphs of all rounds of a cycle; of a plan whose steps are alike, that of its step."""
     rule = layout.plan.synchronisation
     for number in rule.cycle(layout.plan.mesh.dp) if rule.mixes else (0,):
         yield lower(layout.plan, layout.model, layout, mixing_round=number)

@@ -16,7 +16,7 @@ from parsim.errors import PlanError
 from parsim.model.component import Component, InnerExchange, Value
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
-from parsim.plans.layouts import Hop, Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
+from parsim.plans.layouts import Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.plan import Plan, check_plan
 from parsim.program.buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
@@ -43,54 +43,40 @@ class Divisions:
     """The results of the indexes of a Model, by the part of a plan from which they follow."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, dict[Hashable, dict[str, object]]] = OrderedDict()
+        self._results: OrderedDict[Hashable, dict[Hashable, dict[str, object]]] = OrderedDict()
 
     def of(self, plan: Plan) -> dict[FollowsFrom, dict[str, object]]:
-        """By part of the plan and by name; whoever works something out puts it there.
-
-        Args:
-            plan: of the model that keeps this.
-        """
-        stages = tuple([(stage.components, stage.placements) for stage in plan.stages])
-        division = plan.mesh, plan.pipeline_order, stages
-        known = self._known.setdefault(division, {})
-        self._known.move_to_end(division)
-        if len(self._known) > MOST:
-            self._known.popitem(last=False)
+        """The results for a plan of the model that keeps this, by part of the plan and by name; whoever works something out
+        puts it there."""
+        division = plan.mesh, plan.pipeline_order, tuple([(stage.components, stage.placements) for stage in plan.stages])
+        results = self._results.setdefault(division, {})
+        self._results.move_to_end(division)
+        if len(self._results) > MOST:
+            self._results.popitem(last=False)
         in_microbatches = plan.zero_stage >= 2
         return {
-            "division": known.setdefault((), {}),
-            "recomputed": known.setdefault((plan.recompute, plan.segments), {}),
-            "buckets": known.setdefault((plan.bucket_bytes, in_microbatches), {}),
-            "zero": known.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
+            "division": results.setdefault((), {}),
+            "recomputed": results.setdefault((plan.recompute, plan.segments), {}),
+            "buckets": results.setdefault((plan.bucket_bytes, in_microbatches), {}),
+            "zero": results.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
         }
 
     def forget(self) -> None:
-        """As if no plan had been indexed."""
-        self._known.clear()
+        """Begin anew, as if no plan had been indexed."""
+        self._results.clear()
 
     def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
         """Not sent to other processes."""
         return Divisions, ()
 
 
-def divisions_of(model: Model, plan: Plan) -> dict[FollowsFrom, dict[str, object]]:
-    """What earlier indexes of the model have worked out for this plan."""
-    return model.remembered(Divisions).of(plan)
-
-
-class shared:
+def shared(part: FollowsFrom) -> Callable[[Callable[[Any], T]], SharedProperty[T]]:
     """A property of an index that is worked out once for all plans of a Model that agree in a part.
 
     Args:
         part: from which it follows, and from the Model, and nothing else.
     """
-
-    def __init__(self, part: FollowsFrom) -> None:
-        self._part: FollowsFrom = part
-
-    def __call__(self, work_out: Callable[[Any], T]) -> SharedProperty[T]:
-        return SharedProperty(self._part, work_out)
+    return lambda work_out: SharedProperty(part, work_out)
 
 
 class SharedProperty(Generic[T]):
@@ -114,12 +100,12 @@ class SharedProperty(Generic[T]):
     def __get__(self, index: PlacedModel | None, owner: type[object]) -> T | SharedProperty[T]:
         if index is None:
             return self
-        known = index.worked_out[self.part]
-        if self._name not in known:
-            known[self._name] = self.work_out(index)
-        found: Any = known[self._name]
-        index.__dict__[self._name] = found  # the next one who asks this index does not come here
-        return found  # type: ignore[no-any-return]
+        results: dict[str, Any] = index.worked_out[self.part]
+        if self._name not in results:
+            results[self._name] = self.work_out(index)
+        result: T = results[self._name]
+        index.__dict__[self._name] = result  # the next one who asks this index does not come here
+        return result
 
 
 class Reading(NamedTuple):
@@ -140,7 +126,7 @@ class PlacedModel:
     @cached_property
     def worked_out(self) -> dict[FollowsFrom, dict[str, object]]:
         """What indexes of the same model have worked out for plans that agree with this one, by what it follows from."""
-        return divisions_of(self.model, self.plan)
+        return self.model.remembered(Divisions).of(self.plan)
 
     def rank(self, stage: int, replica: int, shard: int = 0) -> int:
         return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)
@@ -185,9 +171,9 @@ class PlacedModel:
     def inside(self, component: str) -> InnerExchange | None:
         """What a rank exchanges while it runs the component; None: nothing, so it is one task."""
         if component not in self._inside:
-            placement, whole = self.placement[component], self.model.component(component)
-            shard = None if whole.inside is None else narrow(whole, placement.rule, placement.ways)
-            self._inside[component] = None if shard is None else shard.inside
+            placement, every = self.placement[component], self.model.component(component)
+            is_alone = every.inside is None
+            self._inside[component] = None if is_alone else narrow(every, placement.rule, placement.ways).inside
         return self._inside[component]
 
     @shared("division")
@@ -269,15 +255,14 @@ class PlacedModel:
 
     @shared("recomputed")
     def _by_operator(self) -> frozenset[str]:
-        """Those that keep less so, as they are placed."""
-        return frozenset(
-            name for name in self.plan.recomputed_by_operator & self.differentiable if self._keeps_less_by_operator(name)
-        )
-
-    def _keeps_less_by_operator(self, name: str) -> bool:
-        component, placement = self.model.component(name), self.placement[name]
-        cut = placement.rule and placement.ways > 1
-        return component.selective is not None and (not cut or component.sharding(placement.rule).selective is not None)
+        """The components that keep less so, as they are placed."""
+        names = set()
+        for name in self.plan.recomputed_by_operator & self.differentiable:
+            component, placement = self.model.component(name), self.placement[name]
+            cut = placement.rule and placement.ways > 1
+            if component.selective and (not cut or component.sharding(placement.rule).selective):
+                names.add(name)
+        return frozenset(names)
 
     def segment_of(self, component: str) -> tuple[str, ...]:
         """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""
@@ -285,8 +270,8 @@ class PlacedModel:
 
     @shared("recomputed")
     def _segments(self) -> dict[str, tuple[str, ...]]:
-        kept = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
-        return {name: segment for segment in kept for name in segment}
+        segments = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
+        return {name: segment for segment in segments for name in segment}
 
     def is_remade(self, value: str, reader: str) -> bool:
         """Whether a recomputed reader gets the value from the second forward of its own segment."""
@@ -338,13 +323,13 @@ class PlacedModel:
     @shared("division")
     def readings(self) -> dict[str, tuple[Reading, ...]]:
         """Per value its readers, grouped by stage and layouts, in execution order of the first of each group."""
-        found: dict[str, tuple[Reading, ...]] = {}
+        readings: dict[str, tuple[Reading, ...]] = {}
         for value, names in self.consumers.items():
             groups: dict[tuple[int, ValueAndGradientLayout], list[str]] = {}
             for name in names:
                 groups.setdefault((self.stage_of[name], self.reads_in(name, value)), []).append(name)
-            found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
-        return found
+            readings[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
+        return readings
 
     def first_reader(self, value: str, reading: Reading) -> str:
         """The first component of a stage that reads a value in the layout of a reading, whatever gradient it makes."""
@@ -358,46 +343,42 @@ class PlacedModel:
     @shared("division")
     def values_at(self) -> dict[int, tuple[str, ...]]:
         """Per place on the pp axis the values that are made or read there, in the order of the model."""
-        found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
+        values: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
         for value in self.model.values:
             home = self.stage_of_value[value.name]
             for place in {reading.stage for reading in self.readings[value.name]} | ({home} if home is not None else set()):
-                found[place].append(value.name)
-        return {place: tuple(names) for place, names in found.items()}
+                values[place].append(value.name)
+        return {place: tuple(names) for place, names in values.items()}
 
     def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
         """The values of the batch that a rank's components read, and in which layouts."""
         stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
-        found: dict[str, tuple[ValueLayout, ...]] = {}
+        batch: dict[str, tuple[ValueLayout, ...]] = {}
         for value in self.values_at[stage]:
-            if self.stage_of_value[value] is None:
-                layouts = dict.fromkeys(
-                    reading.ends.value
-                    for reading in self.readings[value]
-                    if reading.stage == stage and shard in reading.ends.value.holders(tp)
-                )
-                if layouts:
-                    found[value] = tuple(layouts)
-        return found
+            here = [reading.ends.value for reading in self.readings[value] if reading.stage == stage]
+            layouts = dict.fromkeys(layout for layout in here if shard in layout.holders(tp))
+            if self.stage_of_value[value] is None and layouts:
+                batch[value] = tuple(layouts)
+        return batch
 
     def batch_ways(self, rank: int) -> int:
         """How many neighbouring tp ranks load the same samples: enough for all that this rank's components read."""
-        layouts = [layout for found in self.batch_layouts(rank).values() for layout in found]
+        layouts = [layout for several in self.batch_layouts(rank).values() for layout in several]
         ways = max((layout.ways for layout in layouts), default=1)
         nested = all(ways % layout.ways == 0 for layout in layouts)
         return ways if nested else self.plan.mesh.tp
 
     def completed_readings(self, stage: int, name: str) -> tuple[tuple[str, Reading], ...]:
         """The values, each with the reading, whose gradient is complete once the backward of `name` has run in `stage`."""
-        found = []
+        completed = []
         for value in dict.fromkeys(self.model.component(name).inputs):
             if self.stage_of_value[value] is None or not self.model.value[value].differentiable:
                 continue
             for reading in self.readings[value]:
                 backward = [reader for reader in reading.components if reader in self.differentiable]
-                if reading.stage == stage and backward and backward[0] == name:
-                    found.append((value, reading))
-        return tuple(found)
+                if reading.stage == stage and backward[:1] == [name]:
+                    completed.append((value, reading))
+        return tuple(completed)
 
 
 # Components of a plan whose tasks differ by names and ranks alone, so that one of each kind is lowered.
@@ -417,33 +398,27 @@ MANY_READERS = 4
 
 
 class ComponentKinds:
-    """The kinds of a plan's components, by number of the component in the model.
-
-    Args:
-        layout: the plan and its model.
-    """
+    """The kinds of a plan's components, by number of the component in the model (`of`)."""
 
     def __init__(self, layout: PlacedModel) -> None:
         self._layout = layout
         self._number = layout.model.component_index
-        alone: dict[Hashable, int] = {}
-        own = [
-            alone.setdefault(self._signature(number, component), len(alone))
-            for number, component in enumerate(layout.model.components)
-        ]
-        among: dict[Hashable, int] = {}
+        self._places = [layout.stage_of[component.name] for component in layout.model.components]
+        self._layout_numbers: dict[str, int] = {}
+        self._shapes: dict[Hashable, int] = {}
+        self._firsts: dict[str, frozenset[int]] = {}
+        numbered = list(enumerate(layout.model.components))
+        signatures: dict[Hashable, int] = {}
+        alone = [signatures.setdefault(self._signature(*pair), len(signatures)) for pair in numbered]
+        kinds: dict[Hashable, int] = {}
         self.of = [
-            among.setdefault((own[number], *(own[other] for other in self._neighbours(number, component))), len(among))
-            for number, component in enumerate(layout.model.components)
+            kinds.setdefault((alone[pair[0]], *(alone[other] for other in self._neighbours(*pair))), len(kinds))
+            for pair in numbered
         ]
 
     def is_far(self, value: str) -> bool:
         """Whether a value is known by its name: it has many readers."""
         return len(self._layout.consumers[value]) > MANY_READERS
-
-    @cached_property
-    def _places(self) -> list[int]:
-        return [self._layout.stage_of[component.name] for component in self._layout.model.components]
 
     def known_by_number(self, number: int) -> frozenset[int]:
         """Components in whose pieces a component waits for a value with many readers, unless they are its neighbours too."""
@@ -460,8 +435,8 @@ class ComponentKinds:
         """Who makes a value, and who puts its parts together for all that read it so, beside the reader itself."""
         producer = self._layout.model.value[value].producer
         assert producer is not None
-        found = [self._number[producer], self._number[self._layout.first_reader(value, self._reading(component, value))]]
-        return [other for other in found if other != number]
+        joiner = self._layout.first_reader(value, self._reading(component, value))
+        return [other for other in (self._number[producer], self._number[joiner]) if other != number]
 
     def _neighbours(self, number: int, component: Component) -> Iterator[int]:
         """Components in whose tasks those of this one wait, or may; one several times where several values lead to it."""
@@ -482,7 +457,7 @@ class ComponentKinds:
     def _signature(self, number: int, component: Component) -> Hashable:
         layout, name, place = self._layout, component.name, self._places[number]
         by_operator = component.selective if layout.recomputes_by_operator(name) else None
-        own = (
+        work = (
             layout.model.work_kind[name],
             layout.placement[name],
             name in layout.differentiable,
@@ -494,7 +469,7 @@ class ComponentKinds:
         )
         reads = tuple([self._read(number, component, value, place) for value in component.inputs])
         makes = tuple([value if self.is_far(value) else self._laid_out(value) for value in component.outputs])
-        return own, reads, makes
+        return work, reads, makes
 
     def _read(self, number: int, component: Component, name: str, place: int) -> Hashable:
         layout, value = self._layout, self._layout.model.value[name]
@@ -513,7 +488,7 @@ class ComponentKinds:
 
     def _laid_out(self, name: str) -> int:
         """A number, equal for values with few readers that are laid out alike: seen from their makers, all that is theirs."""
-        if name not in self._known:
+        if name not in self._layout_numbers:
             value, layout = self._layout.model.value[name], self._layout
             assert value.producer is not None
             maker = self._number[value.producer]
@@ -522,25 +497,17 @@ class ComponentKinds:
                 for reading in layout.readings[name]
             )
             shape = value.bytes_per_sample, value.fixed_bytes, value.differentiable, layout.source[name], readings
-            self._known[name] = self._shapes.setdefault(shape, len(self._shapes))
-        return self._known[name]
+            self._layout_numbers[name] = self._shapes.setdefault(shape, len(self._shapes))
+        return self._layout_numbers[name]
 
     @cached_property
     def _loading(self) -> dict[int, frozenset[int]]:
         """Per place on the pp axis, which of its tp ranks load a batch."""
-        found: dict[int, set[int]] = {}
+        loading: dict[int, set[int]] = {}
         for value in self._layout.model.values:
             for reading in self._layout.readings[value.name] if value.producer is None else ():
-                found.setdefault(reading.stage, set()).update(reading.ends.value.holders(self._layout.plan.mesh.tp))
-        return {place: frozenset(ranks) for place, ranks in found.items()}
-
-    @cached_property
-    def _known(self) -> dict[str, int]:
-        return {}
-
-    @cached_property
-    def _shapes(self) -> dict[Hashable, int]:
-        return {}
+                loading.setdefault(reading.stage, set()).update(reading.ends.value.holders(self._layout.plan.mesh.tp))
+        return {place: frozenset(ranks) for place, ranks in loading.items()}
 
     def _readers(self, number: int, reading: Reading) -> tuple[tuple[int, bool], ...]:
         """How far each reader is away, and whether it has a backward."""
@@ -551,18 +518,14 @@ class ComponentKinds:
         return next(reading for reading in self._layout.readings[value] if component.name in reading.components)
 
     def _first_of(self, value: Value) -> frozenset[int]:
-        """Of every reading the first reader, and the first with a backward. Who puts parts together is such a first reader."""
+        """The first reader of every reading, and the first with a backward. Who puts parts together is such a first reader."""
         if value.name not in self._firsts:
-            found: set[int] = set()
+            names: list[str] = []
             for reading in self._layout.readings[value.name]:
                 backward = [reader for reader in reading.components if reader in self._layout.differentiable]
-                found.update(self._number[reader] for reader in (reading.components[0], *backward[:1]))
-            self._firsts[value.name] = frozenset(found)
+                names += [reading.components[0], *backward[:1]]
+            self._firsts[value.name] = frozenset(map(self._number.__getitem__, names))
         return self._firsts[value.name]
-
-    @cached_property
-    def _firsts(self) -> dict[str, frozenset[int]]:
-        return {}
 
 
 # An index of one plan of one model: what `PlacedModel` says, and who holds parameters and sums their gradients.
@@ -584,49 +547,38 @@ class PlanIndex(PlacedModel):
         plan = self.plan
         check_plan(plan, self.model)
         check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
-        if self.plan.is_mixed:
-            self._check_conversions()
-
-    def _check_conversions(self) -> None:
-        """Every value can be cut as its way from layout to layout asks."""
-        samples = self.plan.microbatch_samples
-        for value, reading, pieces in self._cuts:
+        for value, reading, pieces in self._cuts if plan.is_mixed else ():
             if pieces is None:
                 raise PlanError(
                     f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
                     f"another layout than {value.producer} makes it in; place them alike"
                 )
-            if samples % pieces:
+            if plan.microbatch_samples % pieces:
                 raise PlanError(
                     f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
-                    f"which a microbatch of {samples} samples does not divide into. Use fewer microbatches, or place "
-                    f"{value.producer} and {reading.components[0]} the same way"
+                    f"which a microbatch of {plan.microbatch_samples} samples does not divide into. Use fewer microbatches, "
+                    f"or place {value.producer} and {reading.components[0]} the same way"
                 )
 
     @shared("division")
     def _cuts(self) -> tuple[tuple[Value, Reading, int | None], ...]:
         """Values that are cut on the way to a reading, and into how many pieces of the batch; None: it cannot be cut."""
-        tp, found = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
-        for value in self.model.values:
-            for reading in self.readings[value.name]:
-                hops = self._hops_of(value.name, reading)
-                if value.batch_first and value.bytes_per_sample:
-                    pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
-                    if pieces > 1:
-                        found.append((value, reading, pieces))
-                elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
-                    found.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
-        return tuple(found)
-
-    def _hops_of(self, value: str, reading: Reading) -> tuple[Hop, ...]:
-        """All that changes the layout of a value and of its gradient between its maker and a reading."""
-        if value not in self.source:
-            return ()
-        made, tp = self.source[value], self.plan.mesh.tp
-        hops = conversion(made.value, reading.ends.value, tp)
-        if self.model.value[value].differentiable:
-            hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
-        return hops
+        tp, cuts = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
+        pairs = [(value, reading) for value in self.model.values for reading in self.readings[value.name]]
+        for value, reading in pairs:
+            if value.name not in self.source:
+                continue
+            made = self.source[value.name]
+            hops = conversion(made.value, reading.ends.value, tp)
+            if value.differentiable:
+                hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
+            if value.batch_first and value.bytes_per_sample:
+                pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
+                if pieces > 1:
+                    cuts.append((value, reading, pieces))
+            elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
+                cuts.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
+        return tuple(cuts)
 
     @shared("recomputed")
     def kinds(self) -> ComponentKinds:
@@ -650,42 +602,37 @@ class PlanIndex(PlacedModel):
         """What the rank holds of every parameter it has, each once."""
         place, shard = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)
         if (place, shard) not in self._held:
-            found: dict[str, HeldParameter] = {}
+            held: dict[str, HeldParameter] = {}
             for name in self._rank_components[place, shard]:
                 component = self.model.component(name)
                 for parameter in component.parameters:
-                    if parameter.name not in found:
-                        found[parameter.name] = hold(component, self.placement[name], parameter, shard)
-            self._held[place, shard] = tuple(found.values())
+                    if parameter.name not in held:
+                        held[parameter.name] = hold(component, self.placement[name], parameter, shard)
+            self._held[place, shard] = tuple(held.values())
         return self._held[place, shard]
 
     @shared("buckets")
     def buckets(self) -> Buckets:
-        """See `gradient_buckets`."""
+        """The buckets of the plan's gradients, by number."""
         return gradient_buckets(self.plan, self.model, self.placement, self.holders)
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether the model has frozen parameters."""
-        return len(self.model.trainable_parameters) < len(self.model.parameters)
 
     @shared("buckets")
     def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
         """By rank the frozen parameters, or pieces, of which it is the first holder."""
-        found: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
-        for group in gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True):
-            found[group.group[0]] += group.parameters
-        return {rank: tuple(parameters) for rank, parameters in found.items()}
+        frozen: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
+        for bucket in gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True):
+            frozen[bucket.group[0]] += bucket.parameters
+        return {rank: tuple(parameters) for rank, parameters in frozen.items()}
 
     @shared("buckets")
     def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
-        """Of ranks that were asked for."""
         return {}
 
     def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that hold the gradients of a rank's parameters."""
         if rank not in self._rank_buckets:
-            self._rank_buckets[rank] = tuple(self.buckets.having(lambda group: rank in group))
+            places = self.buckets.places(lambda group: rank in group)
+            self._rank_buckets[rank] = tuple([self.buckets.of(family, place) for family, place in places])
         return self._rank_buckets[rank]
 
     def is_divided(self, bucket: Bucket) -> bool:
@@ -693,7 +640,7 @@ class PlanIndex(PlacedModel):
         return self.zero_stage_of(bucket) >= 1
 
     def zero_stage_of(self, bucket: Bucket) -> int:
-        """See `zero_stage`."""
+        """The ZeRO stage of a bucket, as `zero_stage` of its family."""
         return self.zero_stage(bucket.family, len(bucket.group))
 
     def zero_stage(self, family: BucketFamily, ranks: int) -> int:
@@ -707,8 +654,7 @@ class PlanIndex(PlacedModel):
             return self.plan.zero_stage
         if family.begin not in self._zero_stages:
             users = [name for parameter in family.first for name in self._users[parameter.name]]
-            alone = len({self.chunk_of[name] for name in users}) == 1
-            divided = alone and not self.differentiable.isdisjoint(users)
+            divided = len({self.chunk_of[name] for name in users}) == 1 and not self.differentiable.isdisjoint(users)
             self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
         return self._zero_stages[family.begin]
 
@@ -717,12 +663,12 @@ class PlanIndex(PlacedModel):
         return -(-family.elements // ranks) if self.zero_stage(family, ranks) else family.elements
 
     def updated_bytes(self, family: BucketFamily, ranks: int) -> int:
-        """Of the gradients that each of these ranks updates with, and of the parameters that it then has."""
+        """Bytes of the gradients that each of these ranks updates with, and of the parameters that it then has."""
         return family.padded_bytes(ranks) // ranks if self.zero_stage(family, ranks) else family.size_bytes
 
     @shared("zero")
     def _zero_stages(self) -> dict[int, int]:
-        """Of families that were asked for, by their first bucket."""
+        """By the first bucket of families that were asked for."""
         return {}
 
     @shared("zero")
@@ -732,13 +678,11 @@ class PlanIndex(PlacedModel):
 
     @shared("zero")
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
-        found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
+        buckets: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
         for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
-            if self.zero_stage_of(bucket) >= 2:
-                for parameter in bucket.first:
-                    for name in self._users[parameter.name]:
-                        found[name][bucket.number] = bucket
-        return {name: tuple(buckets.values()) for name, buckets in found.items()}
+            for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
+                buckets[name][bucket.number] = bucket
+        return {name: tuple(by_number.values()) for name, by_number in buckets.items()}
 
     def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
         """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
@@ -749,24 +693,19 @@ class PlanIndex(PlacedModel):
         """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
         key = family.begin, stage
         if key not in self._completing:
-            self._completing[key] = self._completed_by(family, stage)
+            order, last = self.model.component_index, dict[int, str]()  # of the backward: the first of the forward, by chunk
+            for name in (name for parameter in family.first for name in self._users[parameter.name]):
+                if self.stage_of[name] == stage and name in self.differentiable:
+                    first = last.setdefault(self.chunk_of[name], name)
+                    if order[name] < order[first]:
+                        last[self.chunk_of[name]] = name
+            self._completing[key] = tuple(last[chunk] for chunk in sorted(last))
         return self._completing[key]
 
     @shared("buckets")
     def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Of families that were asked for, by their first bucket and stage."""
+        """By the first bucket and the stage of families that were asked for."""
         return {}
-
-    def _completed_by(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
-        found: dict[int, str] = {}
-        users, stage_of, differentiable, order = self._users, self.stage_of, self.differentiable, self.model.component_index
-        for parameter in family.first:
-            for name in users[parameter.name]:
-                if stage_of[name] == stage and name in differentiable:
-                    first = found.setdefault(self.chunk_of[name], name)
-                    if first != name and order[name] < order[first]:
-                        found[self.chunk_of[name]] = name
-        return tuple(found.values()) if len(found) < 2 else tuple(found[chunk] for chunk in sorted(found))
 
     def users_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The components that use a bucket's parameters, each once."""

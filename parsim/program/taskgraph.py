@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from typing import Any
 
@@ -64,9 +64,9 @@ class TaskGraph:
             object.__setattr__(self, "issue_order", {key: tuple(value) for key, value in listed.items()})
             return
         for resource in listed.keys() | self.issue_order.keys():
-            given, needed = self.issue_order.get(resource, ()), listed.get(resource, [])
-            if sorted(given) != sorted(needed):
-                raise GraphError(f"{resource} issues tasks {sorted(given)}, but the tasks that use it are {needed}")
+            issued, needed = self.issue_order.get(resource, ()), listed.get(resource, [])
+            if sorted(issued) != sorted(needed):
+                raise GraphError(f"{resource} issues tasks {sorted(issued)}, but the tasks that use it are {needed}")
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -78,15 +78,12 @@ class TaskGraph:
         for order in self.issue_order.values():
             for earlier, later in itertools.pairwise(order):
                 before[later].add(earlier)
-        return [sorted(entry) for entry in before]
+        return [sorted(indices) for indices in before]
 
 
 @singledispatch
 def work_text(work: Work) -> str:
     """The short text of a piece of work in printed graphs; `parse_work` reads it back.
-
-    Args:
-        work: of any kind with a registered text form.
 
     Raises:
         GraphError: the kind has no text form.
@@ -146,14 +143,7 @@ def _(work: HostUpdate) -> str:
 
 
 def parse_work(text: str) -> Work:
-    """Inverse of `work_text`.
-
-    Args:
-        text: of one piece of work.
-
-    Raises:
-        GraphError: the text is not a piece of work.
-    """
+    """The inverse of `work_text`. Raises GraphError for any other text."""
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
         elements, tensors, whose, optimizer = match.groups(default="")
         return OptimizerStep(elements=int(elements), tensors=int(tensors), update_group=whose, optimizer=optimizer)
@@ -205,9 +195,6 @@ def to_text(graph: TaskGraph) -> str:
     """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
 
     Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
-
-    Args:
-        graph: to print.
     """
     lines = [f"world_size {graph.world_size}"]
     listed: dict[Resource, list[int]] = {}
@@ -230,14 +217,7 @@ def to_text(graph: TaskGraph) -> str:
 
 
 def from_text(text: str) -> TaskGraph:
-    """Inverse of `to_text`.
-
-    Args:
-        text: of a graph.
-
-    Raises:
-        GraphError: a line that cannot be read; the message shows it.
-    """
+    """The inverse of `to_text`. Raises GraphError for a line that cannot be read; the message shows it."""
     tasks: list[Task] = []
     order: dict[Resource, tuple[int, ...]] = {}
     world_size = 0
@@ -252,10 +232,8 @@ def from_text(text: str) -> TaskGraph:
                 tasks.append(_parse_task(line))
         except (ValueError, TypeError, IndexError, KeyError, PlanError) as error:
             raise GraphError(f"cannot read line {line!r}: {error}; write it as to_text prints it") from error
-    default = TaskGraph(tasks=tuple(tasks), world_size=world_size)
-    return (
-        TaskGraph(tasks=tuple(tasks), world_size=world_size, issue_order={**default.issue_order, **order}) if order else default
-    )
+    graph = TaskGraph(tasks=tuple(tasks), world_size=world_size)
+    return replace(graph, issue_order={**graph.issue_order, **order}) if order else graph
 
 
 def _parse_task(line: str) -> Task:
@@ -283,10 +261,10 @@ def in_order(before: Sequence[Sequence[int]]) -> list[int]:
     Args:
         before: per index the indices that precede it.
     """
-    waiting = [len(entry) for entry in before]
+    waiting = [len(indices) for indices in before]
     after: list[list[int]] = [[] for _ in before]
-    for index, entry in enumerate(before):
-        for earlier in entry:
+    for index, indices in enumerate(before):
+        for earlier in indices:
             after[earlier].append(index)
     ready = [index for index, count in enumerate(waiting) if count == 0]
     for index in ready:
@@ -298,15 +276,11 @@ def in_order(before: Sequence[Sequence[int]]) -> list[int]:
 
 
 def rank_tasks(graph: TaskGraph, rank: int) -> RankTasks:
-    """The tasks of one rank, in issue order.
-
-    Args:
-        graph: of all ranks. rank: global number.
-    """
+    """The tasks of one rank, in issue order."""
     local = [task for task in graph.tasks if rank in task.ranks]
     indices = {task.index for task in local}
-    found: RankTasks = []
+    tasks: RankTasks = []
     for task in local:
         stream = next(resource.stream for resource in task.resources if resource.rank == rank)
-        found.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
-    return found
+        tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
+    return tasks

@@ -14,8 +14,9 @@ group, on which the price depends, and their place in the queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -24,13 +25,13 @@ import numpy as np
 from parsim.errors import GraphError
 from parsim.model.model import Model
 from parsim.numeric import Ints
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, RaggedTable, Unit, Units, columns_of
 from parsim.program.draft import Draft, TaskKey
 from parsim.program.fold import Folding, unfolded
 from parsim.program.lower import PASSES_AT_THE_END, lower
-from parsim.program.passes.compute import add_component, add_loads, computations, phases_of
+from parsim.program.passes.compute import add_component, add_loads, computations
 from parsim.program.passes.rounds import add_round
 from parsim.program.placed import PlanIndex
 from parsim.program.task import Origin, Resource, Task
@@ -95,28 +96,27 @@ class Pieces:
         self._layout = layout
         self._kept = kept
         self._number = layout.model.component_index
+        self._kinds = layout.kinds
         self.loads = {place: self._draft() for place in range(layout.plan.mesh.pp)}
         for place, draft in self.loads.items():
             add_loads(draft, layout, place, 0)
-        self._kinds = layout.kinds
         self.sequences = {
-            (stage, phase): [(own, self._number[name]) for own, name in computations(layout, stage, phase)]
+            (stage, phase): [(task_phase, self._number[name]) for task_phase, name in computations(layout, stage, phase)]
             for stage in range(len(layout.plan.stages))
-            for phase in phases_of(layout.plan)
+            for phase in PIPELINE_ORDERS[layout.plan.pipeline_order].phases
         }
         self._lowered: dict[tuple[Phase, int], Draft] = {}
         self._where: dict[TaskKey, _Place] = {}
         self._pieces: dict[tuple[Phase, int], LoweredPiece] = {}
         self._phases: dict[int, list[Phase]] = {}
         self._offsets: dict[TaskKey, int | None] = {}
-        for pair in (pair for sequence in self.sequences.values() for pair in sequence):
-            own, number = pair
-            self._phases.setdefault(number, []).append(own)
-            kind = own, self._kinds.of[number]
+        for phase, number in chain.from_iterable(self.sequences.values()):
+            self._phases.setdefault(number, []).append(phase)
+            kind = phase, self._kinds.of[number]
             if kind not in self._pieces:
-                self._pieces[kind] = LoweredPiece(number, self._lower(own, number))
-        for (own, _), piece in list(self._pieces.items()):
-            self._resolve(own, piece)
+                self._pieces[kind] = LoweredPiece(number, self._lower(phase, number))
+        for (phase, _), piece in list(self._pieces.items()):
+            self._resolve(phase, piece)
 
     def of(self, phase: Phase, component: int) -> LoweredPiece:
         """The piece that stands for that of a component (by number in the model)."""
@@ -130,27 +130,26 @@ class Pieces:
         """
         number = self._number[name]
         piece = self.of(phase, number)
-        place = phase, piece.component, rank + self._ranks_between(number, piece.component), *part
+        first, stage_of, mesh = (
+            self._layout.model.components[piece.component].name,
+            self._layout.stage_of,
+            self._layout.plan.mesh,
+        )
+        there = rank + (stage_of[first] - stage_of[name]) * mesh.copies * mesh.tp
+        place = phase, piece.component, there, *part
         if place not in self._offsets:
-            first = self._layout.model.components[piece.component].name
-            key = (phase, place[2], first, 0, *part)
+            key = (phase, there, first, 0, *part)
             self._offsets[place] = piece.draft.number(key) if key in piece.draft else None
         return self._offsets[place]
 
     def _draft(self) -> Draft:
         return Draft(world_size=self._layout.plan.world_size, ranks=self._kept)
 
-    def _ranks_between(self, first: int, second: int) -> int:
-        """From the ranks of one component to those of another."""
-        places, components = self._layout.stage_of, self._layout.model.components
-        mesh = self._layout.plan.mesh
-        return (places[components[second].name] - places[components[first].name]) * mesh.copies * mesh.tp
-
     def _lower(self, phase: Phase, number: int) -> Draft:
         if (phase, number) not in self._lowered:
             self._lowered[phase, number] = draft = self._draft()
             add_component(draft, self._layout, 0, phase, self._layout.model.components[number].name, 0)
-            for offset, key in enumerate(draft.keys()):
+            for offset, key in enumerate(draft.numbers):
                 self._where[key] = _Place(phase, number, offset)
         return self._lowered[phase, number]
 
@@ -158,14 +157,13 @@ class Pieces:
         far = self._kinds.known_by_number(piece.component)
         for offset, (_, _, after) in enumerate(piece.draft.entries()):
             for key in after:
-                found = self._awaited(key, piece.component, far)
-                if found is None:
-                    if self._kept is None:
-                        raise GraphError(f"task {offset} of {phase} of a component depends on {key}, which no pass added")
-                    continue  # of a rank that another stands for: what that one does comes before, too
-                offsets, earlier = piece.waits.setdefault(found[0], ([], []))
-                offsets.append(offset)
-                earlier.append(found[1])
+                awaited = self._awaited(key, piece.component, far)
+                if awaited is not None:
+                    offsets, earlier = piece.waits.setdefault(awaited[0], ([], []))
+                    offsets.append(offset)
+                    earlier.append(awaited[1])
+                elif self._kept is None:  # else of a rank that another stands for: what that one does comes before, too
+                    raise GraphError(f"task {offset} of {phase} of a component depends on {key}, which no pass added")
 
     def _awaited(self, key: TaskKey, waiting: int, far: frozenset[int]) -> tuple[Awaited, int] | None:
         if key[0] == "load":
@@ -178,25 +176,17 @@ class Pieces:
             assert isinstance(name, str)
             number, offset = self._number[name], self.offset(phase, rank, name, part)
             return None if offset is None else (_awaited(phase, number, waiting, far), offset)
-        for number in self._may_send(key) if key not in self._where else ():
-            for phase in self._phases[number]:
-                self._lower(phase, number)
+        # a conversion or transfer: where no piece that was lowered has it, one of a component at an end of its value does
+        value = self._layout.model.value.get(str(key[1]))
+        if key not in self._where and value is not None and value.producer is not None:
+            is_far = self._kinds.is_far(value.name)  # then first readers are kinds of their own, so their pieces were lowered
+            for name in (value.producer, *(() if is_far else self._layout.consumers[value.name])):
+                for phase in self._phases[self._number[name]]:
+                    self._lower(phase, self._number[name])
         if key not in self._where:
             return None
         place = self._where[key]
         return _awaited(place.phase, place.component, waiting, far), place.offset
-
-    def _may_send(self, key: TaskKey) -> Iterator[int]:
-        """Components whose pieces may have the task of a key, which no piece has that was lowered: those at its value's ends.
-
-        First readers of a value with many are kinds of their own, so their pieces were lowered.
-        """
-        value = self._layout.model.value.get(str(key[1]))
-        if value is None or value.producer is None:
-            return
-        yield self._number[value.producer]
-        if not self._kinds.is_far(value.name):
-            yield from (self._number[reader] for reader in self._layout.consumers[value.name])
 
 
 def _awaited(phase: Phase, number: int, waiting: int, far: Iterable[int]) -> Awaited:
@@ -272,8 +262,7 @@ def lower_columns(
     """The program of one step as columns. Raises PlanError if the plan does not fit the model.
 
     Args:
-        layout: of this plan and model, if there is one already.
-        folding: which ranks stand for which (None: each for itself). mixing_round, local: as `lower` takes them.
+        folding: which ranks stand for which (None: each for itself). layout, mixing_round, local: as `lower` takes them.
     """
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
@@ -416,14 +405,14 @@ class _Expansion:
         queues, awaited = _Rows(), _Rows()
         units: dict[Hashable, int] = {}
         same: dict[tuple[int, int], int] = {}
-        begin, found = len(self._kinds), dict[int, int]()
+        begin, firsts = len(self._kinds), dict[int, int]()
         unit_of, queues_of, awaited_of = list[int](), list[int](), list[int]()
 
         def numbered(resources: Iterable[Resource]) -> list[int]:
             return [self._resource(queue) for queue in resources]
 
         for number, entry in enumerate(self._end.entries()):
-            first = found.setdefault(id(entry), number)
+            first = firsts.setdefault(id(entry), number)
             if first < number:  # many have all in common
                 unit_of.append(unit_of[first])
                 queues_of.append(queues_of[first])
@@ -432,7 +421,10 @@ class _Expansion:
             work, resources, after = entry
             unit = same.get((id(work), id(resources)))
             if unit is None:
-                unit = same[id(work), id(resources)] = units.setdefault((_identity(work), resources[0].rank), len(units))
+                like: Hashable = work
+                if isinstance(work, Collective):  # buckets of the same ranks share one tuple: thousands are not compared
+                    like = work.operation, id(work.group), work.size_bytes, work.packed
+                unit = same[id(work), id(resources)] = units.setdefault((like, resources[0].rank), len(units))
                 if unit == len(self._kinds) - begin:
                     self._kinds.append(Unit(work, resources[0].rank))
             unit_of.append(unit)
@@ -447,12 +439,12 @@ class _Expansion:
         self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
     def _numbers_of(self, keys: Iterable[TaskKey]) -> list[int]:
-        """Of tasks at the end, and of computation of any kept replica and any microbatch."""
-        found, find, rows = list[int](), self._end.numbers.get, self._rows
+        """The numbers of tasks at the end, and of computation of any kept replica and any microbatch."""
+        numbers, find, rows = list[int](), self._end.numbers.get, self._rows
         for key in keys:
             number = find(key)
             if number is not None:
-                found.append(self._count + number)
+                numbers.append(self._count + number)
                 continue
             task = key[:3] + key[4:]  # whatever the microbatch
             row = rows.get(task)
@@ -460,11 +452,11 @@ class _Expansion:
                 row = rows[task] = self._row_of(*task)
             microbatch = key[3]
             assert isinstance(microbatch, int)
-            found.append(int(row[0][microbatch]) + row[1])
-        return found
+            numbers.append(int(row[0][microbatch]) + row[1])
+        return numbers
 
     def _row_of(self, phase: Hashable, rank: Hashable, name: Hashable, *part: Hashable) -> tuple[Ints, int]:
-        """Of a computation of a kept rank the first tasks of its pieces by microbatch, and its place in the piece."""
+        """The first tasks, by microbatch, of the pieces of a computation of a kept rank, and its place in the piece."""
         assert isinstance(phase, Phase)
         assert isinstance(rank, int)
         assert isinstance(name, str)
@@ -479,7 +471,7 @@ class _Expansion:
 
     def _units(self) -> tuple[Unit, ...]:
         """Every unit by itself, with the names of its own component."""
-        found: list[Unit] = []
+        units: list[Unit] = []
         for copies in self._copies:
             home = copies.places[0] if copies.piece is None else self._place[copies.piece.component]
             entries = [(work, resources[0].rank) for work, resources, _ in copies.draft.entries()]
@@ -487,19 +479,21 @@ class _Expansion:
                 name = None if copies.piece is None else self._layout.model.components[component].name
                 for step in self._steps:
                     move = (place - home) * self._step + step
-                    found += [Unit(moved_work(work, move, name), rank + move) for work, rank in entries]
-        return (*found, *self._kinds[len(self._kinds) - len(self._kind[-1]) :])
+                    units += [Unit(moved_work(work, move, name), rank + move) for work, rank in entries]
+        return (*units, *self._kinds[len(self._kinds) - len(self._kind[-1]) :])
 
     def _graph(self, columns: Columns) -> TaskGraph:
-        """The same program as tasks, for people."""
+        """The program as tasks, for people."""
         origins: dict[int, Origin] = {}
         for copies in self._copies:
             for number, component in enumerate(copies.components):
                 made = [self._origin(origin, copies, component) for origin in copies.draft.origins()]
                 for (row, microbatch), start in np.ndenumerate(copies.starts[number]):
                     for offset, origin in enumerate(made):
-                        own = None if origin.microbatch is None else microbatch
-                        origins[int(start) + offset] = replace(origin, replica=self._folding.replicas[row], microbatch=own)
+                        number_in_step = None if origin.microbatch is None else microbatch
+                        origins[int(start) + offset] = replace(
+                            origin, replica=self._folding.replicas[row], microbatch=number_in_step
+                        )
         for offset, origin in enumerate(self._end.origins()):
             origins[self._count + offset] = origin
         tasks = tuple(
@@ -515,15 +509,15 @@ class _Expansion:
         return TaskGraph(tasks=tasks, world_size=columns.world_size)
 
     def _origin(self, origin: Origin, copies: _Copies, component: int) -> Origin:
-        """As a copy's, whose component, values and place on the pp axis have other names."""
+        """The origin in a copy, whose component, values and place on the pp axis have other names."""
         if copies.piece is None:
             return origin
-        first, own = (self._layout.model.components[number] for number in (copies.piece.component, component))
-        names = dict(zip((*first.inputs, *first.outputs), (*own.inputs, *own.outputs), strict=True))
+        first, copy = (self._layout.model.components[number] for number in (copies.piece.component, component))
+        names = dict(zip((*first.inputs, *first.outputs), (*copy.inputs, *copy.outputs), strict=True))
         return replace(
             origin,
             stage=origin.stage + self._place[component] - self._place[copies.piece.component],
-            component=None if origin.component is None else own.name,
+            component=None if origin.component is None else copy.name,
             value=None if origin.value is None else names[origin.value],
         )
 
@@ -560,24 +554,18 @@ class _Rows:
         return tasks, table.values[np.repeat(table.offsets[of_task], counts) + inside]
 
 
-def _identity(work: Work) -> Hashable:
-    """Equal for equal work at the end; buckets of the same ranks share one tuple, so groups of thousands are not compared."""
-    return (work.operation, id(work.group), work.size_bytes, work.packed) if isinstance(work, Collective) else work
-
-
 def _add_pairs(pairs: list[tuple[Ints, Ints]], rows: Ints, values: Ints) -> None:
     """`values` may have one replica or microbatch for all of the rows'."""
     pairs.append((rows.ravel(), (values if values.shape == rows.shape else np.broadcast_to(values, rows.shape)).ravel()))
 
 
 def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
-    rows = np.concatenate([rows for rows, _ in pairs]) if pairs else np.zeros(0, dtype=np.int64)
-    values = np.concatenate([values for _, values in pairs]) if pairs else np.zeros(0, dtype=np.int64)
+    rows, values = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     return RaggedTable.from_pairs(rows, values, n)
 
 
 def _moved_resource(resource: Resource, step: int) -> Resource:
-    """The same queue of another replica; `pp>3` names a rank of the same replica."""
+    """The queue on the rank `step` further on; `pp>3` names a rank of the same replica, which moves too."""
     if not step:
         return resource
     axis, peer = resource.stream[:3], resource.stream[3:]
@@ -586,12 +574,7 @@ def _moved_resource(resource: Resource, step: int) -> Resource:
 
 
 def moved_work(work: Work, step: int, component: str | None = None) -> Work:
-    """The same work on other ranks.
-
-    Args:
-        work: of one replica at one place on the pp axis. step: from a rank of these to the same one of the others.
-        component: of computation, that of the others (None: the same).
-    """
+    """The work on the ranks `step` further on, and of computation that of another component (None: the same)."""
     if isinstance(work, Compute):
         return work if component in (None, work.component) else replace(work, component=component)
     if not step:

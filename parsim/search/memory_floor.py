@@ -81,7 +81,7 @@ def least_kept(problem: PlanningProblem) -> LeastKept:
     """
     known = problem.remembered(_LeastKept)
     if known.alone is None:
-        known.alone = _found(problem.model, _Ledger(problem.model, problem.precision))
+        known.alone = _found(problem.model, _Ledger(problem.model, problem.numerics.precision))
     return known.alone
 
 
@@ -94,7 +94,7 @@ def kept_together(problem: PlanningProblem) -> tuple[LeastKept, ...]:
     known = problem.remembered(_LeastKept)
     if known.together is None:
         ways = segments_of(problem)
-        ledger = _Ledger(problem.model, problem.precision) if ways else None
+        ledger = _Ledger(problem.model, problem.numerics.precision) if ways else None
         known.together = tuple(_together(problem, ledger, segments) for segments in ways) if ledger is not None else ()
     return known.together
 
@@ -394,7 +394,7 @@ def saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: C
         problem: with the precision. mesh: of the plans. samples: of one replica's microbatch.
         component: of the model. placement: how it lies.
     """
-    own = narrow(component_in(component, problem.precision), placement.rule, placement.ways)
+    own = narrow(component_in(component, problem.numerics.precision), placement.rule, placement.ways)
     local = samples * placement.batch_ways(mesh.tp) // mesh.tp
     return float(own.saved_activation_bytes * local)
 
@@ -427,7 +427,7 @@ def _kept_rates(problem: PlanningProblem) -> Floats:
     component keeps either what it saves and no value stands for, or, recomputed, what it reads: of that its share among all
     readers. The less of both counts. Values that share storage count together as no more than what their first saver saves.
     """
-    model, precision = problem.model, problem.precision
+    model, precision = problem.model, problem.numerics.precision
     order = model.component_index
     saved = [float(component_in(component, precision).saved_activation_bytes) for component in model.components]
     values = [value for value in (value_in(value, precision) for value in model.values) if value.producer is not None]

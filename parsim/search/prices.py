@@ -307,7 +307,7 @@ class Prices:
 
     def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
         """One shard of a component, and the bytes of its weights in another precision."""
-        known, precision = self.problem.remembered(_Narrowed).by_shard, self.problem.precision
+        known, precision = self.problem.remembered(_Narrowed).by_shard, self.problem.numerics.precision
         key = component.name, placement.rule, placement.ways
         if key not in known:
             own = narrow(component_in(component, precision), placement.rule, placement.ways)

@@ -103,8 +103,8 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
         problem: model, cluster and batch. plan: of this model, without recomputation.
         segments: runs within stages whose components are recomputed together or not at all.
     """
-    whole = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.precision)
-    some = KeptActivations(problem.layout(replace(plan, recompute=SELECTIVE)), problem.precision)
+    whole = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.numerics.precision)
+    some = KeptActivations(problem.layout(replace(plan, recompute=SELECTIVE)), problem.numerics.precision)
     prices = prices_of(problem, plan)
     together = {name: segment for segment in segments for name in segment}
     sums: dict[tuple[str, ...], tuple[float, float]] = {}

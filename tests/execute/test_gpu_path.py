@@ -41,7 +41,7 @@ from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import save_profile
-from parsim.model.formats import recorded_weights
+from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.program.task import COMPUTE
@@ -202,16 +202,16 @@ def test_a_profile_in_bf16_prices_training_in_bf16(one_gpu: None) -> None:
     raw = {"ranks": ranks, "cases": texts, "environment": describe_environment()}
     points = RawPoints(raw=raw, request=request, models=[model], created="now", command="c", name="gpu")
     cluster = cluster_from_profile(build_profile(points))
-    costs = Costs(model, cluster, precision="bf16")
+    costs = Costs(model, cluster, numerics=Numerics(precision="bf16"))
     elements = sum(parameter.elements for parameter in model.parameters)
     update = OptimizerStep(elements=elements, tensors=len(model.parameters))
     backward = Compute(component=model.components[0].name, phase=Phase.BACKWARD, samples=4)
     assert costs.estimate(backward, 0).source == costs.estimate(update, 0).source == "measured"
     assert costs.estimate(update, 0).median_s > 0
     with pytest.raises(CostError, match=r"measured sgd_momentum .* with master weights"):
-        replace(costs, master_weights=False).estimate(update, 0)
+        replace(costs, numerics=replace(costs.numerics, master_weights=False)).estimate(update, 0)
     with pytest.raises(CostError, match="weights of 2 bytes"):
-        replace(costs, precision="amp_bf16").estimate(update, 0)
+        replace(costs, numerics=replace(costs.numerics, precision="amp_bf16")).estimate(update, 0)
 
 
 @pytest.mark.parametrize("call_s", [15e-6, 150e-6])

@@ -10,6 +10,7 @@ from experiments.memory.autocast_step import autocast_peak_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -30,7 +31,9 @@ def one_cpu() -> Cluster:
 
 def predicted_bytes(spec: ModelSpec, samples: int, precision: str) -> int:
     model = load_model(spec, granularity="layer")
-    asked = PlanningProblem(model=model, cluster=one_cpu(), global_batch=samples, precision=precision, optimizer="sgd")
+    asked = PlanningProblem(
+        model=model, cluster=one_cpu(), global_batch=samples, numerics=Numerics(precision=precision, optimizer="sgd")
+    )
     names = tuple(component.name for component in model.components)
     plan = Plan(strategy="single", mesh=Mesh(), global_batch=samples, stages=(Stage(ranks=(0,), components=names),))
     return asked.memory(plan)[0].total_bytes

@@ -17,6 +17,7 @@ from parsim.errors import ConfigError, CostError, ModelError, TraceError  # noqa
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import build as build_file  # noqa: E402
+from parsim.model.formats import Numerics  # noqa: E402
 from parsim.model.interface import interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
@@ -63,7 +64,7 @@ def test_a_forward_that_fails_under_autocast_is_planned_without_it(monkeypatch: 
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"))
     PlanningProblem(model=model, cluster=cluster, global_batch=8)
     with pytest.raises(CostError, match=r"'amp_bf16' runs the forward under autocast.*scatter.*set precision = \"fp32\""):
-        PlanningProblem(model=model, cluster=cluster, global_batch=8, precision="amp_bf16")
+        PlanningProblem(model=model, cluster=cluster, global_batch=8, numerics=Numerics(precision="amp_bf16"))
 
 
 def test_control_flow_is_a_key_of_the_run_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset, watchin
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -111,7 +112,9 @@ def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Pat
     """Within 0.5%; and a limit 5% below the measured peak refuses the plan, one 5% above it does not."""
     peaks = measured_peaks(tmp_path, SPEC, MODEL, PLANS, dataset="digits")
     for plan, measured in zip(PLANS, peaks, strict=True):
-        problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
+        problem = PlanningProblem(
+            model=MODEL, cluster=two_processes(), global_batch=SAMPLES, numerics=Numerics(optimizer="adam")
+        )
         for entry, peak in zip(problem.memory(plan), measured, strict=True):
             assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.005), plan.summary()
         beside = max(entry.total_bytes - sum(entry.tensor_lines.values()) for entry in problem.memory(plan))
@@ -137,7 +140,9 @@ def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
         plans.append(plan)
     peaks = measured_peaks(tmp_path, NORMED, model, plans, dataset="synthetic")
     for plan, measured in zip(plans, peaks, strict=True):
-        problem = PlanningProblem(model=model, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
+        problem = PlanningProblem(
+            model=model, cluster=two_processes(), global_batch=SAMPLES, numerics=Numerics(optimizer="adam")
+        )
         for rank, (entry, peak) in enumerate(zip(problem.memory(plan), measured, strict=True)):
             assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.001), (plan.summary(), rank)
 
@@ -159,7 +164,9 @@ def test_whole_weights_of_a_validation_are_as_predicted(tmp_path: Path, plan: Pl
         learning_rate=1e-3,
         dataset="digits",
     )
-    problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="sgd", scored="weights")
+    problem = PlanningProblem(
+        model=MODEL, cluster=two_processes(), global_batch=SAMPLES, numerics=Numerics(optimizer="sgd"), scored="weights"
+    )
     without = replace(problem, scored="").memory(plan)
     for entry, before, (step, scored) in zip(
         problem.memory(plan), without, run_ranks(_peaks_of_step_and_score, 2, tmp_path, run), strict=True

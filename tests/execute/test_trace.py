@@ -18,7 +18,7 @@ from parsim.model.autograd.cut import backward_components, forward_components  #
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
-from parsim.model.objective import loss_sum  # noqa: E402
+from parsim.model.objective import LOSSES  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, assert_same_state  # noqa: E402
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
@@ -65,7 +65,7 @@ def test_zoo_with_loss_in_float64(name: str) -> None:
         assert component.output_names == described.outputs
         assert component.parameter_names == tuple(p.name for p in described.parameters)
         assert component.output_differentiable == tuple(model.value[v].differentiable for v in described.outputs)
-    expected = loss_sum(loss_of(spec), expected_module(*inputs), target)
+    expected = LOSSES[loss_of(spec)].total(expected_module(*inputs), target)
     expected.backward()
     values, saved = forward_components(components, {"input:0": inputs[0], "target": target})
     assert torch.equal(values["loss:0"], expected)

@@ -16,6 +16,7 @@ from parsim.execute.job import UpdateGroup, with_update_groups
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -88,7 +89,7 @@ def test_memory_and_price_are_those_of_each_players_optimizer() -> None:
     plan = game(Mesh(), TTUR).plan
 
     def problem(groups: tuple[UpdateGroup, ...], optimizer: str = "adam") -> PlanningProblem:
-        return PlanningProblem(model=model_of(groups), cluster=cluster, global_batch=8, optimizer=optimizer)
+        return PlanningProblem(model=model_of(groups), cluster=cluster, global_batch=8, numerics=Numerics(optimizer=optimizer))
 
     (unlike,) = problem(UNLIKE).memory(plan)
     assert unlike.line("optimizer_state") == 4 * critic + 8 * maker

@@ -20,6 +20,7 @@ from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.build import build_module
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
@@ -52,10 +53,7 @@ def problem(*, ema: bool, precision: str = "fp32", master_weights: bool = True) 
         model=model,
         cluster=cluster,
         global_batch=16,
-        optimizer="adamw",
-        precision=precision,
-        ema=ema,
-        master_weights=master_weights,
+        numerics=Numerics(optimizer="adamw", precision=precision, ema=ema, master_weights=master_weights),
     )
 
 

@@ -29,6 +29,7 @@ from parsim.hardware.compose import load_profile
 from parsim.model import record
 from parsim.model.autograd.cut import backward_components, forward_components
 from parsim.model.build import build_module
+from parsim.model.formats import Numerics
 from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -178,7 +179,9 @@ def flop(subject: Subject) -> str:
 
 def memory(subject: Subject) -> str:
     """Peak of live bytes of a real step on one rank against the prediction."""
-    problem = PlanningProblem(model=subject.model, cluster=_one_cpu(), global_batch=SAMPLES, optimizer="adam")
+    problem = PlanningProblem(
+        model=subject.model, cluster=_one_cpu(), global_batch=SAMPLES, numerics=Numerics(optimizer="adam")
+    )
     names = tuple(component.name for component in subject.model.components)
     plan = Plan(strategy="single", mesh=Mesh(), global_batch=SAMPLES, stages=(Stage(ranks=(0,), components=names),))
     (predicted,) = problem.memory(plan)

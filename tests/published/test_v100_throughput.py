@@ -24,6 +24,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorPoint
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -67,15 +68,16 @@ def bert() -> Model:
 def throughput(model: Model, profile: Profile, precision: str, batch: int, optimizer: str) -> float:
     """Samples per second of one device: forward and backward of every component, then the optimizer."""
     device = cluster_from_profile(profile, 1).devices[0]
+    costs = ComputeCosts(profile, Numerics(precision=precision, optimizer=optimizer))
     seconds = 0.0
     for number, component in enumerate(model.components):
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             work = Compute(component=component.name, phase=phase, samples=batch)
-            estimate = ComputeCosts(profile, precision).estimate(work, component, device, input_gradient=number > 0)
+            estimate = costs.estimate(work, component, device, input_gradient=number > 0)
             assert estimate.source == "fitted"
             seconds += estimate.median_s
     step = OptimizerStep(elements=model.parameter_count, tensors=len(model.parameters))
-    return batch / (seconds + ComputeCosts(profile, precision).optimizer(step, optimizer, device).median_s)
+    return batch / (seconds + costs.optimizer(step, device).median_s)
 
 
 @pytest.mark.parametrize(("precision", "batch", "published", "tolerance"), RESNET50)

@@ -16,10 +16,10 @@ from calibration.measure.allocator import distinct_bytes, measure_allocator
 from calibration.measure.components import make_case
 from calibration.rounds.request import CalibrationRequest
 from parsim.execute.processes.machine import forget_peak, peak_resident_bytes, resident_bytes
-from parsim.hardware.cluster import allocator_of, cluster_from_profile
+from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread
-from parsim.hardware.profile import Profile, Quantiles
+from parsim.hardware.profile import Profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.units import MIB
@@ -40,7 +40,7 @@ def test_the_share_is_assumed_and_the_libraries_are_what_is_left() -> None:
     assert found.library_bytes.median == pytest.approx(100 * MIB)
     assert found.library_bytes.p05 == pytest.approx((94 - 30) * MIB - LIBRARY_MARGIN_BYTES)
     assert found.library_bytes.p95 == pytest.approx(108 * MIB + LIBRARY_MARGIN_BYTES)
-    assert tuple(found.lost_share.model_dump().values()) == ASSUMED.lost_share
+    assert found.lost_share == ASSUMED.lost_share
     assert allocator_entry([], ASSUMED) is None
     lean = allocator_entry([{"beside_bytes": -5 * MIB, "dynamic_bytes": 0, "reading_bytes": 0}], ASSUMED)
     assert lean is not None
@@ -50,7 +50,7 @@ def test_the_share_is_assumed_and_the_libraries_are_what_is_left() -> None:
 def test_a_profile_that_measured_it_is_believed_and_others_are_assumed() -> None:
     shipped = load_profile("dgx1-v100-32gb")
     name, entry = next(iter(shipped.device_types.items()))
-    assert allocator_of(entry) == DEVICE_KINDS["cuda"].allocator
+    assert cluster_from_profile(shipped).devices[0].type.allocator == DEVICE_KINDS["cuda"].allocator
     measured = allocator_entry(
         [{"beside_bytes": 300 * MIB, "dynamic_bytes": 0, "reading_bytes": 0}], DEVICE_KINDS["cuda"].allocator
     )
@@ -63,8 +63,8 @@ def test_a_profile_that_measured_it_is_believed_and_others_are_assumed() -> None
 
 
 def test_quantiles_that_descend_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"p05 2, median 1, p95 3 must be in ascending order"):
-        Quantiles(p05=2, median=1, p95=3)
+    with pytest.raises(ValidationError, match=r"p05 2, median 1, p95 3 must be finite, >= 0 and in ascending order"):
+        Allocator(library_bytes=Spread(2, 1, 3), lost_share=Spread(0, 0, 0))
 
 
 def test_storages_are_counted_once() -> None:

@@ -14,6 +14,7 @@ from parsim.cli import build
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.predict.problem import PlanningProblem
@@ -38,7 +39,10 @@ strategy = "adaptive"
 def posed(name: str, devices: int = 4) -> PlacementProblem:
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), range(devices))
     problem = PlanningProblem(
-        model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=32, precision="fp32", optimizer="sgd_momentum"
+        model=load_model(ModelSpec(name=name)),
+        cluster=cluster,
+        global_batch=32,
+        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
     return posed_placement(problem, 1)[0]
 

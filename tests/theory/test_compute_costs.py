@@ -35,6 +35,7 @@ from parsim.hardware.devices import Device
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorPoint
 from parsim.model.component import Component, Operator, Parameter
+from parsim.model.formats import Numerics
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.work import Compute, OptimizerStep, Phase
 
@@ -155,7 +156,7 @@ def backward(samples: int, component: Component = BLOCK) -> Compute:
 
 def test_a_measured_count_is_returned_as_it_was_measured() -> None:
     of = profile(components=[measured(8, 0.010), measured(16, 0.018)])
-    estimate = ComputeCosts(of, "fp32").estimate(forward(16), BLOCK, device(of))
+    estimate = ComputeCosts(of).estimate(forward(16), BLOCK, device(of))
     assert estimate.median_s == 0.018
     assert estimate.source == "measured"
     assert estimate.repeat_sigma == 0.05
@@ -166,7 +167,7 @@ def test_a_measured_count_is_returned_as_it_was_measured() -> None:
 
 def test_between_two_counts_time_is_linear_and_says_so() -> None:
     of = profile(components=[measured(8, 0.010), measured(16, 0.018)])
-    estimate = ComputeCosts(of, "fp32").estimate(forward(10), BLOCK, device(of))
+    estimate = ComputeCosts(of).estimate(forward(10), BLOCK, device(of))
     assert estimate.median_s == pytest.approx(0.012, rel=1e-12)
     assert estimate.source == "measured"
     assert not estimate.extrapolated
@@ -178,7 +179,7 @@ def test_outside_the_range_the_interval_widens_with_the_distance() -> None:
     key = f"compute:{BLOCK.fingerprint}"
     sigmas = []
     for samples in (16, 32, 64):
-        estimate = ComputeCosts(of, "fp32").estimate(forward(samples), BLOCK, device(of))
+        estimate = ComputeCosts(of).estimate(forward(samples), BLOCK, device(of))
         assert estimate.extrapolated == (samples > 16)
         assert estimate.median_s == pytest.approx(0.018 * samples / 16)
         sigmas.append(dict(estimate.parameters)[key])
@@ -188,7 +189,7 @@ def test_outside_the_range_the_interval_widens_with_the_distance() -> None:
 def test_one_count_is_scaled_in_proportion() -> None:
     of = profile(components=[measured(8, 0.010)])
     for samples, seconds in ((2, 0.0025), (32, 0.040)):
-        estimate = ComputeCosts(of, "fp32").estimate(forward(samples), BLOCK, device(of))
+        estimate = ComputeCosts(of).estimate(forward(samples), BLOCK, device(of))
         assert estimate.median_s == pytest.approx(seconds)
         assert estimate.extrapolated
 
@@ -203,11 +204,11 @@ def test_the_load_asked_for_is_preferred_else_the_heaviest() -> None:
         ]
     )
     on = device(of)
-    assert ComputeCosts(of, "fp32", 2).estimate(forward(8), BLOCK, on).median_s == 0.013
-    assert ComputeCosts(of, "fp32", 1).estimate(forward(8), BLOCK, on).median_s == 0.010
-    assert ComputeCosts(of, "fp32").estimate(forward(8), BLOCK, on).median_s == 0.024
-    assert ComputeCosts(of, "fp32", 3).estimate(forward(8), BLOCK, on).median_s == 0.024
-    within = ComputeCosts(of, "fp32", 4).estimate(forward(12), BLOCK, on)
+    assert ComputeCosts(of, ranks_active=2).estimate(forward(8), BLOCK, on).median_s == 0.013
+    assert ComputeCosts(of, ranks_active=1).estimate(forward(8), BLOCK, on).median_s == 0.010
+    assert ComputeCosts(of).estimate(forward(8), BLOCK, on).median_s == 0.024
+    assert ComputeCosts(of, ranks_active=3).estimate(forward(8), BLOCK, on).median_s == 0.024
+    within = ComputeCosts(of, ranks_active=4).estimate(forward(12), BLOCK, on)
     assert within.median_s == pytest.approx(0.0195), "only the measurements with two active ranks enclose 12 samples"
     assert "2 ranks active" in within.detail
 
@@ -216,7 +217,7 @@ def test_a_measurement_of_another_phase_or_precision_is_not_used() -> None:
     of = profile(source_kind="measurement", components=[measured(8, 0.010)])
     for work, precision in ((backward(8), "fp32"), (forward(8), "amp_fp16")):
         with pytest.raises(CostError, match=r"component 'block'.*calibrate"):
-            ComputeCosts(of, precision).estimate(work, BLOCK, device(of))
+            ComputeCosts(of, Numerics(precision=precision)).estimate(work, BLOCK, device(of))
 
 
 @given(
@@ -373,7 +374,7 @@ def test_an_operator_without_its_sizes_is_named() -> None:
 def test_a_fitted_component_is_the_sum_of_its_kernels() -> None:
     of = profile(operator_fits=[fit("matmul"), fit("memory_bound", sigma=0.1)])
     for work in (forward(32), backward(32)):
-        estimate = ComputeCosts(of, "fp32").estimate(work, BLOCK, device(of))
+        estimate = ComputeCosts(of).estimate(work, BLOCK, device(of))
         kernels = component_kernels(ComputeRequest(component=BLOCK, phase=work.phase, samples=32), "fp32")
         seconds = {kind: sum(saturation_s(k, IDEAL) for k in kernels if k.kind == kind) for kind in ("matmul", "memory_bound")}
         total = sum(seconds.values())
@@ -382,14 +383,14 @@ def test_a_fitted_component_is_the_sum_of_its_kernels() -> None:
         parameters = dict(estimate.parameters)
         assert parameters["operator:matmul"] == pytest.approx(0.2 * seconds["matmul"] / total)
         assert parameters["operator:memory_bound"] == pytest.approx(0.1 * seconds["memory_bound"] / total)
-    first = ComputeCosts(of, "fp32").estimate(backward(32), BLOCK, device(of), input_gradient=False)
-    assert first.median_s < ComputeCosts(of, "fp32").estimate(backward(32), BLOCK, device(of)).median_s
+    first = ComputeCosts(of).estimate(backward(32), BLOCK, device(of), input_gradient=False)
+    assert first.median_s < ComputeCosts(of).estimate(backward(32), BLOCK, device(of)).median_s
 
 
 def test_a_loss_without_parameters_is_priced_forward_and_backward() -> None:
     of = profile(operator_fits=[fit("matmul"), fit("memory_bound")])
-    there = ComputeCosts(of, "fp32").estimate(forward(32, LOSS), LOSS, device(of))
-    back = ComputeCosts(of, "fp32").estimate(backward(32, LOSS), LOSS, device(of))
+    there = ComputeCosts(of).estimate(forward(32, LOSS), LOSS, device(of))
+    back = ComputeCosts(of).estimate(backward(32, LOSS), LOSS, device(of))
     assert there.median_s == pytest.approx(5e-6 + 32 * 8000 / (0.9 * BANDWIDTH))
     assert back.median_s == pytest.approx(5e-6 + 1.5 * 32 * 8000 / (0.9 * BANDWIDTH))
 
@@ -397,15 +398,15 @@ def test_a_loss_without_parameters_is_priced_forward_and_backward() -> None:
 def test_a_component_without_kernels_costs_nothing_where_costs_are_known() -> None:
     nothing = Component(name="reshape", inputs=("a",), outputs=("b",))
     of = profile()
-    assert ComputeCosts(of, "fp32").estimate(forward(4, nothing), nothing, device(of)).median_s == 0
+    assert ComputeCosts(of).estimate(forward(4, nothing), nothing, device(of)).median_s == 0
     calibrated = profile(source_kind="measurement")
     with pytest.raises(CostError, match="calibrate"):
-        ComputeCosts(calibrated, "fp32").estimate(forward(4, nothing), nothing, device(calibrated))
+        ComputeCosts(calibrated).estimate(forward(4, nothing), nothing, device(calibrated))
 
 
 def test_published_peaks_give_a_roofline_and_say_so() -> None:
     of = profile()
-    estimate = ComputeCosts(of, "fp32").estimate(forward(32), BLOCK, device(of))
+    estimate = ComputeCosts(of).estimate(forward(32), BLOCK, device(of))
     expected = sum(
         max(kernel.flop / (PEAK * ROOFLINE_COMPUTE_EFFICIENCY), kernel.size_bytes / (BANDWIDTH * ROOFLINE_BANDWIDTH_EFFICIENCY))
         for kernel in component_kernels(ComputeRequest(component=BLOCK, phase=Phase.FORWARD, samples=32), "fp32")
@@ -419,22 +420,22 @@ def test_kernels_far_outside_the_fitted_sizes_are_called_extrapolated() -> None:
     narrow = fit("matmul")
     narrow["max_flop"] = 1e6
     of = profile(operator_fits=[narrow, fit("memory_bound")])
-    estimate = ComputeCosts(of, "fp32").estimate(forward(256), BLOCK, device(of))
+    estimate = ComputeCosts(of).estimate(forward(256), BLOCK, device(of))
     assert estimate.extrapolated
     inside = profile(operator_fits=[fit("matmul"), fit("memory_bound")])
     assert sum(s for _, s in estimate.parameters) > sum(
-        s for _, s in ComputeCosts(inside, "fp32").estimate(forward(256), BLOCK, device(inside)).parameters
+        s for _, s in ComputeCosts(inside).estimate(forward(256), BLOCK, device(inside)).parameters
     )
 
 
 def test_what_no_cost_is_known_for_names_component_samples_device_and_precision() -> None:
     of = profile()
     with pytest.raises(CostError, match=r"'block' \(forward, 8 samples\) on toy in fp64.*calibrate"):
-        ComputeCosts(of, "fp64").estimate(forward(8), BLOCK, device(of))
+        ComputeCosts(of, Numerics(precision="fp64")).estimate(forward(8), BLOCK, device(of))
     with pytest.raises(CostError, match=">= 1 sample"):
-        ComputeCosts(of, "fp32").estimate(forward(0), BLOCK, device(of))
+        ComputeCosts(of).estimate(forward(0), BLOCK, device(of))
     with pytest.raises(CostError, match="an optimizer step is priced by"):
-        ComputeCosts(of, "fp32").estimate(Compute(component="block", phase=Phase.OPTIMIZER, samples=1), BLOCK, device(of))
+        ComputeCosts(of).estimate(Compute(component="block", phase=Phase.OPTIMIZER, samples=1), BLOCK, device(of))
 
 
 # --- optimizer --------------------------------------------------------------------------------------------------------
@@ -456,7 +457,9 @@ def test_measured_steps_are_affine_in_elements_and_tensors(
 ) -> None:
     counts = [(10_000, 2), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_element * e + per_tensor * t) for e, t in counts])
-    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of))
+    estimate = ComputeCosts(of, Numerics(optimizer="adam")).optimizer(
+        OptimizerStep(elements=elements, tensors=tensors), device(of)
+    )
     assert estimate.median_s == pytest.approx(per_element * elements + per_tensor * tensors, rel=1e-6)
     assert estimate.source == "measured"
     assert not estimate.extrapolated
@@ -474,7 +477,9 @@ def test_four_measured_steps_tell_what_every_step_takes(
 ) -> None:
     counts = [(10_000, 2), (200_000, 60), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_step + per_element * e + per_tensor * t) for e, t in counts])
-    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of))
+    estimate = ComputeCosts(of, Numerics(optimizer="adam")).optimizer(
+        OptimizerStep(elements=elements, tensors=tensors), device(of)
+    )
     assert estimate.median_s == pytest.approx(per_step + per_element * elements + per_tensor * tensors, rel=1e-6)
 
 
@@ -486,21 +491,21 @@ def test_a_second_call_takes_what_every_step_takes() -> None:
     for elements, tensors in ((200_000, 60), (300_000, 7)):
         work = OptimizerStep(elements=elements, tensors=tensors)
         of = profile(optimizers=points)
-        one, two = (ComputeCosts(of, "fp32").optimizer(work, "adam", device(of), calls=calls) for calls in (1, 2))
+        one, two = (ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of), calls=calls) for calls in (1, 2))
         assert two.median_s - one.median_s == pytest.approx(1e-3, rel=1e-6)
         assert two.issue_s - one.issue_s == pytest.approx(4e-4, rel=1e-6)
         few = profile(optimizers=points[:3])
         assert (
-            ComputeCosts(few, "fp32").optimizer(work, "adam", device(few), calls=2).median_s
-            == ComputeCosts(few, "fp32").optimizer(work, "adam", device(few)).median_s
+            ComputeCosts(few, Numerics(optimizer="adam")).optimizer(work, device(few), calls=2).median_s
+            == ComputeCosts(few, Numerics(optimizer="adam")).optimizer(work, device(few)).median_s
         )
 
 
 def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> None:
     of = profile(optimizers=[step(1000, 2, 1e-3), step(1000, 2, 2e-3, ranks_active=2)])
     work = OptimizerStep(elements=4000, tensors=3)
-    assert ComputeCosts(of, "fp32").optimizer(work, "adam", device(of)).median_s == pytest.approx(8e-3)
-    one = ComputeCosts(of, "fp32", 1).optimizer(work, "adam", device(of))
+    assert ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of)).median_s == pytest.approx(8e-3)
+    one = ComputeCosts(of, Numerics(optimizer="adam"), ranks_active=1).optimizer(work, device(of))
     assert one.median_s == pytest.approx(4e-3)
     assert one.extrapolated
 
@@ -509,7 +514,9 @@ def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> N
 def test_an_unmeasured_step_is_bound_by_the_bandwidth(optimizer: str) -> None:
     of = profile(operator_fits=[fit("memory_bound")])
     elements = 25_000_000
-    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=161), optimizer, device(of))
+    estimate = ComputeCosts(of, Numerics(optimizer=optimizer)).optimizer(
+        OptimizerStep(elements=elements, tensors=161), device(of)
+    )
     bytes_moved = 4 * OPTIMIZERS[optimizer].accesses_per_element * elements
     assert estimate.median_s == pytest.approx(5e-6 + bytes_moved / (0.9 * BANDWIDTH))
     assert estimate.source == "fitted"
@@ -519,10 +526,11 @@ def test_optimizers_order_by_the_bytes_they_move() -> None:
     of = profile()
     work = OptimizerStep(elements=1_000_000, tensors=10)
     times = [
-        ComputeCosts(of, "fp32").optimizer(work, name, device(of)).median_s for name in ("sgd", "sgd_momentum", "adam", "adamw")
+        ComputeCosts(of, Numerics(optimizer=name)).optimizer(work, device(of)).median_s
+        for name in ("sgd", "sgd_momentum", "adam", "adamw")
     ]
     assert times == sorted(times)
-    assert ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=0, tensors=0), "sgd", device(of)).median_s == 0
+    assert ComputeCosts(of, Numerics(optimizer="sgd")).optimizer(OptimizerStep(elements=0, tensors=0), device(of)).median_s == 0
 
 
 @pytest.mark.parametrize(
@@ -548,21 +556,21 @@ def test_updates_of_weights_of_another_width_are_refused(measured_in: str, preci
         "source": "s",
     }
     of = profile(components=[measured(1, 1e-3, precision=measured_in)], optimizers=[update])
-    costs, work = ComputeCosts(of, precision), OptimizerStep(elements=1000, tensors=2)
+    costs, work = ComputeCosts(of, Numerics(precision=precision, optimizer="adam")), OptimizerStep(elements=1000, tensors=2)
     if not way:
-        assert costs.optimizer(work, "adam", device(of)).source == "measured"
+        assert costs.optimizer(work, device(of)).source == "measured"
         return
     with pytest.raises(CostError, match=rf"weights of \d bytes, and precision '{precision}' has \d; .*{way}"):
-        costs.optimizer(work, "adam", device(of))
+        costs.optimizer(work, device(of))
 
 
 def test_unknown_optimizers_and_unmeasured_machines_are_errors() -> None:
     work = OptimizerStep(elements=10, tensors=1)
     of = profile(source_kind="measurement")
     with pytest.raises(ConfigError, match="did you mean adam"):
-        ComputeCosts(of, "fp32").optimizer(work, "adm", device(of))
+        ComputeCosts(of, Numerics(optimizer="adm")).optimizer(work, device(of))
     with pytest.raises(CostError, match="calibrate with that optimizer"):
-        ComputeCosts(of, "fp32").optimizer(work, "adam", device(of))
+        ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of))
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------

@@ -134,92 +134,41 @@ def test_engines_agree_bitwise_on_drawn_graphs(timed: tuple[TaskGraph, list[floa
     assert_same(static.simulate(graph, durations), dynamic.simulate(graph, durations))
 
 
-FACTORS = ((2.0, 1.5), (1.0, 1.3), (1.25, 1.0), (3.0, 4.0))
-
-
-@pytest.mark.parametrize("factors", FACTORS)
-def test_engines_agree_bitwise_with_overlap(factors: tuple[float, float]) -> None:
-    """The static engine follows the same rates through the same instants, so its deviation is nought."""
-    overlap = OverlapFactors(compute=factors[0], communication=factors[1])
-    slowed = 0
-    for seed in range(400):
-        random = Random(seed)
-        graph = random_graph(random)
-        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
-        timeline = static.simulate(graph, durations, overlap=overlap)
-        assert_same(timeline, dynamic.simulate(graph, durations, overlap=overlap))
-        slowed += timeline.makespan_s > static.simulate(graph, durations).makespan_s
-    assert slowed > 100, "too few of the graphs overlap anything for this test to mean something"
-
-
-def test_overlap_rates_match_exact_arithmetic() -> None:
-    """Against the rule in rational numbers: start and end of every task within 1e-12 of the makespan."""
-    overlap = OverlapFactors(compute=1.5, communication=1.25)
-    for seed in range(150):
-        random = Random(seed)
-        graph = random_graph(random, most_tasks=20)
-        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
-        exact = naive_schedule(graph, [Fraction(value) for value in durations], (Fraction(3, 2), Fraction(5, 4)))
-        timeline = static.simulate(graph, durations, overlap=overlap)
-        for got, wanted in zip(per_task(graph, timeline), exact, strict=True):
-            np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
-
-
 def some_cores(random: Random, world_size: int) -> tuple[int, ...]:
     """Cores of ranks, at least two of which share one (if there are two)."""
     return tuple(random.randrange(max(1, world_size - 1)) for _ in range(world_size))
 
 
-@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.5, 1.25)])
-def test_engines_agree_bitwise_where_ranks_share_cores(factors: tuple[float, float]) -> None:
-    shared = 0
-    for seed in range(400):
-        random = Random(seed)
-        graph = random_graph(random)
-        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
-        apart = OverlapFactors(compute=factors[0], communication=factors[1])
-        overlap = OverlapFactors(
-            compute=factors[0], communication=factors[1], core_of_rank=some_cores(random, graph.world_size)
-        )
-        timeline = static.simulate(graph, durations, overlap=overlap)
-        assert_same(timeline, dynamic.simulate(graph, durations, overlap=overlap))
-        shared += timeline.makespan_s > static.simulate(graph, durations, overlap=apart).makespan_s
-    assert shared > 100, "too few of the graphs compute twice on a core for this test to mean something"
-
-
-def test_shared_cores_match_exact_arithmetic() -> None:
-    """Against the rule in rational numbers: start and end of every task within 1e-12 of the makespan."""
-    for seed in range(150):
-        random = Random(seed)
-        graph = random_graph(random, most_tasks=20)
-        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
-        cores = some_cores(random, graph.world_size)
-        exact = naive_schedule(graph, [Fraction(value) for value in durations], (Fraction(3, 2), Fraction(5, 4)), cores)
-        timeline = static.simulate(
-            graph, durations, overlap=OverlapFactors(compute=1.5, communication=1.25, core_of_rank=cores)
-        )
-        for got, wanted in zip(per_task(graph, timeline), exact, strict=True):
-            np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
-
-
-@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.5, 1.25)])
-def test_engines_agree_where_communications_share_a_core(factors: tuple[float, float]) -> None:
-    """Bitwise with one another, and with the rule in rational numbers."""
-    divided = 0
+@pytest.mark.parametrize(
+    ("factors", "shares", "divided"),
+    [
+        *((factors, False, False) for factors in ((2.0, 1.5), (1.0, 1.3), (1.25, 1.0), (3.0, 4.0))),
+        *((factors, True, False) for factors in ((1.0, 1.0), (1.5, 1.25))),
+        *((factors, True, True) for factors in ((1.0, 1.0), (1.5, 1.25))),
+    ],
+)
+def test_engines_agree_bitwise_and_with_exact_arithmetic_where_tasks_slow_one_another(
+    factors: tuple[float, float], shares: bool, divided: bool
+) -> None:
+    """By overlap, by computation of ranks that share a core, and by several communications on one. The static engine follows
+    the same rates through the same instants, so its deviation is nought. Of the rule in rational numbers start and end of every
+    task are within 1e-12 of the makespan."""
+    slowed = 0
     for seed in range(300):
         random = Random(seed)
         graph = random_graph(random, most_tasks=20)
-        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
-        cores = some_cores(random, graph.world_size) if seed % 2 else tuple(range(graph.world_size))
-        apart = OverlapFactors(compute=factors[0], communication=factors[1], core_of_rank=cores)
-        overlap = replace(apart, communications_share=True)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
+        cores = some_cores(random, graph.world_size) if shares and seed % 4 else None
+        overlap = OverlapFactors(compute=factors[0], communication=factors[1], core_of_rank=cores, communications_share=divided)
+        less = replace(overlap, communications_share=False) if divided else replace(overlap, core_of_rank=None)
         timeline = static.simulate(graph, durations, overlap=overlap)
         assert_same(timeline, dynamic.simulate(graph, durations, overlap=overlap))
-        divided += timeline.makespan_s > static.simulate(graph, durations, overlap=apart).makespan_s
-        rational = [Fraction(value) for value in durations], tuple(map(Fraction, factors)), cores
-        for got, wanted in zip(per_task(graph, timeline), naive_schedule(graph, *rational, divided=True), strict=True):
-            np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
-    assert divided > 40, "too few of the graphs communicate twice on a core for this test to mean something"
+        slowed += timeline.makespan_s > static.simulate(graph, durations, overlap=less if shares else None).makespan_s
+        if seed % 2 == 0:
+            rational = [Fraction(value) for value in durations], tuple(map(Fraction, factors)), cores
+            for got, wanted in zip(per_task(graph, timeline), naive_schedule(graph, *rational, divided=divided), strict=True):
+                np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
+    assert slowed > 40, "too few of the graphs slow anything for this test to mean something"
 
 
 def test_communications_at_once_in_closed_form() -> None:

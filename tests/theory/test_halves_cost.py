@@ -12,7 +12,7 @@ from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.records import ComponentPoint
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem

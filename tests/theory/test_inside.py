@@ -19,6 +19,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.component import Component
 from parsim.model.divided import busiest_share, divided_model
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -70,8 +71,7 @@ def question(model: Model = MODEL, **more: object) -> PlanningProblem:
         model=model,
         cluster=machine(),
         global_batch=BATCH,
-        precision="bf16",
-        optimizer="adamw",
+        numerics=Numerics(precision="bf16", optimizer="adamw"),
         **more,  # type: ignore[arg-type]
     )
 
@@ -248,7 +248,7 @@ def test_plans_that_divide_sequences_or_experts_are_simulated_only() -> None:
 )
 def test_what_does_not_divide_is_refused(model: Model, mesh: Mesh, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        replace(question(), model=model, precision="amp_bf16").model_on(mesh)
+        replace(question(), model=model, numerics=Numerics(precision="amp_bf16")).model_on(mesh)
 
 
 def test_ep_has_to_divide_the_copies() -> None:

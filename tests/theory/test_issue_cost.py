@@ -22,6 +22,7 @@ from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
@@ -141,7 +142,7 @@ def test_a_shard_is_queued_for_as_long_as_the_whole_and_half_a_backward_for_its_
     cluster = cluster_from_profile(profile, 1)
     component = MODEL.components[0]
     work = Compute(component=component.name, phase=Phase.BACKWARD, samples=SAMPLES)
-    costs = ComputeCosts(profile, "fp32")
+    costs = ComputeCosts(profile)
     whole = costs.estimate(work, component, cluster.devices[0])
     assert whole.issue_s == 2e-3
     halves = [
@@ -256,7 +257,7 @@ def test_a_machine_of_parts_queues_a_small_layer_at_its_hosts_pace(gpu: str, lau
         model = transformer(shape, EAGER, SamplePart(tokens=2048, context=2048), "layer")
         request = ComputeRequest(component=model.component("h.0"), phase=Phase.FORWARD, samples=1)
         launches = sum(kernel.count for kernel in component_kernels(request, "bf16", "cuda", fused_attention=True))
-        return Costs(model, cluster, precision="bf16").estimate(work, 0), launches
+        return Costs(model, cluster, numerics=Numerics(precision="bf16")).estimate(work, 0), launches
 
     small, launches = layer(64)
     assert small.host_bound

@@ -10,6 +10,7 @@ import pytest
 import parsim as ps
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -41,7 +42,9 @@ def transformer(layers: int = 4) -> Model:
 
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
-    return PlanningProblem(model=transformer(), cluster=machine(), global_batch=16, precision="amp_fp16", optimizer="adam")
+    return PlanningProblem(
+        model=transformer(), cluster=machine(), global_batch=16, numerics=Numerics(precision="amp_fp16", optimizer="adam")
+    )
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=2, tp=4), Mesh(pp=2, dp=2, tp=2), Mesh(pp=4, tp=2)], ids=str)
@@ -163,7 +166,9 @@ def test_a_large_model_on_64_gpus_is_planned_no_slower_than_by_hand() -> None:
 @pytest.mark.parametrize("devices", [4, 6, 8])
 def test_where_weights_alone_are_too_many_no_plan_on_so_many_devices_fits(devices: int) -> None:
     """Devices that could hold an equal share of all weights, or just not; then none of the plans on fewer of them is opened."""
-    question = PlanningProblem(model=transformer(2), cluster=machine(), global_batch=24, precision="amp_fp16", optimizer="adam")
+    question = PlanningProblem(
+        model=transformer(2), cluster=machine(), global_batch=24, numerics=Numerics(precision="amp_fp16", optimizer="adam")
+    )
     elements = sum(parameter.elements for parameter in question.model.trainable_parameters)
     share = 16 * elements // devices
     for room, too_many in ((share + 2**20, False), (share - 2**20, True)):
@@ -189,7 +194,10 @@ def test_a_large_question_of_which_nothing_fits_opens_no_plans_on_fewer_devices(
     monkeypatch.setattr(Members, "of_mesh", of_mesh)
     small = tuple(replace(each, type=replace(each.type, memory_bytes=2**27)) for each in machine().devices)
     question = PlanningProblem(
-        model=transformer(2), cluster=replace(machine(), devices=small), global_batch=24, precision="amp_fp16", optimizer="adam"
+        model=transformer(2),
+        cluster=replace(machine(), devices=small),
+        global_batch=24,
+        numerics=Numerics(precision="amp_fp16", optimizer="adam"),
     )
     found = search(question, ("dp",), samples=0)
     assert found.chosen is None

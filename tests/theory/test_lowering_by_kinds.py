@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.plan import Plan, Stage
+from parsim.predict.memory import with_offloaded
 from parsim.program.columns import Columns, columns_of
 from parsim.program.fold import Folding, unfolded
 from parsim.program.lower import lower
@@ -26,6 +28,7 @@ from parsim.program.task import Task
 from parsim.program.templates import Pieces, lower_columns
 from parsim.timeline import Timeline
 from tests.models import deep_model
+from tests.plans import MODEL, grouped_plans, plans
 
 LAYERS = 6
 MODELS = {
@@ -70,7 +73,8 @@ def deep_plans(draw: st.DrawFn, model: Model, *, placed: bool = True) -> Plan:
         microbatches=draw(st.sampled_from([1, 2, 4])),
         pipeline_order=order,
         bucket_bytes=draw(st.sampled_from([1, 3000, 10**6])),
-        zero_stage=draw(st.integers(0, 3)),
+        zero_stage=(zero_stage := draw(st.integers(0, 3))),
+        gather_ahead=zero_stage == 1 and draw(st.booleans()),
         recompute=tuple(ends) if again == "blocks" else "full" if again == "full" else "none",
         segments=_segments(names, bounds) if again == "segments" else (),
         scatter_gather=draw(st.booleans()),
@@ -115,23 +119,48 @@ def timeline_of(columns: Columns, seconds: dict[object, float]) -> Timeline:
     return simulate(compile_graph(columns), np.array(taken))
 
 
-@settings(max_examples=15)
+def offloading(draw: st.DataObject, layout: PlanIndex) -> PlanIndex:
+    """The plan with some of its state and activations on the host."""
+    names = layout.plan.components
+    some = draw.draw(st.sampled_from([True, False, names[:2], names[1:]]))
+    try:
+        plan = replace(layout.plan, optimizer_offload=draw.draw(st.booleans()), activation_offload=some)
+    except PlanError:
+        assume(False)
+        raise
+    return with_offloaded(PlanIndex(plan, layout.model), "fp32")
+
+
+LAYOUTS: dict[str, Callable[[st.DataObject], PlanIndex]] = {
+    "deep": planned,
+    "on the host": lambda draw: offloading(draw, planned(draw)),
+    "every component by itself": lambda draw: PlanIndex(draw.draw(plans()), MODEL),
+    "in sharding groups": lambda draw: PlanIndex(draw.draw(grouped_plans(replicas=(4,))), MODEL),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_the_program_is_that_of_the_passes_task_by_task(draw: st.DataObject) -> None:
-    layout = planned(draw)
-    found, every = lower_columns(layout.plan, layout.model, layout), columns_of(lower(layout.plan, layout.model))
+def test_the_program_is_that_of_the_passes_task_by_task(kind: str, draw: st.DataObject) -> None:
+    layout = LAYOUTS[kind](draw)
+    graph = lower(layout.plan, layout.model, layout)
+    found, every = lower_columns(layout.plan, layout.model, layout, unfolded(layout.plan.mesh)), columns_of(graph)
     assert tasks_of(found) == tasks_of(every)
+    for number, resource in enumerate(found.resources):
+        assert tuple(found.issued.row(number).tolist()) == graph.issue_order[resource]
     works = sorted({unit.work for unit in every.units}, key=repr)
     seconds: dict[object, float] = {work: 1.0 + number / 7 for number, work in enumerate(works)}
     one, other = (timeline_of(columns, seconds) for columns in (found, every))
     assert (one.start_s.tolist(), one.end_s.tolist()) == (other.start_s.tolist(), other.end_s.tolist())
 
 
-@settings(max_examples=12)
-@given(st.data())
-def test_a_folded_program_is_that_of_the_ranks_that_stand_for_others(draw: st.DataObject) -> None:
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.booleans())
+def test_a_folded_program_is_that_of_the_ranks_that_stand_for_others(draw: st.DataObject, offloads: bool) -> None:
     """Its tasks, with their origins, are those of the whole program that such a rank takes part in."""
     layout = planned(draw, placed=False)
+    layout = offloading(draw, layout) if offloads else layout
     mesh = layout.plan.mesh
     folding = Folding(
         mesh=mesh, replica_of=(0,) * mesh.copies, shards=draw.draw(st.sampled_from([(0,), tuple(range(mesh.tp))]))
@@ -139,7 +168,7 @@ def test_a_folded_program_is_that_of_the_ranks_that_stand_for_others(draw: st.Da
     assume(folding.is_folded)
     part = lower_columns(layout.plan, layout.model, layout, folding).graph.tasks
     kept = set(folding.ranks)
-    whole = [task for task in lower(layout.plan, layout.model).tasks if not kept.isdisjoint(task.ranks)]
+    whole = [task for task in lower(layout.plan, layout.model, layout).tasks if not kept.isdisjoint(task.ranks)]
     number = {task.index: place for place, task in enumerate(whole)}
 
     def shown(task: Task, numbers: dict[int, int] | None = None) -> tuple[object, ...]:

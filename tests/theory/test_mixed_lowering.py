@@ -17,7 +17,6 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.task import COMPUTE
 from parsim.program.taskgraph import from_text, to_text
-from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 from tests.plans import MODEL, NAMES, plans
 
@@ -122,18 +121,3 @@ def _layout_with_first(placement: str) -> PlanIndex:
     placements = (parse_placement(placement), *(BATCH,) * (len(NAMES) - 1))
     stage = Stage(components=NAMES, ranks=mesh.stage_ranks(0), placements=placements)
     return PlanIndex(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=8), MODEL)
-
-
-@settings(max_examples=100, deadline=None)
-@given(plans())
-def test_columns_from_templates_are_the_graph_task_for_task(plan: Plan) -> None:
-    graph, columns = lower(plan, MODEL), lower_columns(plan, MODEL)
-    assert columns.size == len(graph.tasks)
-    for task in graph.tasks:
-        unit = columns.units[columns.unit[task.index]]
-        assert unit.work == task.work
-        assert unit.rank == task.resources[0].rank
-        assert tuple(columns.resources[number] for number in columns.uses.row(task.index)) == task.resources
-        assert sorted(columns.dependencies.row(task.index).tolist()) == list(task.dependencies)
-    for number, resource in enumerate(columns.resources):
-        assert tuple(columns.issued.row(number).tolist()) == graph.issue_order[resource]

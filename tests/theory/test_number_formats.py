@@ -34,9 +34,10 @@ def one_gpu(profile: Profile | None = None) -> Cluster:
     return cluster_from_profile(profile or load_profile(PROFILE), 1)
 
 
-def asked(precision: str, cluster: Cluster, *, weights: str = "float32", **options: object) -> PlanningProblem:
+def asked(precision: str, cluster: Cluster, *, weights: str = "float32", master_weights: bool = True) -> PlanningProblem:
     model = load_model(SPEC, weights=weights)
-    return PlanningProblem(model=model, cluster=cluster, global_batch=8, precision=precision, optimizer="adam", **options)  # type: ignore[arg-type]
+    numerics = Numerics(precision=precision, optimizer="adam", master_weights=master_weights)
+    return PlanningProblem(model=model, cluster=cluster, global_batch=8, numerics=numerics)
 
 
 def single_step_s(problem: PlanningProblem) -> float:

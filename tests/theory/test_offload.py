@@ -22,14 +22,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ActivationOffload, Plan, Stage
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.explain import explain_plan
-from parsim.predict.memory import BUFFERS, with_offloaded
+from parsim.predict.memory import BUFFERS
 from parsim.predict.problem import PlanningProblem
-from parsim.program.columns import columns_of
-from parsim.program.fold import Folding
 from parsim.program.lower import lower
-from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import from_text, to_text
-from parsim.program.templates import lower_columns
 from parsim.search.bound import step_bound_s
 from parsim.search.memory_floor import missing_bytes
 from parsim.search.search import search
@@ -37,7 +33,6 @@ from parsim.search.stages import balanced_plan
 from parsim.search.tensor import uniform_options
 from parsim.work import Collective, Compute, HostCopy, HostUpdate, LoadBatch, OptimizerStep, Phase
 from tests.models import chain_model, residual_model
-from tests.theory.test_lowering_by_kinds import planned, tasks_of
 
 PCIE_5, LATENCY = 48.79e9, 2e-6
 """Of the part pcie-5, and of its two links."""
@@ -66,7 +61,7 @@ def plan_of(model: Model, *, dp: int = 1, batch: int = 8, microbatches: int = 1,
 
 
 def problem_of(model: Model, cluster: Cluster, **rest: object) -> PlanningProblem:
-    return PlanningProblem(model=model, cluster=cluster, global_batch=8, optimizer="adam", **rest)  # type: ignore[arg-type]
+    return PlanningProblem(model=model, cluster=cluster, global_batch=8, numerics=Numerics(optimizer="adam"), **rest)  # type: ignore[arg-type]
 
 
 def step_s(problem: PlanningProblem, plan: Plan) -> float:
@@ -280,38 +275,6 @@ def test_a_node_without_room_for_the_state_does_not_fit() -> None:
 
 
 # --- programs -------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_the_program_is_that_of_the_passes_task_by_task(draw: st.DataObject) -> None:
-    layout = _offloading(draw, planned(draw))
-    every = columns_of(lower(layout.plan, layout.model, layout))
-    assert tasks_of(lower_columns(layout.plan, layout.model, layout)) == tasks_of(every)
-
-
-@settings(max_examples=10)
-@given(st.data())
-def test_a_folded_program_copies_what_the_ranks_that_stand_for_others_copy(draw: st.DataObject) -> None:
-    layout = _offloading(draw, planned(draw, placed=False))
-    mesh = layout.plan.mesh
-    folding = Folding(mesh=mesh, replica_of=(0,) * mesh.copies, shards=tuple(range(mesh.tp)))
-    assume(folding.is_folded)
-    kept = set(folding.ranks)
-    part = lower_columns(layout.plan, layout.model, layout, folding).graph.tasks
-    whole = [task for task in lower(layout.plan, layout.model, layout).tasks if not kept.isdisjoint(task.ranks)]
-    assert [(task.work, task.origin) for task in part] == [(task.work, task.origin) for task in whole]
-
-
-def _offloading(draw: st.DataObject, layout: PlanIndex) -> PlanIndex:
-    names = layout.plan.components
-    some = draw.draw(st.sampled_from([True, False, names[:2], names[1:]]))
-    try:
-        plan = replace(layout.plan, optimizer_offload=draw.draw(st.booleans()), activation_offload=some)
-    except PlanError:
-        assume(False)
-        raise
-    return with_offloaded(PlanIndex(plan, layout.model), "fp32")
 
 
 def test_without_offload_nothing_is_copied() -> None:

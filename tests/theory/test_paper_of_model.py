@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from parsim.cli import build
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
@@ -30,7 +31,9 @@ def question(name: str, *, devices: int = 8, batch: int = 256, memory_bytes: int
     if memory_bytes is not None:
         small = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in cluster.devices)
         cluster = replace(cluster, devices=small)
-    return PlanningProblem(model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch, optimizer="adam")
+    return PlanningProblem(
+        model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch, numerics=Numerics(optimizer="adam")
+    )
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_b_16"])

@@ -15,6 +15,7 @@ from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile, profile_from_parts
+from parsim.model.formats import DEFAULT_NUMERICS
 from parsim.plans.layouts import POINT_TO_POINT_HOPS, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -162,7 +163,7 @@ def test_a_price_that_is_known_is_the_one_that_would_be_worked_out() -> None:
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         for samples in (1, 4, 64):
             work = Compute(component=component.name, phase=phase, samples=samples)
-            known = compute_costs(cluster, "fp32", None)
+            known = compute_costs(cluster, DEFAULT_NUMERICS, None)
             assert known.estimate(work, component, device) is known.estimate(work, component, device)
             assert known.estimate(work, component, device) == ComputeCosts(cluster.profile).estimate(work, component, device)
 

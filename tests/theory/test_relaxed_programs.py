@@ -21,6 +21,7 @@ from parsim.execute.rank_run import RankRun
 from parsim.execute.runtime import StepScripts
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -56,8 +57,7 @@ def problem() -> PlanningProblem:
         model=model,
         cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8),
         global_batch=64,
-        precision="fp32",
-        optimizer="sgd_momentum",
+        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
 
 
@@ -126,7 +126,7 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     plain = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
     ran = run_program(program, lambda part, step: seconds(part.graph))
     assert ran.makespan_s == pytest.approx(plain, rel=1e-12)
-    steps = program.repeats
+    steps = len(program.steps)
     assert steps == plan.synchronisation.period_steps * len(plan.synchronisation.cycle(4))
     assert program.rounds == len(plan.synchronisation.cycle(4))
     found = simulated_step(problem, plan).steady_s
@@ -264,7 +264,9 @@ def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
 def test_messages_share_links_with_those_of_their_own_round_alone(problem: PlanningProblem, text: str) -> None:
     """A round of one peer per rank is priced as it runs, not as if all rounds of the cycle ran at once."""
     nodes = cluster_from_profile(load_profile("p3-16xlarge"), nodes=2, network="ethernet-25g")
-    wide = PlanningProblem(model=problem.model, cluster=nodes, global_batch=64, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=problem.model, cluster=nodes, global_batch=64, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(dp=16), synchronisation=parse_synchronisation(text))
     period = mixing_period(wide, wide.layout(plan))
     seconds = period.medians_s[0][period.unit]
@@ -286,7 +288,9 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
 def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -> None:
     """Two stages of eight replicas each: ranks are not replicas."""
     nodes = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="infiniband-100g")
-    wide = PlanningProblem(model=problem.model, cluster=nodes, global_batch=64, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=problem.model, cluster=nodes, global_batch=64, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(dp=8, pp=2), synchronisation=parse_synchronisation("gossip/1 ring"))
     found = evaluate(wide, plan, samples=0, fold=True)
     assert not found.folding.is_folded
@@ -306,7 +310,9 @@ def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -
 @pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
 def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=2, network="infiniband-100g")
-    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(**axes), synchronisation=parse_synchronisation(text))
     whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
     assert folded.folding.is_folded
@@ -339,7 +345,9 @@ def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
 ) -> None:
     """Moved on by a node, all replicas have the same neighbours on the same links: one node stands for all."""
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
-    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
     whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
     assert len(folded.folding.ranks) == kinds
@@ -358,7 +366,9 @@ def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(probl
     """20 nodes fill one leaf of 18 and a part of another: a message that crosses them takes a microsecond longer."""
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=20, network="infiniband-100g")
     model = load_model(ModelSpec(name="resnet50"), granularity="block")
-    wide = PlanningProblem(model=model, cluster=machine, global_batch=960, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=model, cluster=machine, global_batch=960, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(dp=120), synchronisation=parse_synchronisation(text))
     whole, folded = (simulated_step(wide, plan, fold=fold) for fold in (False, True))
     assert not folded.folding.is_exact
@@ -369,7 +379,9 @@ def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(probl
 @pytest.mark.parametrize("text", ["gossip/1 star", "gossip/1 mesh"])
 def test_graphs_that_do_not_repeat_are_not_folded(problem: PlanningProblem, text: str) -> None:
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
-    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    wide = PlanningProblem(
+        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
+    )
     plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
     assert not evaluate(wide, plan, samples=0, fold=True).folding.is_folded
 

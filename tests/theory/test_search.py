@@ -11,7 +11,8 @@ from parsim.errors import PlanError, ScheduleError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import Device
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
@@ -272,7 +273,9 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
 
     def asked(memory_bytes: int) -> PlanningProblem:
         machine = cluster(1, memory_bytes=memory_bytes)
-        return PlanningProblem(model=model, cluster=machine, global_batch=64, precision="amp_fp16", optimizer="adam")
+        return PlanningProblem(
+            model=model, cluster=machine, global_batch=64, numerics=Numerics(precision="amp_fp16", optimizer="adam")
+        )
 
     ample = asked(2**40)
     plan = custom_plan(ample, Mesh())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parsim.errors import ParsimError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
@@ -225,7 +226,10 @@ def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
     pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
     devices = tuple(replace(each, type=replace(each.type, memory_bytes=2**29)) for each in pair.devices)
     problem = PlanningProblem(
-        model=MODELS["gpt_small"], cluster=replace(pair, devices=devices), global_batch=64, precision="amp_fp16"
+        model=MODELS["gpt_small"],
+        cluster=replace(pair, devices=devices),
+        global_batch=64,
+        numerics=Numerics(precision="amp_fp16"),
     )
     found = search(problem, ["dp"])
     assert found.chosen is None
@@ -242,7 +246,10 @@ def test_no_plan_of_a_family_needs_less_than_the_one_shown_where_none_fits(famil
     pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
     devices = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in pair.devices)
     problem = PlanningProblem(
-        model=MODELS["gpt_small"], cluster=replace(pair, devices=devices), global_batch=64, precision="amp_fp16"
+        model=MODELS["gpt_small"],
+        cluster=replace(pair, devices=devices),
+        global_batch=64,
+        numerics=Numerics(precision="amp_fp16"),
     )
     found = search(problem, [family], samples=0)
     assert found.chosen is None

@@ -17,6 +17,7 @@ from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.names import named
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -76,7 +77,7 @@ def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan | None]:
         model=MODELS[draw(st.sampled_from(sorted(MODELS)))],
         cluster=with_memory(1),
         global_batch=32,
-        precision=draw(st.sampled_from(("fp32", "amp_fp16"))),
+        numerics=Numerics(precision=draw(st.sampled_from(("fp32", "amp_fp16")))),
     )
     mesh, microbatches = draw(st.sampled_from(MESHES)), draw(st.sampled_from((1, 2, 4, 8)))
     plan = some_plan(problem, mesh, microbatches, draw(st.sampled_from(ORDERS)))

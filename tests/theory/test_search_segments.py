@@ -9,6 +9,7 @@ import pytest
 from benchmarks.screen import Outline, plan_of
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -44,8 +45,7 @@ def asked(granularity: str, devices: int = 2, memory_bytes: int | None = None) -
         model=transformer(granularity),
         cluster=machine(devices, memory_bytes),
         global_batch=4,
-        precision="amp_fp16",
-        optimizer="adam",
+        numerics=Numerics(precision="amp_fp16", optimizer="adam"),
         segments=granularity == "sublayer",
     )
 

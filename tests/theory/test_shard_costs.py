@@ -49,7 +49,7 @@ def work(samples: int, ways: int = 1, phase: Phase = Phase.FORWARD) -> Compute:
 
 
 def estimate(of: Profile, asked: Compute, component: Component = CUT) -> Estimate:
-    return ComputeCosts(of, "fp32").estimate(asked, component, device(of))
+    return ComputeCosts(of).estimate(asked, component, device(of))
 
 
 def point(component: Component, samples: int, seconds: float, phase: str = "forward") -> dict[str, Any]:

@@ -20,7 +20,6 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.folding import folding_of
 from parsim.predict.memory import plan_memory
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import unfolded
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
 from parsim.program.placed import PlanIndex
@@ -108,14 +107,6 @@ def test_memory_is_that_of_as_many_replicas_as_a_group_has() -> None:
         )
         for line in ("parameters", "gradients", "optimizer_state", "unsharded"):
             assert {entry.line(line) for entry in parts} == {whole[0].line(line)}, line
-
-
-@settings(max_examples=100, deadline=None)
-@given(grouped_plans(replicas=(4,)))
-def test_programs_by_templates_and_by_passes_are_one(plan: Plan) -> None:
-    layout = PlanIndex(plan, MODEL)
-    columns = lower_columns(plan, MODEL, layout, unfolded(plan.mesh))
-    assert to_text(columns.graph) == to_text(lower(plan, MODEL, layout))
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,6 +15,7 @@ from parsim.hardware.profile import Profile
 from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, gpt, softmax_is_fused
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
 from parsim.work import NORM, SCALE, ClipGradients, Mix, OptimizerStep, Phase
@@ -76,8 +77,9 @@ def test_the_fused_softmax_takes_heads_by_fours_and_keys_up_to_2048(heads: int, 
     assert softmax_is_fused(heads, keys) is fused
 
 
-def costs(precision: str, profile: Profile | None = None) -> ComputeCosts:
-    return ComputeCosts(profile=profile or profile_from_parts("a100-sxm-80gb", 1), precision=precision)
+def costs(precision: str, profile: Profile | None = None, *, ema: bool = False) -> ComputeCosts:
+    numerics = Numerics(precision=precision, optimizer="adam_fused", ema=ema)
+    return ComputeCosts(profile or profile_from_parts("a100-sxm-80gb", 1), numerics)
 
 
 ELEMENTS = 2**31
@@ -88,9 +90,9 @@ def test_clipping_moves_four_bytes_of_an_element_per_access(precision: str, acce
     """Whatever else the step of that precision moves: casts of master weights, a scaled loss."""
     priced = costs(precision)
     device = cluster_from_profile(priced.profile, [0]).devices[0]
-    step = priced.optimizer(OptimizerStep(elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
+    step = priced.optimizer(OptimizerStep(elements=ELEMENTS, tensors=1), device).median_s
     for part, own in ((NORM, 1), (SCALE, 2)):
-        clip = priced.arithmetic(ClipGradients(part=part, elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
+        clip = priced.arithmetic(ClipGradients(part=part, elements=ELEMENTS, tensors=1), device).median_s
         assert clip / step == pytest.approx(own / accesses, rel=1e-6)
 
 
@@ -100,11 +102,11 @@ def test_averages_and_mixing_move_four_bytes_of_an_element_per_access(precision:
     priced = costs(precision)
     device = cluster_from_profile(priced.profile, [0]).devices[0]
     work = OptimizerStep(elements=ELEMENTS, tensors=1)
-    step = priced.optimizer(work, "adam_fused", device).median_s
-    mixed = priced.arithmetic(Mix(elements=ELEMENTS, copies=2, accesses=5), "adam_fused", device)
+    step = priced.optimizer(work, device).median_s
+    mixed = priced.arithmetic(Mix(elements=ELEMENTS, copies=2, accesses=5), device)
     assert mixed.median_s / step == pytest.approx(5 / accesses, rel=1e-6)
     assert f"has {accesses}" in mixed.detail
-    averaged = priced.optimizer(work, "adam_fused", device, ema=True).median_s
+    averaged = costs(precision, ema=True).optimizer(work, device).median_s
     assert averaged / step == pytest.approx(1 + 3 / accesses, rel=1e-6)
 
 
@@ -120,5 +122,5 @@ def test_fp16_divides_gradients_by_the_scale_where_bf16_does_not() -> None:
     for precision in ("bf16", "fp16"):
         priced = costs(precision, profile)
         device = cluster_from_profile(profile, [0]).devices[0]
-        steps[precision] = priced.optimizer(OptimizerStep(elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
+        steps[precision] = priced.optimizer(OptimizerStep(elements=ELEMENTS, tensors=1), device).median_s
     assert steps["fp16"] / steps["bf16"] == pytest.approx(13 / 11, rel=1e-4)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.engines import static
 from parsim.execute.cuda.gpu import MemoryUse
+from parsim.model.component import Component, Parameter, Value
+from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.compare import compare
 from parsim.predict.memory import RankMemory
 from parsim.predict.result import Interval, PlanResult
-from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.lower import lower
 from parsim.program.taskgraph import TaskGraph
 from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection
-from parsim.timeline import Span, Timeline
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.timeline import Timeline
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv
 
 MIB = 2**20
 RESNET = (
@@ -34,89 +37,31 @@ VIT = ("embed", *(f"encoder.{block}" for block in range(12)), "head", "loss")
 HOSTILE = "block<script>alert('x')</script>&\"quoted\""
 
 
-@dataclass
-class Draft:
-    """Tasks as they are added; every resource issues them in that order."""
-
-    tasks: list[Task]
-
-    def add(self, work: Work, resources: Sequence[Resource], after: Sequence[int], **origin: Any) -> int:
-        index = len(self.tasks)
-        self.tasks.append(
-            Task(
-                index=index,
-                work=work,
-                resources=tuple(resources),
-                dependencies=tuple(sorted(set(after))),
-                origin=Origin(**origin),
-            )
-        )
-        return index
-
-
 def step_graph(components: Sequence[str], *, pp: int = 1, dp: int = 1, microbatches: int = 1, samples: int = 16) -> TaskGraph:
-    """A gpipe step of pp stages times dp replicas, a gradient bucket per four components, one optimizer step per rank."""
-    draft = Draft([])
-    mesh = Mesh(pp=pp, dp=dp)
-    parts = [tuple(part) for part in np.array_split(np.array(components, dtype=object), pp)]
-    ready: dict[tuple[int, int, int], int] = {}
-    forwards: dict[tuple[int, int, int], int] = {}
-    gradients: dict[tuple[int, str], list[int]] = {}
-    for replica in range(dp):
-        for microbatch in range(microbatches):
-            rank = mesh.rank(stage=0, replica=replica)
-            load = LoadBatch(samples=samples, size_bytes=samples * 12288)
-            ready[0, replica, microbatch] = draft.add(
-                load, [Resource(rank, HOST)], [], stage=0, replica=replica, microbatch=microbatch
+    """A gpipe step of a chain on pp stages times dp replicas, with a gradient bucket per four components."""
+    values = ["input:0", *(f"{name}:0" for name in components)]
+    model = Model(
+        name="chain",
+        granularity="block",
+        components=tuple(
+            Component(
+                name=name,
+                inputs=(values[number],),
+                outputs=(values[number + 1],),
+                parameters=(Parameter(name=f"{name}.weight", elements=3 * MIB // 8),),
             )
-    for microbatch in range(microbatches):
-        for stage, replica in ((stage, replica) for stage in range(pp) for replica in range(dp)):
-            rank = mesh.rank(stage=stage, replica=replica)
-            last = ready[stage, replica, microbatch]
-            where: dict[str, Any] = {"stage": stage, "replica": replica, "microbatch": microbatch}
-            for name in parts[stage]:
-                work = Compute(component=name, phase=Phase.FORWARD, samples=samples)
-                last = draft.add(work, [Resource(rank, COMPUTE)], [last], component=name, **where)
-            forwards[stage, replica, microbatch] = last
-            if stage + 1 < pp:
-                peer = mesh.rank(stage=stage + 1, replica=replica)
-                ready[stage + 1, replica, microbatch] = _send(draft, rank, peer, last, where, f"{parts[stage][-1]}:0")
-    back = {(pp - 1, replica, m): forwards[pp - 1, replica, m] for replica in range(dp) for m in range(microbatches)}
-    for microbatch in range(microbatches):
-        for stage, replica in ((stage, replica) for stage in reversed(range(pp)) for replica in range(dp)):
-            rank = mesh.rank(stage=stage, replica=replica)
-            last = back[stage, replica, microbatch]
-            where = {"stage": stage, "replica": replica, "microbatch": microbatch}
-            for name in reversed(parts[stage]):
-                work = Compute(component=name, phase=Phase.BACKWARD, samples=samples)
-                last = draft.add(work, [Resource(rank, COMPUTE)], [last], component=name, **where)
-                gradients.setdefault((stage, name), []).append(last)
-            if stage:
-                peer = mesh.rank(stage=stage - 1, replica=replica)
-                back[stage - 1, replica, microbatch] = _send(draft, rank, peer, last, where, f"{parts[stage - 1][-1]}:0")
-    for stage in range(pp):
-        _update(draft, mesh, stage, list(reversed(parts[stage])), gradients)
-    return TaskGraph(tasks=tuple(draft.tasks), world_size=mesh.size)
-
-
-def _send(draft: Draft, source: int, destination: int, after: int, where: Mapping[str, Any], value: str) -> int:
-    work = SendRecv(source=source, destination=destination, size_bytes=4 * MIB)
-    resources = [Resource(source, f"pp>{destination}"), Resource(destination, f"pp<{source}")]
-    return draft.add(work, resources, [after], value=value, **where)
-
-
-def _update(draft: Draft, mesh: Mesh, stage: int, names: Sequence[str], gradients: Mapping[tuple[int, str], list[int]]) -> None:
-    ranks = mesh.stage_ranks(stage)
-    done: list[int] = []
-    for bucket, first in enumerate(range(0, len(names), 4)):
-        after = [task for name in names[first : first + 4] for task in gradients[stage, name]]
-        if mesh.dp > 1:
-            work = Collective(operation="all_reduce", group=ranks, size_bytes=(bucket + 1) * 6 * MIB)
-            after = [draft.add(work, [Resource(rank, "dp") for rank in ranks], after, stage=stage, bucket=bucket)]
-        done += after
-    for replica, rank in enumerate(ranks):
-        work = OptimizerStep(elements=3_000_000, tensors=60)
-        draft.add(work, [Resource(rank, COMPUTE)], done, stage=stage, replica=replica)
+            for number, name in enumerate(components)
+        ),
+        values=tuple(
+            Value(name=value, producer=components[number - 1] if number else None, bytes_per_sample=4 * MIB // samples)
+            for number, value in enumerate(values)
+        ),
+        inputs=("input:0",),
+        outputs=(values[-1],),
+    )
+    batch = samples * microbatches * dp
+    plan = plan_of("hp", components, pp=pp, dp=dp, microbatches=microbatches, batch=batch)
+    return lower(replace(plan, pipeline_order="gpipe", bucket_bytes=6 * MIB), model)
 
 
 def durations_s(graph: TaskGraph, scale_s: float) -> NDArray[np.float64]:
@@ -139,19 +84,8 @@ def durations_s(graph: TaskGraph, scale_s: float) -> NDArray[np.float64]:
 
 
 def run_in_order(graph: TaskGraph, seconds: NDArray[np.float64], source: str = "simulated") -> Timeline:
-    """Start each task when its dependencies have ended and its resources are free, in the order of the list."""
-    end = np.zeros(len(graph.tasks))
-    free: dict[Resource, float] = {}
-    spans = []
-    for task in graph.tasks:
-        start = max(
-            [*(end[other] for other in task.dependencies), *(free.get(resource, 0.0) for resource in task.resources), 0.0]
-        )
-        end[task.index] = start + seconds[task.index]
-        for resource in task.resources:
-            free[resource] = end[task.index]
-            spans.append(Span(task.index, str(resource), float(start), float(end[task.index])))
-    return Timeline.from_spans(spans, source)
+    """Start each task when its dependencies have ended and its resources are free, in issue order."""
+    return replace(static.simulate(graph, seconds), source=source)
 
 
 def measured_steps(graph: TaskGraph, seconds: NDArray[np.float64], steps: int, seed: int, bias: float = 1.05) -> list[Timeline]:

@@ -19,6 +19,7 @@ from parsim.hardware.profile import CollectiveFit, Communication, HostOverhead, 
 from parsim.hardware.records import ComponentPoint, ComputeRecords, OptimizerPoint
 from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
@@ -118,8 +119,8 @@ def test_every_kind_of_work_has_a_price(v100: Cluster, work: Work) -> None:
 
 def test_costs_are_those_of_the_parts(v100: Cluster) -> None:
     costs, device, profile = Costs(MODEL, v100), v100.devices[0], v100.profile
-    assert costs.estimate(FORWARD, 0) == ComputeCosts(profile, "fp32").estimate(FORWARD, MODEL.component("c0"), device)
-    assert costs.estimate(STEP, 3) == ComputeCosts(profile, "fp32").optimizer(STEP, "sgd_momentum", device)
+    assert costs.estimate(FORWARD, 0) == ComputeCosts(profile).estimate(FORWARD, MODEL.component("c0"), device)
+    assert costs.estimate(STEP, 3) == ComputeCosts(profile, Numerics()).optimizer(STEP, device)
     collective = Collective(operation="all_reduce", group=(0, 3), size_bytes=2**24)
     assert costs.estimate(collective, 0) == estimate_collective(collective, v100)
     transfer = SendRecv(source=2, destination=6, size_bytes=2**24)
@@ -127,9 +128,15 @@ def test_costs_are_those_of_the_parts(v100: Cluster) -> None:
 
 
 def test_precision_and_optimizer_matter(v100: Cluster) -> None:
-    assert Costs(MODEL, v100, optimizer="adam").estimate(STEP, 0).median_s > Costs(MODEL, v100).estimate(STEP, 0).median_s
+    assert (
+        Costs(MODEL, v100, numerics=Numerics(optimizer="adam")).estimate(STEP, 0).median_s
+        > Costs(MODEL, v100).estimate(STEP, 0).median_s
+    )
     wide = ComputeWork(component="c1", phase=Phase.FORWARD, samples=10**5)
-    assert Costs(MODEL, v100, "amp_fp16").estimate(wide, 0).median_s < Costs(MODEL, v100, "fp32").estimate(wide, 0).median_s
+    assert (
+        Costs(MODEL, v100, numerics=Numerics(precision="amp_fp16")).estimate(wide, 0).median_s
+        < Costs(MODEL, v100, numerics=Numerics(precision="fp32")).estimate(wide, 0).median_s
+    )
 
 
 def test_ranks_are_places_in_the_device_list(v100: Cluster) -> None:
@@ -419,7 +426,7 @@ def test_estimates_are_plain_values(v100: Cluster) -> None:
 def test_components_that_do_the_same_are_priced_once(v100: Cluster) -> None:
     """Equal to the last digit to every one by itself, and one object: 80 layers cost what one does."""
     model = transformer(SMALL, Software(flash=True), SamplePart(tokens=256, context=256), "sublayer")
-    costs, alone = (Costs(model, v100, precision="amp_fp16") for _ in range(2))
+    costs, alone = (Costs(model, v100, numerics=Numerics(precision="amp_fp16")) for _ in range(2))
     works = [
         (ComputeWork(component=component.name, phase=phase, samples=2, rule=rule, ways=ways), 0)
         for component in model.components

@@ -10,6 +10,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.problem import PlanningProblem
@@ -30,7 +31,9 @@ def test_a_second_forward_that_stops_early_leaves_out_the_last_product_and_no_me
     peaks = []
     for model, recompute in ((whole, ("h.0", "h.1")), (early, ("selective:h.0", "selective:h.1"))):
         cluster = cluster_from_profile(profile_from_parts("a100-sxm-80gb", 1))
-        problem = PlanningProblem(model=model, cluster=cluster, global_batch=4, precision="bf16", optimizer="adamw_fused")
+        problem = PlanningProblem(
+            model=model, cluster=cluster, global_batch=4, numerics=Numerics(precision="bf16", optimizer="adamw_fused")
+        )
         plan = Plan(
             strategy="custom",
             mesh=Mesh(),

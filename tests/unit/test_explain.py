@@ -11,7 +11,7 @@ from parsim.cli import main
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import HostOverhead, Noise, Profile
-from parsim.model.catalogue.presets import load_preset
+from parsim.model.catalogue.zoo import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.explain import BETWEEN, COMMUNICATION, COMPUTE, SLOWEST, Explanation, explain_plan

@@ -26,7 +26,7 @@ from parsim.formats.source import file_formats
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS
-from parsim.model.formats import FORMATS
+from parsim.model.formats import FORMATS, Numerics
 from parsim.model.objective import LOSSES
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
@@ -137,7 +137,7 @@ def test_optimizer_in_memory_price_and_learning_rate() -> None:
     assert lines(mine)["optimizer_state"] == 4 * mine.problem.model.parameter_count
     step = OptimizerStep(elements=25_000_000, tensors=100)
     names = ("sgd", "sgd_momentum", "my_extensions:RMSPROP")  # 4, 9 and 14 accesses per element
-    prices = [replace(mine.problem.costs(2), optimizer=name).estimate(step, 0).median_s for name in names]
+    prices = [replace(mine.problem.costs(2), numerics=Numerics(optimizer=name)).estimate(step, 0).median_s for name in names]
     assert prices[2] - prices[1] == pytest.approx(prices[1] - prices[0])
     assert mine.evaluation.result.step_s.median > none.evaluation.result.step_s.median
 

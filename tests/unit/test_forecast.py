@@ -137,8 +137,11 @@ def test_evaluation_is_the_forwards_share_of_a_step() -> None:
 def test_a_checkpoint_by_its_bytes() -> None:
     text = RUN + "[checkpoints]\ninterval_s = 100.0\nwrite_bytes_per_s = 1e8\n"
     model = PROBLEM.model
-    momentum = replace(PROBLEM, optimizer="adam")
-    for problem, per_element in ((PROBLEM, {"sgd": 0, "sgd_momentum": 4, "adam": 8}[PROBLEM.optimizer]), (momentum, 8)):
+    momentum = replace(PROBLEM, numerics=replace(PROBLEM.numerics, optimizer="adam"))
+    for problem, per_element in (
+        (PROBLEM, {"sgd": 0, "sgd_momentum": 4, "adam": 8}[PROBLEM.numerics.optimizer]),
+        (momentum, 8),
+    ):
         run = Played(problem=problem, evaluation=DP_STEP, scenario=parse_scenario(text))
         assert run.write_s == pytest.approx((model.parameter_bytes + per_element * model.parameter_count) / 1e8)
 

@@ -14,7 +14,7 @@ from parsim.costs.compute.launches import ComputeRequest, Launch, element_bytes,
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.names import named_model
-from parsim.model.formats import model_in
+from parsim.model.formats import Numerics, model_in
 from parsim.model.model import Model
 from parsim.model.trace.trace import trace
 from parsim.predict.problem import PlanningProblem
@@ -118,7 +118,9 @@ def products_of(model: Model, precision: str, kind: str) -> list[Launch]:
 @pytest.mark.parametrize("precision", LOW)
 def test_a_traced_head_and_convolutions_cost_what_they_do_in_bf16(precision: str) -> None:
     cluster = cluster_from_profile(profile_from_parts("b200", 1))
-    planned = PlanningProblem(model=convolutional(), cluster=cluster, global_batch=64, precision=precision).model
+    planned = PlanningProblem(
+        model=convolutional(), cluster=cluster, global_batch=64, numerics=Numerics(precision=precision)
+    ).model
     assert [entry.low for entry in products_of(planned, precision, "matmul")] == [True, False]
     low, half = prices("b200", precision), prices("b200", "bf16")
     own = [low.price(entry).seconds for entry in products_of(planned, precision, "convolution")]

@@ -12,8 +12,7 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
-from parsim.model.catalogue.presets import PRESETS, preset_lines
-from parsim.model.catalogue.zoo import ZOO
+from parsim.model.catalogue.zoo import PRESETS, ZOO, preset_lines
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import interface_of, loss_of
 from parsim.model.model import GRANULARITIES

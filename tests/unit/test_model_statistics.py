@@ -14,7 +14,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from parsim.model import Model, trace  # noqa: E402
 from parsim.model.component import Component, Operator  # noqa: E402
-from parsim.model.objective import LOSSES, loss_sum  # noqa: E402
+from parsim.model.objective import LOSSES  # noqa: E402
 
 F32 = 4
 
@@ -226,7 +226,7 @@ def test_losses_add_up_over_microbatches(kind: str, shape: list[int], parts: int
     else:
         target = torch.randint(shape[-1], (batch, *shape[:-1]))
         usual = nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
-    whole = loss_sum(kind, output, target)
-    split = sum(loss_sum(kind, o, t) for o, t in zip(output.chunk(parts), target.chunk(parts), strict=True))
+    whole = LOSSES[kind].total(output, target)
+    split = sum(LOSSES[kind].total(o, t) for o, t in zip(output.chunk(parts), target.chunk(parts), strict=True))
     assert whole == pytest.approx(float(split), rel=1e-12)
     assert whole / batch == pytest.approx(float(usual), rel=1e-12)

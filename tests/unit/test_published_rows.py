@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from parsim.model.formats import Numerics
 from tests.published_row import row_with
 
 HEAD = (
@@ -286,8 +287,7 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        precision="bf16",
-        optimizer="adamw_fused",
+        numerics=Numerics(precision="bf16", optimizer="adamw_fused"),
     )
     beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
     terms = [
@@ -330,8 +330,7 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        precision="bf16",
-        optimizer="adamw_fused",
+        numerics=Numerics(precision="bf16", optimizer="adamw_fused"),
     )
     alone = replace(asked.plan, tensor_backward_overlap=False)
     beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))

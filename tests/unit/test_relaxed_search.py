@@ -9,6 +9,7 @@ import pytest
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH, parse_placement
@@ -23,8 +24,7 @@ def problem(rule: str) -> PlanningProblem:
         model=load_model(ModelSpec(name="mlp", args=(("width", 64),))),
         cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8),
         global_batch=256,
-        precision="fp32",
-        optimizer="sgd_momentum",
+        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
     return replace(asked, constraints=replace(asked.constraints, synchronisation=parse_synchronisation(rule)))
 

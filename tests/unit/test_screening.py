@@ -10,6 +10,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
@@ -21,7 +22,8 @@ SHAPE = Shape(name="small", layers=14, hidden=2048, heads=16, vocab=32000)
 def problem() -> PlanningProblem:
     model = transformer(SHAPE, COMPILED, SamplePart(tokens=2048, context=2048), "sublayer")
     cluster = cluster_from_profile(profile_from_parts("h100-sxm", 8), nodes=2, network="infiniband-400g")
-    return PlanningProblem(model=model, cluster=cluster, global_batch=64, precision="bf16", optimizer="adamw_fused")
+    numerics = Numerics(precision="bf16", optimizer="adamw_fused")
+    return PlanningProblem(model=model, cluster=cluster, global_batch=64, numerics=numerics)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -139,15 +139,6 @@ def test_the_backward_waits_for_what_its_segment_sends_again() -> None:
     assert sums <= set(backward.dependencies)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_blocks_expand_to_the_same_program(tp: int) -> None:
-    made = plan(tp=tp, segments=BOTH, dp=2, zero_stage=1, gather_ahead=True)
-    columns, graph = lower_columns(made, model()), lower(made, model())
-    for task in graph.tasks:
-        assert sorted(columns.dependencies.row(task.index).tolist()) == list(task.dependencies)
-        assert columns.units[columns.unit[task.index]].work == task.work
-
-
 def test_a_segment_keeps_what_enters_it_alone() -> None:
     """Of 5 widths that a half saves; the second half's input is made again."""
 

@@ -29,6 +29,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import Efficiency
 from parsim.model.component import LOSS
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -170,9 +171,8 @@ def problem_of(case: tuple[str, str, int, int], cluster: Cluster) -> tuple[Plann
     model_name, precision, batch, gpus = case
     program = program_of(model_name)
     model = load_model(program.spec)
-    problem = PlanningProblem(
-        model=model, cluster=cluster, global_batch=batch * gpus, precision=precision, optimizer=program.optimizer
-    )
+    numerics = Numerics(precision=precision, optimizer=program.optimizer)
+    problem = PlanningProblem(model=model, cluster=cluster, global_batch=batch * gpus, numerics=numerics)
     return problem, data_parallel(model, batch, gpus, program.bucket_bytes)
 
 

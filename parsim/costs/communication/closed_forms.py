@@ -13,77 +13,24 @@ import numpy as np
 
 from parsim.costs.estimate import OverlapFactors, Term, TermOrigin, Terms
 from parsim.errors import CostError
-from parsim.hardware.profile import CollectiveFit, Overlap, OverlapPoint, Regime
+from parsim.hardware.profile import Overlap, OverlapPoint, Regime
 from parsim.units import format_bytes, format_seconds
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv, Work
 
 
-def ring_all_reduce_s(size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Time of a ring all_reduce in the alpha-beta model: 2 (n - 1) alpha + 2 (n - 1)/n * S * beta.
-
-    Args:
-        size_bytes: S, the whole array held by each rank. group_size: n >= 1; one rank costs nothing.
-        latency_s, seconds_per_byte: alpha and beta of the slowest hop of the ring.
-
-    Leaves out the reduction arithmetic and the launch. Raises CostError if an argument is out of range.
-    """
-    return ring_steps("all_reduce", group_size) * latency_s + ring_traffic("all_reduce", group_size) * _size(
-        size_bytes
-    ) * _positive(seconds_per_byte)
-
-
-def tree_all_reduce_s(
-    size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float, *, depth: int | None = None
-) -> float:
-    """Time of a tree all_reduce in the alpha-beta model: up and down a tree of `depth` levels.
-
-    t = 2 depth alpha + 2 S beta
-
-    Args:
-        size_bytes: S, the whole array held by each rank.
-        group_size: n >= 1; one rank costs nothing.
-        latency_s, seconds_per_byte: alpha and beta of one hop.
-        depth: levels. The default, ceil(log2 n), is the double binary tree: every rank forwards each half of the array once
-            up and once down, which uses the full bandwidth of its links. Inside one box NCCL's trees are chains of depth n -
-            1, also in its tuner.
-
-    Returns:
-        Seconds. Leaves out the pipelining of chunks, as the ring does.
-
-    Raises:
-        CostError: an argument is out of range.
-    """
-    if _group(group_size) == 1:
-        return 0.0
-    levels = math.ceil(math.log2(group_size)) if depth is None else depth
-    return 2 * levels * latency_s + 2 * _size(size_bytes) * _positive(seconds_per_byte)
-
-
 def ring_steps(operation: str, group_size: int) -> int:
-    """Number of hops that follow one another on a ring.
+    """Number of hops that follow one another on a ring of `group_size` >= 1 ranks.
 
-    Args:
-        operation: a key of `COLLECTIVE_KINDS`.
-        group_size: n >= 1.
-
-    Returns:
-        2 (n - 1) for all_reduce; n - 1 for all_gather, reduce_scatter, broadcast and all_to_all.
+    2 (n - 1) for all_reduce; n - 1 for all_gather, reduce_scatter, broadcast and all_to_all.
     """
     return COLLECTIVE_KINDS[operation].hops(_group(group_size))
 
 
 def ring_traffic(operation: str, group_size: int) -> float:
-    """Bytes through the slowest hop of a ring, per byte of the array S.
+    """Bytes through the slowest hop of a ring of n ranks, per byte of the array S; one rank moves nothing.
 
-    Args:
-        operation: a key of `COLLECTIVE_KINDS` that runs on a ring.
-        group_size: n >= 1; one rank moves nothing.
-
-    Returns:
-        2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and reduce_scatter, 1 for a pipelined broadcast.
-
-    Raises:
-        CostError: all_to_all, which does not run on a ring (see `all_to_all_s`).
+    2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and reduce_scatter, 1 for a pipelined broadcast. Raises CostError for
+    all_to_all, which does not run on a ring.
     """
     n = _group(group_size)
     if n == 1:
@@ -96,17 +43,9 @@ def ring_traffic(operation: str, group_size: int) -> float:
 
 
 def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
-    """Bus bandwidth as nccl-tests defines it: S / t times a factor of the operation.
+    """Bus bandwidth as nccl-tests defines it: S / t times a factor of the operation, in bytes per second; 0 if no time passes.
 
-    Args:
-        operation: a collective, or "send_recv".
-        size_bytes: S, the whole array.
-        group_size: n >= 1.
-        seconds: t, the measured time.
-
-    Returns:
-        Bytes per second. The factor is 2 (n - 1)/n for all_reduce, 1 for broadcast and send_recv, (n - 1)/n for the others.
-        Zero if no time passes.
+    The factor is 2 (n - 1)/n for all_reduce, 1 for broadcast and send_recv, (n - 1)/n for the others.
     """
     if seconds <= 0:
         return 0.0
@@ -119,18 +58,6 @@ def _group(group_size: int) -> int:
     if group_size < 1:
         raise CostError(f"group_size must be >= 1, got {group_size}")
     return group_size
-
-
-def _size(size_bytes: float) -> float:
-    if size_bytes < 0:
-        raise CostError(f"size_bytes must be >= 0, got {size_bytes}")
-    return size_bytes
-
-
-def _positive(value: float) -> float:
-    if value < 0:
-        raise CostError(f"seconds_per_byte must be >= 0, got {value}")
-    return value
 
 
 # --- the mutual slowdown of computation and communication -------------------------------------------------------------
@@ -166,11 +93,7 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
 
 
 def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:
-    """(compute, communication) factors while one operation of one size runs.
-
-    Args:
-        measured: the profile's factors. operation: a collective or "send_recv". size_bytes: of the message.
-    """
+    """(compute, communication) factors while one operation of one size runs."""
     points = _of_operation(measured.points, operation) or _of_operation(measured.points, "all_reduce")
     if not points:
         return measured.compute_factor, measured.communication_factor
@@ -183,31 +106,16 @@ def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[floa
 
 def _of_operation(points: Sequence[OverlapPoint], operation: str) -> list[OverlapPoint]:
     """Ascending in size; of several group sizes that of the most ranks."""
-    own = [point for point in points if point.operation == operation]
-    most = max((point.group_size for point in own), default=0)
-    return sorted((point for point in own if point.group_size == most), key=lambda point: point.size_bytes)
+    measured = [point for point in points if point.operation == operation]
+    most = max((point.group_size for point in measured), default=0)
+    return sorted((point for point in measured if point.group_size == most), key=lambda point: point.size_bytes)
 
 
 # --- piecewise lines through a measured collective --------------------------------------------------------------------
 
 
-def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
-    """Seconds of a piecewise fit at a size; never less than at the end of an earlier regime.
-
-    Args:
-        fit: lines per range of sizes, for one operation and group size.
-        size_bytes: the whole array.
-    """
-    return regimes_s(fit.regimes, size_bytes)
-
-
 def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
-    """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size.
-
-    Args:
-        regimes: lines in ascending order of size, seconds over bytes.
-        size_bytes: the whole array; beyond the last line it is extrapolated.
-    """
+    """Seconds of ascending piecewise lines at a size of the whole array (`regime_at`)."""
     regime, at_bytes = regime_at(regimes, size_bytes)
     return regime.latency_s + regime.seconds_per_byte * at_bytes
 
@@ -215,22 +123,17 @@ def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
 def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, float]:
     """Find the line that prices a message, and the size at which to read it.
 
-    Args:
-        regimes: lines in ascending order of size.
-        size_bytes: of the message.
-
-    Returns:
-        The most expensive candidate: the line of the size itself, or the end of an earlier line. So the time never falls with
-        the size.
+    The most expensive of ascending lines: that of the size itself, or the end of an earlier line. So the time never falls with
+    the size, and beyond the last line it is extrapolated.
     """
     most, seconds = (regimes[0], 0.0), -math.inf
     for number, regime in enumerate(regimes, start=1):
         end = regime.max_size_bytes
         inside = end is None or size_bytes <= end or number == len(regimes)
         at_bytes = size_bytes if inside or end is None else end
-        own_s = regime.latency_s + regime.seconds_per_byte * at_bytes
-        if own_s > seconds:
-            most, seconds = (regime, at_bytes), own_s
+        line_s = regime.latency_s + regime.seconds_per_byte * at_bytes
+        if line_s > seconds:
+            most, seconds = (regime, at_bytes), line_s
         if inside:
             break
     return most
@@ -256,9 +159,8 @@ def moving_terms(
     Contention is what the bytes take longer while other groups use the same links. Latency is not stretched.
 
     Args:
-        size_bytes: of the whole array. seconds_per_byte: of the whole array, while other groups run.
-        alone_seconds_per_byte: alone (None: nothing else runs). groups: how many run at once.
-        latency_s: of the operation. latency: what it consists of, as text. origin: of the numbers.
+        seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone (None: nothing else runs).
+        groups: how many run at once. latency: what it consists of, as text. origin: of the numbers.
 
     Returns:
         The terms, in seconds. Leaves out that contention may end before the transfer does.
@@ -274,11 +176,7 @@ def moving_terms(
 
 
 def hops_text(base_s: float, *hops: tuple[int, float]) -> str:
-    """Describe a latency, e.g. `10 us + 14 hops of 1.2 us`.
-
-    Args:
-        base_s: seconds before the hops. hops: (count, seconds of one).
-    """
+    """Describe a latency, e.g. `10 us + 14 hops of 1.2 us`, from seconds before the hops and (count, seconds of one)."""
     return " + ".join(
         [format_seconds(base_s), *(f"{count} hops of {format_seconds(seconds)}" for count, seconds in hops if count)]
     )

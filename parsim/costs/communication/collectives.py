@@ -27,6 +27,7 @@ from parsim.costs.communication.closed_forms import (
 from parsim.costs.communication.contention import (
     RingSet,
     Way,
+    distinct_pairs,
     group_pace,
     leaf_shares,
     rings_of,
@@ -55,15 +56,8 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 
     It holds for every collective but broadcast, whose root depends on the order of ranks. The key contains what prices depend
     on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks. In a
-    plan of thousands of ranks most groups are such copies, of which one is priced.
-
-    Args:
-        cluster: the machine.
-        group: ranks, ascending.
-        concurrent: groups that run at the same time.
-
-    Raises:
-        ProfileError: a device that no link joins.
+    plan of thousands of ranks most groups are such copies, of which one is priced. Raises ProfileError for a device that no
+    link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, "through", _distinct(concurrent))
@@ -92,22 +86,14 @@ def known_estimates(cluster: Cluster) -> dict[Hashable, Estimate]:
 
 
 def alike_collectives(cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: GroupsAtOnce) -> Hashable | None:
-    """Equal for groups that pay the same for one operation on as many bytes; None: nothing says so.
-
-    Args:
-        cluster: the machine. operation: a collective. group: its ranks. concurrent: groups that run at the same time.
-    """
+    """Equal for groups that pay the same for one operation on as many bytes; None: nothing says so."""
     if cluster.profile.communication.link_model is None or COLLECTIVE_KINDS[operation].rooted:
         return None
     return alike(cluster, tuple(sorted(group)), concurrent)
 
 
 def alike_transfers(cluster: Cluster, pair: tuple[int, int], concurrent: GroupsAtOnce) -> Hashable | None:
-    """The same for transfers between nodes; of those inside a node nothing says so.
-
-    Args:
-        cluster: the machine. pair: (source, destination). concurrent: pairs at the same time, this one among them.
-    """
+    """Equal for transfers between nodes that pay the same for as many bytes; None inside a node, where nothing says so."""
     if cluster.profile.communication.link_model is None or cluster.places[pair[0]][0] == cluster.places[pair[1]][0]:
         return None
     kind = link_model_of(cluster).link_kind
@@ -128,8 +114,6 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     """Price a collective over ranks of `cluster`.
 
     Args:
-        work: the operation, its group of ranks and the bytes of the whole array.
-        cluster: the machine; its profile holds a link model or fits per group size.
         concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this
             one. An example are the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
 
@@ -151,11 +135,11 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     group = tuple(sorted(work.group))
     if COLLECTIVE_KINDS[work.operation].rooted:
         return _by_links(work, group, cluster, concurrent)
-    known = known_estimates(cluster)
+    estimates = known_estimates(cluster)
     key = (work.operation, work.size_bytes, alike(cluster, group, _hashable(concurrent)))
-    if key not in known:
-        known[key] = _by_links(work, group, cluster, concurrent)
-    return known[key]
+    if key not in estimates:
+        estimates[key] = _by_links(work, group, cluster, concurrent)
+    return estimates[key]
 
 
 def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
@@ -179,21 +163,11 @@ def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], wha
 
 
 def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
-    """Price a transfer between two ranks.
+    """Price a transfer between two ranks, beside the `concurrent` ones of as many bytes (with or without this one).
 
     Inside a node it uses their direct lanes, or the path over PCIe and sockets if no lane joins them. Between nodes it goes
-    from network card to network card.
-
-    Args:
-        work: source, destination and bytes.
-        cluster: the machine.
-        concurrent: (source, destination) of transfers of as many bytes at the same time, with or without this one.
-
-    Returns:
-        An Estimate. Leaves out that a transfer speeds up once a concurrent one has ended.
-
-    Raises:
-        CostError: as `estimate_collective`.
+    from network card to network card. Leaves out that a transfer speeds up once a concurrent one has ended. Raises CostError as
+    `estimate_collective`.
     """
     pair = (work.source, work.destination)
     _check_ranks(pair, cluster, "send_recv")
@@ -211,11 +185,14 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         return _by_measured(*found, work.size_bytes, len({*beside, pair}))
     beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, beside)
     alone = transfer_pace(cluster, model.link_kind, pair)[0] if beside else beta
-    at_once = _distinct_pairs(beside)
+    at_once = distinct_pairs(beside)
     groups = len(at_once) + (pair not in at_once)
-    known, key = known_estimates(cluster), ("send_recv", work.size_bytes, beta, alone, direct, hop_latency_s, crosses, groups)
-    if key in known:  # all that the rest depends on
-        return known[key]
+    estimates, key = (
+        known_estimates(cluster),
+        ("send_recv", work.size_bytes, beta, alone, direct, hop_latency_s, crosses, groups),
+    )
+    if key in estimates:  # all that the rest depends on
+        return estimates[key]
     base_s, rate, extra = model.point_to_point_base_s, 1.0, [DERIVED]
     detail = f"direct {model.link_kind}" if direct else "relayed over other links"
     if crosses:
@@ -231,13 +208,8 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         groups=groups,
         latency=hops_text(base_s, (1 if crosses else 0, hop_latency_s)),
     )
-    known[key] = _link_estimate(terms, work.size_bytes, model, detail, "p2p", extra)
-    return known[key]
-
-
-@lru_cache(maxsize=256)
-def _distinct_pairs(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
-    return frozenset(pairs)
+    estimates[key] = _link_estimate(terms, work.size_bytes, model, detail, "p2p", extra)
+    return estimates[key]
 
 
 def _inside_node(
@@ -341,16 +313,15 @@ def packed_operation(operation: str) -> str:
 
 def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:
     """By the first of these operations that the profile has measured at all: the special one, then the one it is a case of."""
-    known_fits = fits_of(cluster)
-    measured = {fit.operation for fit in known_fits}
+    measured = {fit.operation for fit in fits_of(cluster)}
     operation = next((name for name in names if name in measured), names[-1])
-    fits = [fit for fit in known_fits if fit.operation == operation]
+    fits = sorted((fit for fit in fits_of(cluster) if fit.operation == operation), key=lambda fit: fit.group_size)
     match = next((fit for fit in fits if fit.group_size == group_size), None)
     if match is None:
-        known = ", ".join(str(fit.group_size) for fit in sorted(fits, key=lambda fit: fit.group_size)) or "none"
+        sizes = ", ".join(str(fit.group_size) for fit in fits) or "none"
         raise CostError(
             f"profile {cluster.profile.name} has no measured {operation} over {group_size} ranks (measured group sizes: "
-            f"{known}); measure it with `parsim calibrate --nproc {group_size}`"
+            f"{sizes}); measure it with `parsim calibrate --nproc {group_size}`"
         )
     return _by_measured(match, 1.0, size_bytes, 1)
 

@@ -45,11 +45,11 @@ def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
         lanes: lanes[i][j] >= 0 directed lanes from vertex i to vertex j, n x n with 2 <= n <= MAX_RING_DEVICES.
 
     Returns:
-        The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice); () if there is none.
-
-    The count is exact: no vertex has lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian
-    cycles (HiGHS proves it). Which of several optimal packings is returned is not specified. Leaves out rings that pass
-    through devices outside the group.
+        The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice). The count is exact: no
+            vertex has
+        lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian cycles (HiGHS proves it). Which
+            of
+        several optimal packings is returned is not specified. Leaves out rings that pass through devices outside the group.
 
     Raises:
         CostError: if n is out of range or the matrix is not square.
@@ -71,7 +71,7 @@ def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
     for _ in range(PEELINGS):
         free = [list(row) for row in lanes]
         rings: list[Ring] = []
-        while len(rings) < target and (ring := next(_cycles(free, random), ())):
+        while len(rings) < target and (ring := next(hamiltonian_cycles(free, random), ())):
             for a, b in arcs(ring):
                 free[a][b] -= 1
             rings.append(ring)
@@ -82,7 +82,7 @@ def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
 
 def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     """The integer programme: how often each Hamiltonian cycle is used, within the lanes."""
-    cycles = hamiltonian_cycles(lanes)
+    cycles = list(hamiltonian_cycles(lanes))
     if not cycles:
         return ()
     from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
@@ -106,17 +106,11 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     return tuple(cycle for cycle, count in zip(cycles, counts.tolist(), strict=True) for _ in range(count))
 
 
-def hamiltonian_cycles(lanes: Sequence[Sequence[int]]) -> list[Ring]:
-    """Every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them.
+def hamiltonian_cycles(lanes: Sequence[Sequence[int]], random: Random | None = None) -> Iterator[Ring]:
+    """Yield every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them.
 
-    Args:
-        lanes: [n][n], number of lanes from vertex to vertex.
+    With `random` the widest lanes come first, and equal ones in a random order.
     """
-    return list(_cycles(lanes))
-
-
-def _cycles(lanes: Sequence[Sequence[int]], random: Random | None = None) -> Iterator[Ring]:
-    """The same, one after the other. With `random` the widest lanes come first, and equal ones in a random order."""
     walk, unseen = [0], set(range(1, len(lanes)))
 
     def extend() -> Iterator[Ring]:
@@ -178,14 +172,8 @@ def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> Ri
     whose hops use direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all
     rings.
 
-    Args:
-        topology: links of one node. link_kind: such as "nvlink". devices: names in the topology.
-
-    Returns:
-        The rings. Leaves out rings of fewer devices joined by trees, and a better order in forms 2 and 3.
-
-    Raises:
-        CostError: no path joins two neighbours.
+    Leaves out rings of fewer devices joined by trees, and a better order in forms 2 and 3. Raises CostError if no path joins
+    two neighbours.
     """
     return _ring_set(topology, link_kind, tuple(sorted(devices, key=_number)))
 
@@ -224,14 +212,8 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
 def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
     """Share of the bytes that passes each link in each direction while all flows run at once.
 
-    A flow uses all direct lanes of `link_kind` between its ends, or a path of that kind through switches, or else the
-    shortest path over any links. Links are full duplex.
-
-    Args:
-        topology: links of one node. link_kind: of the direct lanes. flows: (from, to, share of the bytes).
-
-    Raises:
-        CostError: no path joins two devices.
+    A flow (from, to, share of the bytes) uses all direct lanes of `link_kind` between its ends, or a path of that kind through
+    switches, or else the shortest path over any links. Links are full duplex. Raises CostError if no path joins two devices.
     """
     load: dict[LinkStep, float] = {}
     for source, destination, share in flows:
@@ -240,21 +222,13 @@ def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) ->
     return load
 
 
-def pace(own: Iterable[LinkStep], total: Mapping[LinkStep, float]) -> float:
-    """Seconds per byte of the busiest of the links `own`; 0 for no link.
-
-    Args:
-        own: link steps used. total: load of every link step, shares of the bytes.
-    """
-    return max((total[step] / step[2].capacity_bytes_per_s for step in own), default=0.0)
+def pace(used: Iterable[LinkStep], total: Mapping[LinkStep, float]) -> float:
+    """Seconds per byte of the busiest of the links `used`; 0 for no link. `total`: load of every link, shares of the bytes."""
+    return max((total[step] / step[2].capacity_bytes_per_s for step in used), default=0.0)
 
 
 def added(loads: Iterable[Mapping[LinkStep, float]]) -> dict[LinkStep, float]:
-    """The sum of several loads.
-
-    Args:
-        loads: each maps a link step to a share of the bytes.
-    """
+    """The sum of several loads."""
     total: dict[LinkStep, float] = {}
     for load in loads:
         for step, weight in load.items():
@@ -322,12 +296,7 @@ class LinkRates:
 def group_pace(
     cluster: Cluster, link_kind: str, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> LinkRates:
-    """How fast a group of several nodes moves bytes while the `concurrent` groups do the same.
-
-    Args:
-        cluster: the machine. link_kind: of the direct lanes inside nodes.
-        group: ranks, ascending. way: the route of its bytes (`Way`).
-        concurrent: groups that move as many bytes at the same time.
+    """How fast a group of several nodes moves bytes on a `way` while the `concurrent` groups move as many.
 
     Returns:
         Rates in seconds per byte. Leaves out collisions of routes inside the network.
@@ -348,9 +317,7 @@ def group_pace(
         if len(spread) > 1:
             port_latency = max(port_latency, max(port_of(nodes.shapes[node], member).latency_s for member in members))
     own, total = leaf_shares(cluster, group, way, concurrent)
-    crossing = (
-        0.0  # a ring or tree in the order of the nodes leaves every leaf once; pairs with all that is meant for elsewhere
-    )
+    crossing = 0.0  # a ring or tree in node order leaves every leaf once; pairs with all that is meant for elsewhere
     for leaf in own:
         outside = max(outside, total[leaf] / uplink_rate(cluster, leaf))
         crossing = max(crossing, 2 * nodes.leaves[leaf].uplink_latency_s)
@@ -368,30 +335,19 @@ def group_pace(
 def inside_pace(
     cluster: Cluster, link_kind: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[RingSet, float]:
-    """The rings of the slowest node, and their seconds per byte while the `concurrent` groups do the same inside their nodes.
-
-    Args:
-        cluster, link_kind, group, concurrent: as for `group_pace`.
-    """
+    """The rings of the slowest node, and their seconds per byte while the `concurrent` groups do the same in their nodes."""
     others = shares_of_others(cluster, group, "inside", concurrent)
-    found = []
+    paces = []
     for node, members in cluster.spread(group):
         shape = cluster.nodes.shapes[node]
         seconds, _ = part_pace(shape, link_kind, NodeShare(members, "inside", len(group)), others.get(node, ()))
-        found.append((seconds, rings_of(shape, link_kind, members)))
-    seconds, rings = max(found, key=lambda entry: entry[0])
+        paces.append((seconds, rings_of(shape, link_kind, members)))
+    seconds, rings = max(paces, key=lambda pair: pair[0])
     return rings, seconds
 
 
 def uplink_rate(cluster: Cluster, leaf: str) -> float:
-    """Bytes per second of a leaf's uplinks.
-
-    Args:
-        cluster: the machine. leaf: name of a leaf switch.
-
-    Raises:
-        CostError: the leaf has no uplink.
-    """
+    """Bytes per second of a leaf's uplinks. Raises CostError if it has none."""
     rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
     if rate is None:
         raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; connect the switches in the topology")
@@ -399,19 +355,15 @@ def uplink_rate(cluster: Cluster, leaf: str) -> float:
 
 
 @lru_cache(maxsize=65536)
-def part_pace(shape: NodeShape, link_kind: str, own: NodeShare, others: tuple[NodeShare, ...]) -> tuple[float, float]:
-    """Seconds per byte of the busiest link inside the node, and of the busiest to the network, that `own` uses.
-
-    Args:
-        shape: of the node. link_kind: of the direct lanes.
-        own, others: the share of this group, and those of the groups at the same time.
-    """
-    inside, outside = part_loads(shape, link_kind, own)
+def part_pace(shape: NodeShape, link_kind: str, part: NodeShare, others: tuple[NodeShare, ...]) -> tuple[float, float]:
+    """Seconds per byte of the busiest link inside the node, and of the busiest to the network, that `part` uses beside
+    `others`."""
+    inside, outside = part_loads(shape, link_kind, part)
     total = added([inside, outside, *(load for other in others for load in part_loads(shape, link_kind, other))])
     alone = 0.0
-    if own.way in ("inside", "through") and len(own.members) > 1:
-        rings = rings_of(shape, link_kind, own.members)
-        alone = rings.seconds_per_byte if own.way == "inside" or not rings.relayed else 0.0
+    if part.way in ("inside", "through") and len(part.members) > 1:
+        rings = rings_of(shape, link_kind, part.members)
+        alone = rings.seconds_per_byte if part.way == "inside" or not rings.relayed else 0.0
     return max(alone, pace(inside, total)), pace(outside, total)
 
 
@@ -424,11 +376,7 @@ def _leaves_direct_links(shape: NodeShape, link_kind: str, part: NodeShare) -> b
 
 @lru_cache(maxsize=65536)
 def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[LinkStep, float], dict[LinkStep, float]]:
-    """Loads of one part on the links between its members, and on those between them and the network.
-
-    Args:
-        shape: of the node. link_kind: of the direct lanes. part: the group's share on this node.
-    """
+    """Loads of one part on the links between its members, and on those between them and the network."""
     names = [shape.devices[member] for member in part.members]
     size = len(names)
     if part.way == "inside":
@@ -457,11 +405,7 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
 
 @lru_cache(maxsize=65536)
 def port_of(shape: NodeShape, member: int) -> Port:
-    """The network card with the fewest links to a device; devices with several at the same distance take turns.
-
-    Args:
-        shape: of the node. member: index of the device in it.
-    """
+    """The network card with the fewest links to a device; devices with several at the same distance take turns."""
     nearest = _nearest(shape, member)
     turn = sum(_nearest(shape, earlier) == nearest for earlier in range(member))
     return nearest[turn % len(nearest)]
@@ -469,11 +413,7 @@ def port_of(shape: NodeShape, member: int) -> Port:
 
 @lru_cache(maxsize=65536)
 def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
-    """The links from a device to its network card and into the network.
-
-    Args:
-        shape: of the node. member: index of the device. port: another card than its nearest.
-    """
+    """The links from a device to its network card (the nearest, if none is named) and into the network."""
     port = port or port_of(shape, member)
     path = shape.topology.path(shape.devices[member], port.nic)
     rate, latency_s = port.bandwidth_bytes_per_s, port.latency_s
@@ -482,16 +422,12 @@ def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[Li
 
 
 def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
-    """The rings of some devices of a node.
-
-    Args:
-        shape: of the node. link_kind: of the direct lanes. members: indices of the devices.
-    """
+    """The rings of some devices of a node."""
     return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
 
 
 def reverse(step: LinkStep) -> LinkStep:
-    """The same link in the other direction."""
+    """A link in the other direction."""
     return step[1], step[0], step[2]
 
 
@@ -523,46 +459,40 @@ def shares_of_others(
     spread = cluster.spread(group)
     if group not in concurrent:
         return {node: there[node] for node, _ in spread if node in there}
-    found: dict[int, tuple[NodeShare, ...]] = {}
+    others: dict[int, tuple[NodeShare, ...]] = {}
     for node, members in spread:
         parts = list(there[node])
         parts.remove(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
-        found[node] = tuple(parts)
-    return found
+        others[node] = tuple(parts)
+    return others
 
 
 @lru_cache(maxsize=256)
 def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[NodeShare, ...]]:
     """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it."""
-    found: dict[int, list[NodeShare]] = {}
+    by_node: dict[int, list[NodeShare]] = {}
     for group in dict.fromkeys(groups):
         spread = cluster.spread(group)
         for node, members in spread:
-            found.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
-    return {node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in found.items()}
+            by_node.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
+    return {
+        node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in by_node.items()
+    }
 
 
 def leaf_shares(
     cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: Sequence[tuple[int, ...]]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Share of the bytes that leaves each leaf: of one group, and of all groups; empty if the group lies under one leaf.
-
-    Args:
-        cluster, group, way, concurrent: as for `group_pace`.
-    """
-    own = own_leaf_shares(cluster, group, way)
-    if not own:
+    """Share of the bytes that leaves each leaf: of one group, and of all groups; empty if the group lies under one leaf."""
+    shares = own_leaf_shares(cluster, group, way)
+    if not shares:
         return {}, {}
-    return own, _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+    return shares, _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
 
 
 @lru_cache(maxsize=4096)
 def own_leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
-    """Share of a group's bytes that leaves each leaf; empty if the group lies under one leaf.
-
-    Args:
-        cluster, group, way: as for `group_pace`.
-    """
+    """Share of a group's bytes that leaves each leaf; empty if the group lies under one leaf."""
     count: dict[str, int] = {}
     for node, members in cluster.spread(group):
         leaf = cluster.nodes.leaf[node]
@@ -588,22 +518,20 @@ def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: W
 def transfer_pace(
     cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[float, bool, float]:
-    """Speed of a transfer from rank to rank while the `concurrent` ones run.
-
-    Args:
-        cluster: the machine. link_kind: of the direct lanes.
-        pair: (source, destination). concurrent: pairs at the same time.
+    """Speed of a transfer (source, destination) while the `concurrent` ones run.
 
     Returns:
         Seconds per byte of its busiest link, whether it has direct lanes, and the latency of the links between the nodes in
         seconds (0 inside one). Leaves out that a transfer speeds up once others have ended.
     """
-    own = transfer_loads(cluster, link_kind, pair)
+    loads = transfer_loads(cluster, link_kind, pair)
     if concurrent:
-        total = _all_transfer_loads(cluster, link_kind, concurrent if pair in _distinct(concurrent) else (*concurrent, pair))
-        seconds = max([total[key] / capacity for key, (_, capacity) in own.items()])
+        total = _all_transfer_loads(
+            cluster, link_kind, concurrent if pair in distinct_pairs(concurrent) else (*concurrent, pair)
+        )
+        seconds = max([total[key] / capacity for key, (_, capacity) in loads.items()])
     else:
-        seconds = max([weight / capacity for weight, capacity in own.values()])
+        seconds = max([weight / capacity for weight, capacity in loads.values()])
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     if source == destination:
         shape = cluster.nodes.shapes[source]
@@ -617,13 +545,14 @@ def transfer_pace(
 
 
 @lru_cache(maxsize=256)
-def _distinct(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
+def distinct_pairs(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
+    """The pairs, each once."""
     return frozenset(pairs)
 
 
 @lru_cache(maxsize=256)
 def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int, ...], ...]) -> dict[object, float]:
-    """The same of several transfers at once; one listed twice counts once."""
+    """The share of the bytes on every link, of several transfers at once; one listed twice counts once."""
     total: dict[object, float] = {}
     for pair in dict.fromkeys(pairs):
         for key, (weight, _) in transfer_loads(cluster, link_kind, pair).items():
@@ -633,11 +562,7 @@ def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int
 
 @lru_cache(maxsize=65536)
 def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> dict[tuple[object, object], tuple[float, float]]:
-    """Share of the bytes and capacity (bytes per second) of every link that a transfer uses.
-
-    Args:
-        cluster: the machine. link_kind: of the direct lanes. pair: (source, destination).
-    """
+    """Share of the bytes and capacity (bytes per second) of every link that a transfer (source, destination) uses."""
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     nodes = cluster.nodes
     shape = nodes.shapes[source]
@@ -645,13 +570,13 @@ def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> d
         flow = [(shape.devices[a], shape.devices[b], 1.0)]
         inside = link_loads(shape.topology, link_kind, flow)
         return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
-    found: dict[tuple[object, object], tuple[float, float]] = {}
+    loads: dict[tuple[object, object], tuple[float, float]] = {}
     for step in way_out(shape, a):
-        found[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
+        loads[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
     for step in map(reverse, way_out(nodes.shapes[destination], b)):
-        found[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
+        loads[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
     leaves = nodes.leaf[source], nodes.leaf[destination]
     if leaves[0] != leaves[1]:
         for leaf, direction in zip(leaves, ("up", "down"), strict=True):
-            found[(leaf, direction)] = (1.0, uplink_rate(cluster, leaf))
-    return found
+            loads[(leaf, direction)] = (1.0, uplink_rate(cluster, leaf))
+    return loads

@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +49,7 @@ from parsim.costs.communication.contention import (
     uplink_rate,
     way_out,
 )
-from parsim.costs.communication.intranode import inside_s, link_model_of, nvls_traffic
+from parsim.costs.communication.intranode import inside_choice, link_model_of, nvls_traffic
 from parsim.costs.estimate import Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
@@ -97,17 +98,11 @@ class AlgorithmChoice:
 def chosen_terms(
     best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
 ) -> Terms:
-    """The terms of one choice of `choices` for a group.
-
-    Args:
-        best: the choice. operation, group: what runs, on which ranks.
-        cluster: the machine.
-        concurrent: groups that run at the same time. Contention is the time beyond what the group takes alone.
-    """
+    """The terms of one choice of `choices` for a group. Contention is the time beyond what the group takes alone."""
     alone = best
     if concurrent:
-        own = choices(operation, group, best.size_bytes, cluster)
-        alone = next(choice for choice in own if (choice.algorithm, choice.protocol) == (best.algorithm, best.protocol))
+        undisturbed = choices(operation, group, best.size_bytes, cluster)
+        alone = next(one for one in undisturbed if (one.algorithm, one.protocol) == (best.algorithm, best.protocol))
     groups = len({*concurrent, group})
     if not best.phases:
         return moving_terms(
@@ -128,68 +123,46 @@ def chosen_terms(
 def choices(
     operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()
 ) -> list[AlgorithmChoice]:
-    """Price every algorithm and protocol for a group on several nodes.
+    """Price every algorithm and protocol for a group (ascending) on several nodes, fastest first.
 
-    Args:
-        operation: a collective.
-        group: ranks, ascending.
-        size_bytes: S, the whole array.
-        cluster: the machine, with its network.
-        concurrent: groups that do the same at the same time.
-
-    Returns:
-        The choices, fastest first. Leaves out switches that reduce and collisions of routes.
+    Leaves out switches that reduce and collisions of routes.
 
     Raises:
         CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
     """
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "through", concurrent)
-    found: list[AlgorithmChoice] = []
+    options: list[AlgorithmChoice] = []
     if "ring" in network.algorithms:
-        found += _rings(operation, len(group), size_bytes, pace, network, model)
+        options += _protocol_choices("ring", ring_form(operation, len(group), pace), size_bytes, pace, network, model)
     if "tree" in network.algorithms and COLLECTIVE_KINDS[operation].trees:
-        found += _trees(size_bytes, pace, network, model)
-        found += _nvls_trees(size_bytes, pace, network, model)
+        options += _protocol_choices("tree", tree_form(pace.members, pace), size_bytes, pace, network, model)
+        options += _nvls_trees(size_bytes, pace, network, model)
     if "hierarchical" in network.algorithms:
-        found += _hierarchical(operation, group, size_bytes, cluster, concurrent)
-    if not found:
+        options += _hierarchical(operation, group, size_bytes, cluster, concurrent)
+    if not options:
         raise CostError(
             f"network {network.name} has no algorithm for {operation}: it lists {', '.join(network.algorithms)}; "
             "add ring to them"
         )
-    return sorted(found, key=lambda choice: choice.seconds)
+    return sorted(options, key=lambda choice: choice.seconds)
 
 
 def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
-    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` on S/m with its
-    counterparts.
+    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts.
 
-    Args:
-        operation: a collective. group: ranks, ascending.
-        size_bytes: S, the array of the whole group.
-        cluster: the machine. concurrent: groups that do the same at the same time.
-
-    Raises:
-        CostError: as `choices`.
+    The array of the whole group has `size_bytes`, of which each member sends its part. Raises CostError as `choices`.
     """
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "rails", concurrent)
-    rails = _rings(operation, pace.nodes, size_bytes, pace, network, model)
+    rails = _protocol_choices("ring", ring_form(operation, pace.nodes, pace), size_bytes, pace, network, model)
     if COLLECTIVE_KINDS[operation].trees and "tree" in network.algorithms:
-        rails += _trees(size_bytes, pace, network, model, members=1)
+        rails += _protocol_choices("tree", tree_form(1, pace), size_bytes, pace, network, model)
     return min(choice.seconds for choice in rails)
 
 
 def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
-    """The network and the link model of a cluster of several nodes.
-
-    Args:
-        cluster: made with `cluster_from_profile(profile, nodes=..., network=...)`.
-
-    Raises:
-        CostError: the cluster has no network, or its profile no link model.
-    """
+    """The network and the link model of a cluster of several nodes. Raises CostError where one of them is missing."""
     model = cluster.profile.communication.link_model
     if cluster.network is None or model is None:
         raise CostError(
@@ -200,10 +173,7 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
 
 
 def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
-    """Fixed cost and efficiency of a message between nodes.
-
-    Args:
-        network: of the cluster. model: of the links inside the nodes.
+    """Fixed cost of a message between nodes, and its efficiency.
 
     Returns:
         Seconds without the latency of the links, and the share of the bandwidth that large messages reach.
@@ -212,44 +182,42 @@ def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
     return model.point_to_point_base_s + best.hop_s, best.efficiency
 
 
-def _rings(
-    operation: str, ranks: int, size_bytes: float, pace: LinkRates, network: Network, model: LinkModel
+class Form(NamedTuple):
+    """An algorithm in the formulas of this module: its hops, and the bytes through the busiest link, per byte of S."""
+
+    inside_hops: int
+    crossings: int
+    inside_traffic: float
+    outside_traffic: float
+
+
+def ring_form(operation: str, ranks: int, pace: LinkRates) -> Form:
+    """A ring over so many ranks."""
+    crossings, traffic = ring_steps(operation, pace.nodes), ring_traffic(operation, ranks)
+    return Form(ring_steps(operation, ranks) - crossings, crossings, traffic, traffic)
+
+
+def tree_form(members: int, pace: LinkRates) -> Form:
+    """An all_reduce by chains of so many members, and a tree over the nodes."""
+    return Form(2 * (members - 1), 2 * _levels(pace), 2.0, _tree_share(pace))
+
+
+def _protocol_choices(
+    algorithm: str, form: Form, size_bytes: float, pace: LinkRates, network: Network, model: LinkModel
 ) -> list[AlgorithmChoice]:
-    steps, crossings = ring_steps(operation, ranks), ring_steps(operation, pace.nodes)
     return [
         AlgorithmChoice(
-            algorithm="ring",
+            algorithm=algorithm,
             protocol=between.protocol,
             size_bytes=size_bytes,
             base_s=inside.base_s,
-            hops=((steps - crossings, inside.hop_s), (crossings, between.hop_s + pace.hop_latency_s)),
-            seconds_per_byte=ring_traffic(operation, ranks)
-            * max(
-                pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
-                pace.outside_s_per_byte / between.efficiency,
-            ),
-        )
-        for between, inside in _protocols("ring", pace, network, model)
-    ]
-
-
-def _trees(
-    size_bytes: float, pace: LinkRates, network: Network, model: LinkModel, members: int | None = None
-) -> list[AlgorithmChoice]:
-    chain = (pace.members if members is None else members) - 1
-    return [
-        AlgorithmChoice(
-            algorithm="tree",
-            protocol=between.protocol,
-            size_bytes=size_bytes,
-            base_s=inside.base_s,
-            hops=((2 * chain, inside.hop_s), (2 * _levels(pace), between.hop_s + pace.hop_latency_s)),
+            hops=((form.inside_hops, inside.hop_s), (form.crossings, between.hop_s + pace.hop_latency_s)),
             seconds_per_byte=max(
-                2.0 * pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
-                _tree_share(pace) * pace.outside_s_per_byte / between.efficiency,
+                form.inside_traffic * (pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency)),
+                form.outside_traffic * (pace.outside_s_per_byte / between.efficiency),
             ),
         )
-        for between, inside in _protocols("tree", pace, network, model)
+        for between, inside in _protocols(algorithm, pace, network, model)
     ]
 
 
@@ -277,12 +245,12 @@ def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: Lin
 
 
 def _levels(pace: LinkRates) -> int:
-    """Of a tree over the nodes."""
+    """The levels of a tree over the nodes."""
     return math.ceil(math.log2(pace.nodes))
 
 
 def _tree_share(pace: LinkRates) -> float:
-    """Of the bytes that a node sends in a tree: of two nodes each sends the other one half up and one half down."""
+    """The share of the bytes that a node sends in a tree: of two nodes each sends the other one half up and one half down."""
     return 1.0 if pace.nodes == 2 else 2.0
 
 
@@ -301,7 +269,8 @@ def _hierarchical(
     else:
         members, others = group, concurrent
     phases = [(f"{operation} between nodes", rails_s(operation, members, size_bytes, cluster, others))]
-    phases += [(f"{inside} inside nodes", inside_s(inside, group, size_bytes, cluster, concurrent)) for inside in kind.phases]
+    for inside in kind.phases:
+        phases.append((f"{inside} inside nodes", inside_choice(inside, group, size_bytes, cluster, concurrent).seconds))
     return [AlgorithmChoice(algorithm="hierarchical", protocol="", size_bytes=size_bytes, phases=tuple(phases))]
 
 
@@ -314,12 +283,12 @@ def _protocols(
     """
     local = model.relay_protocols if pace.relayed and model.relay_protocols else model.protocols
     inside = {entry.protocol: entry for entry in local if entry.algorithm == "ring"}
-    known = False
+    shares_one = False
     for entry in network.protocols:
         if entry.algorithm == algorithm and entry.protocol in inside:
-            known = True
+            shares_one = True
             yield entry, inside[entry.protocol]
-    if algorithm == "ring" and not known:
+    if algorithm == "ring" and not shares_one:
         raise CostError(
             f"network {network.name} and the profile's link model share no protocol of the ring: "
             f"{', '.join(entry.protocol for entry in network.protocols)} against {', '.join(inside)}; add one to the network"
@@ -330,15 +299,10 @@ def _protocols(
 
 
 def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> Floats:
-    """Time of each transfer of an exchange in which all transfers run at once.
+    """Time of each transfer of an exchange in which all transfers (source, destination) run at once, each once.
 
-    A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer
-    that uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once.
-
-    Args:
-        pairs: (source, destination) of every transfer, each once.
-        size_bytes: of each transfer.
-        cluster: the machine, with a link model.
+    A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer that
+    uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once.
 
     Returns:
         float64 [pairs] seconds. Leaves out that a transfer speeds up once others have ended, collisions of routes in the
@@ -351,8 +315,8 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
     if size_bytes < 0:
         raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
     latency_s, seconds_per_byte = _latencies_and_paces(tuple(pairs), cluster)
-    found: Floats = latency_s + seconds_per_byte * size_bytes
-    return found
+    seconds: Floats = latency_s + seconds_per_byte * size_bytes
+    return seconds
 
 
 @lru_cache(maxsize=4)
@@ -368,15 +332,15 @@ def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -
     for load in near:
         for link, (weight, _) in load.items():
             total[link] = total.get(link, 0.0) + weight
-    found = np.empty((2, len(pairs)))
+    line = np.empty((2, len(pairs)))
     far = ends[~inside]
     if len(far):
         base_s, efficiency = point_to_point(parts_of(cluster)[0], model)
         latency_s, pace = _between_nodes(far, cluster, total)
-        found[:, ~inside] = base_s + latency_s, pace / efficiency
-    found[0, inside] = model.point_to_point_base_s
-    found[1, inside] = [max(total[link] / capacity for link, (_, capacity) in load.items()) for load in near]
-    return found[0], found[1]
+        line[:, ~inside] = base_s + latency_s, pace / efficiency
+    line[0, inside] = model.point_to_point_base_s
+    line[1, inside] = [max(total[link] / capacity for link, (_, capacity) in load.items()) for load in near]
+    return line[0], line[1]
 
 
 def _between_nodes(far: Ints, cluster: Cluster, total: dict[object, float]) -> tuple[Floats, Floats]:
@@ -394,15 +358,24 @@ def _between_nodes(far: Ints, cluster: Cluster, total: dict[object, float]) -> t
     links: list[dict[int, list[tuple[object, float]]]] = []
     for end in (0, 1):
         ranks, counts = np.unique(far[:, end], return_counts=True)
-        links.append({rank: _links_of(cluster, rank, inward=end == 1) for rank in ranks.tolist()})
+        from_rank: dict[int, list[tuple[object, float]]] = {}
+        for rank in ranks.tolist():
+            node, member = cluster.places[rank]
+            steps = way_out(nodes.shapes[node], member)
+            directed = map(reverse, steps) if end == 1 else steps
+            from_rank[rank] = [((node, step), step[2].capacity_bytes_per_s) for step in directed]
+        links.append(from_rank)
         for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
             for link, _ in links[end][rank]:
                 total[link] = total.get(link, 0.0) + count
     for end in (0, 1):
         by_rank = np.zeros((2, cluster.size))
-        for rank, own in links[end].items():
+        for rank, passed_links in links[end].items():
             node, member = cluster.places[rank]
-            by_rank[:, rank] = port_of(nodes.shapes[node], member).latency_s, max(total[link] / rate for link, rate in own)
+            by_rank[:, rank] = (
+                port_of(nodes.shapes[node], member).latency_s,
+                max(total[link] / rate for link, rate in passed_links),
+            )
         latency_s += by_rank[0, far[:, end]]
         pace = np.maximum(pace, by_rank[1, far[:, end]])
         passed = leaf[crossing, end]
@@ -412,13 +385,6 @@ def _between_nodes(far: Ints, cluster: Cluster, total: dict[object, float]) -> t
         latency_s[crossing] += by_leaf[0, passed]
         pace[crossing] = np.maximum(pace[crossing], by_leaf[1, passed])
     return latency_s, pace
-
-
-def _links_of(cluster: Cluster, rank: int, *, inward: bool) -> list[tuple[object, float]]:
-    """The links from a rank into the network, or back, and their bytes per second."""
-    node, member = cluster.places[rank]
-    steps = way_out(cluster.nodes.shapes[node], member)
-    return [((node, step), step[2].capacity_bytes_per_s) for step in (map(reverse, steps) if inward else steps)]
 
 
 def _check(pairs: Sequence[tuple[int, int]], cluster: Cluster) -> None:

@@ -45,17 +45,10 @@ def inside_choice(
     cluster: Cluster,
     concurrent: tuple[tuple[int, ...], ...] = (),
 ) -> InsideChoice:
-    """Price a collective among the members of a group on each node, as the slowest node runs it.
+    """Price a collective among the members of a group (ascending) on each node, as the slowest node runs it.
 
-    Args:
-        operation: a collective. group: ranks, ascending.
-        size_bytes: S, the whole array.
-        cluster: the machine, with a link model.
-        concurrent: groups that do the same at the same time. The tuner does not know of them: it chooses as if there were
-            none.
-
-    Raises:
-        CostError: the profile has no link model, or no protocol prices the operation on these devices.
+    The library's tuner does not know of the `concurrent` groups, which do the same: it chooses as if there were none. Raises
+    CostError if the profile has no link model, or no protocol prices the operation on these devices.
     """
     model = link_model_of(cluster)
     rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
@@ -71,22 +64,8 @@ def inside_choice(
     )
 
 
-def inside_s(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...] = ()
-) -> float:
-    """Seconds of `inside_choice`, with the same arguments and errors."""
-    return inside_choice(operation, group, size_bytes, cluster, concurrent).seconds
-
-
 def link_model_of(cluster: Cluster) -> LinkModel:
-    """The link model of a cluster's profile.
-
-    Args:
-        cluster: the machine.
-
-    Raises:
-        CostError: the profile prices communication without links.
-    """
+    """The link model of a cluster's profile. Raises CostError if the profile prices communication without links."""
     model = cluster.profile.communication.link_model
     if model is None:
         raise CostError(f"profile {cluster.profile.name} has no link model; use a profile that has one")
@@ -108,16 +87,10 @@ class ProtocolLine:
 
 
 def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
-    """One line of seconds over bytes per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's
-    own.
+    """One line of seconds over bytes per protocol, for rings with concurrent groups counted.
 
-    Args:
-        operation: a collective. rings: of the group's devices, with concurrent groups counted.
-        model: protocols and their constants.
-        alone: the same rings while nothing else runs, as the tuner sees them (None: `rings`).
-
-    Raises:
-        CostError: no protocol prices the operation on these rings.
+    The tuner's lane rate is the profile's; on relayed rings it is the path's own, while nothing else runs (`alone`; None:
+    `rings`). Raises CostError if no protocol prices the operation on these rings.
     """
     n = len(rings.devices)
     steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
@@ -152,23 +125,16 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
 
 
 def nvls_traffic(n: int) -> float:
-    """Bytes through a device's links, per byte of S, of an all_reduce that the switch adds up and copies (NVLink SHARP).
+    """Bytes through a device's links, per byte of S, of an all_reduce over n devices that the switch adds up and copies.
 
-    A device sends its whole array once, piece by piece, towards the switch that adds, and its own n-th part once more, which
-    the switch copies to all: 1 + 1/n, where a ring sends 2 (n - 1)/n.
-
-    Args:
-        n: devices of the group.
+    A device sends its whole array once, piece by piece, towards the switch that adds (NVLink SHARP), and its own n-th part once
+    more, which the switch copies to all: 1 + 1/n, where a ring sends 2 (n - 1)/n.
     """
     return 1.0 + 1.0 / n
 
 
 def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:
-    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`).
-
-    Args:
-        lines: of `protocol_lines`. size_bytes: S, the whole array.
-    """
+    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`)."""
     line, at_bytes, protocol = line_at(lines, size_bytes)
     return line.seconds_at(at_bytes), protocol
 
@@ -176,11 +142,8 @@ def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[f
 def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolLine, float, LinkProtocol]:
     """Find the line that prices a collective, the size at which to read it, and the protocol with the least tuner time.
 
-    The tuner's choice is not always the fastest: where it changes, the time can drop (measured as well). A size therefore
-    costs at most as much as the next protocol costs at its beginning.
-
-    Args:
-        lines: of `protocol_lines`. size_bytes: S, the whole array.
+    The tuner's choice is not always the fastest: where it changes, the time can drop (measured as well). A size therefore costs
+    at most as much as the next protocol costs at its beginning.
     """
     current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
     least, start, chosen = (current, size_bytes), 0.0, current

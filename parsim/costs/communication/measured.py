@@ -17,7 +17,7 @@ from parsim.costs.communication.contention import group_pace, inside_pace, rings
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, NodeShape
-from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication, LinkModel, Profile
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication, Profile
 from parsim.work import COLLECTIVE_KINDS
 
 FITTED_BY_LINKS = "all_reduce"
@@ -25,28 +25,21 @@ FITTED_BY_LINKS = "all_reduce"
 
 
 def unfitted_points(communication: Communication) -> list[CollectivePoint]:
-    """Points of this machine that neither a fit nor the link model was made from.
+    """Points of this machine that neither a fit nor the link model was made from."""
+    model = communication.link_model
 
-    Args:
-        communication: of a profile.
-    """
+    def in_link_model(point: CollectivePoint) -> bool:
+        if model is None:
+            return False
+        if model.point_sources is not None:
+            return point.source in model.point_sources
+        return point.operation == FITTED_BY_LINKS and sorted(point.group) in [sorted(group) for group in model.measured_groups]
+
     return [
         point
         for point in communication.points
-        if not point.measured_on
-        and not _in_link_model(communication.link_model, point)
-        and not any(_covers(fit, point) for fit in communication.fits)
+        if not point.measured_on and not in_link_model(point) and not any(_covers(fit, point) for fit in communication.fits)
     ]
-
-
-def _in_link_model(model: LinkModel | None, point: CollectivePoint) -> bool:
-    """Whether the link model was fitted to the point."""
-    if model is None:
-        return False
-    if model.point_sources is not None:
-        return point.source in model.point_sources
-    groups = [sorted(group) for group in model.measured_groups]
-    return point.operation == FITTED_BY_LINKS and sorted(point.group) in groups
 
 
 def _covers(fit: CollectiveFit, point: CollectivePoint) -> bool:
@@ -56,10 +49,9 @@ def _covers(fit: CollectiveFit, point: CollectivePoint) -> bool:
 
 
 def fits_of_points(points: list[CollectivePoint], *, by_group: bool, source: str | None = None) -> list[CollectiveFit]:
-    """One fit per operation and group size, or per operation and group.
+    """One fit per operation and group size, or (`by_group`) per operation and group, since links join groups differently.
 
     Args:
-        points: of one machine. by_group: keep groups apart, since the links join them differently.
         source: key of the fits' source; None takes the points' own.
 
     Raises:
@@ -81,18 +73,14 @@ def fits_of_points(points: list[CollectivePoint], *, by_group: bool, source: str
 def fits_of(cluster: Cluster) -> tuple[CollectiveFit, ...]:
     """The fits of a cluster's profile, and those of points that it holds without one.
 
-    Args:
-        cluster: the machine.
-
-    Raises:
-        CostError: such points are too few for a fit; with what is missing.
+    Raises CostError where such points are too few for a fit, with what is missing.
     """
     profile = cluster.profile
-    left = unfitted_points(profile.communication)
-    if not left:
+    points = unfitted_points(profile.communication)
+    if not points:
         return tuple(profile.communication.fits)
     try:
-        made = fits_of_points(left, by_group=profile.communication.link_model is not None)
+        made = fits_of_points(points, by_group=profile.communication.link_model is not None)
     except ProfileError as error:
         raise CostError(
             f"profile {profile.name}, communication.points: {error}; or drop the points, which price nothing"
@@ -103,56 +91,42 @@ def fits_of(cluster: Cluster) -> tuple[CollectiveFit, ...]:
 def measured_fit(
     cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...]
 ) -> tuple[CollectiveFit, float] | None:
-    """The fit of a group inside one node that was measured itself or is joined alike; None if there is none.
+    """The fit of a group inside one node that was measured itself or is joined alike, and how many times as long its bytes take
+    beside the concurrent groups; None if there is none.
 
-    Args:
-        cluster: a machine with a link model. operation: a collective. group: ranks, ascending.
-        concurrent: groups that do the same at the same time.
-
-    Returns:
-        The fit, and how many times as long its bytes take beside the concurrent groups.
-
-    Raises:
-        CostError: as `fits_of`.
+    For a machine with a link model; `group` is ascending. Raises CostError as `fits_of`.
     """
     ((node, members),) = cluster.spread(group)
     link_kind = _link_kind(cluster.profile)
-    found = _fit_for(cluster, operation, cluster.nodes.shapes[node], members, link_kind)
-    if found is None:
+    fit = _fit_for(cluster, operation, cluster.nodes.shapes[node], members, link_kind)
+    if fit is None:
         return None
     if not concurrent:
-        return found, 1.0
+        return fit, 1.0
     if COLLECTIVE_KINDS[operation].pairwise:
         alone = group_pace(cluster, link_kind, group, "pairs").inside_s_per_byte
         beside = group_pace(cluster, link_kind, group, "pairs", concurrent).inside_s_per_byte
     else:
         alone = inside_pace(cluster, link_kind, group)[1]
         beside = inside_pace(cluster, link_kind, group, concurrent)[1]
-    return found, beside / alone if alone else 1.0
+    return fit, beside / alone if alone else 1.0
 
 
 def measured_transfer(
     cluster: Cluster, pair: tuple[int, int], concurrent: tuple[tuple[int, ...], ...]
 ) -> tuple[CollectiveFit, float] | None:
-    """The same for a transfer between two devices of one node.
-
-    Args:
-        cluster: a machine with a link model. pair: (source, destination). concurrent: pairs at the same time.
-
-    Raises:
-        CostError: as `fits_of`.
-    """
+    """The fit of a transfer between two devices of one node, as `measured_fit` gives it; None for one between nodes."""
     (node, _), (other, _) = (cluster.places[rank] for rank in pair)
     if node != other:
         return None
     link_kind = _link_kind(cluster.profile)
     members = tuple(sorted(cluster.places[rank][1] for rank in pair))
-    found = _fit_for(cluster, "send_recv", cluster.nodes.shapes[node], members, link_kind)
-    if found is None:
+    fit = _fit_for(cluster, "send_recv", cluster.nodes.shapes[node], members, link_kind)
+    if fit is None:
         return None
     alone = transfer_pace(cluster, link_kind, pair)[0]
     beside = transfer_pace(cluster, link_kind, pair, concurrent)[0] if concurrent else alone
-    return found, beside / alone if alone else 1.0
+    return fit, beside / alone if alone else 1.0
 
 
 def _link_kind(profile: Profile) -> str:
@@ -171,13 +145,13 @@ def _fit_for(
     for fit in fits:
         if any(tuple(sorted(group)) == members for group in fit.groups):
             return fit
-    own = rings_of(shape, link_kind, members)
+    joined = rings_of(shape, link_kind, members)
     for fit in fits:
         if not fit.groups:
             return fit
         for group in fit.groups:
             if max(group) < len(shape.devices):
                 rings = rings_of(shape, link_kind, tuple(sorted(group)))
-                if (rings.count, rings.kinds, rings.seconds_per_byte) == (own.count, own.kinds, own.seconds_per_byte):
+                if (rings.count, rings.kinds, rings.seconds_per_byte) == (joined.count, joined.kinds, joined.seconds_per_byte):
                     return fit
     return None

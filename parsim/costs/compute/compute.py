@@ -32,9 +32,9 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import Device, DeviceType
 from parsim.hardware.profile import Profile
-from parsim.hardware.records import ComponentPoint
+from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.component import Component, Operator
-from parsim.model.formats import number_format
+from parsim.model.formats import DEFAULT_NUMERICS, Numerics, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase
@@ -76,13 +76,9 @@ MOST_KNOWN = 2**15
 
 
 @lru_cache(maxsize=64)
-def compute_costs(cluster: Cluster, precision: str, ranks_active: int | None) -> ComputeCosts:
-    """The prices of computation on a cluster: one object, so that what one question has asked is known for the next.
-
-    Args:
-        cluster: the machine. precision, ranks_active: as `ComputeCosts` has them.
-    """
-    return ComputeCosts(cluster.profile, precision, ranks_active)
+def compute_costs(cluster: Cluster, numerics: Numerics, ranks_active: int | None) -> ComputeCosts:
+    """The prices of computation on a cluster: one object, so that what one question has asked is known for the next."""
+    return ComputeCosts(cluster.profile, numerics, ranks_active)
 
 
 @dataclass(frozen=True)
@@ -90,21 +86,17 @@ class ComputeCosts:
     """Prices computation by a profile.
 
     Attributes:
-        precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32".
+        numerics: whose precision is a key of DeviceType.peak_flop_per_s.
         ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
             those under the heaviest load (None: the heaviest).
     """
 
     profile: Profile
-    precision: str = "fp32"
+    numerics: Numerics = DEFAULT_NUMERICS
     ranks_active: int | None = None
 
     def loads_alike(self, one: int | None, other: int | None) -> bool:
-        """Whether two loads (ranks that compute at once) have the same prices: they are equal, or one load was measured.
-
-        Args:
-            one, other: ranks.
-        """
+        """Whether two loads (ranks that compute at once) have the same prices: they are equal, or one load was measured."""
         compute = self.profile.compute
         loads = {point.ranks_active for point in compute.components} | {point.ranks_active for point in compute.optimizers}
         return one == other or len(loads) <= 1
@@ -144,22 +136,21 @@ class ComputeCosts:
             input_gradient=input_gradient,
         )
         if work.phase in HALVES:
-            whole = replace(work, phase=Phase.BACKWARD)
-            known = self.estimate(whole, component, device, input_gradient=input_gradient)
-            return _half(known, part, model) if known.source == "measured" else model.estimate(part)
+            both = self.estimate(replace(work, phase=Phase.BACKWARD), component, device, input_gradient=input_gradient)
+            return _half(both, part, model) if both.source == "measured" else model.estimate(part)
         for ways in (ways for ways in range(work.ways if self._points else 0, 0, -1) if work.ways % ways == 0):
             base = replace(part, component=narrow(component, work.rule, ways))
-            key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.precision)
+            key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.numerics.precision)
             if key in self._points:
                 measured = measured_component(base, self._points[key], self.ranks_active, drift_of(self.profile))
                 return measured if ways == work.ways else _shard(measured, base, part, model, ways, work.ways)
         return model.estimate(part)
 
     def part(self, work: Compute, component: Component, device: Device, whole: Estimate) -> Estimate:
-        """Seconds of a part of a component, between whose parts its ranks communicate (`Compute.part`).
+        """Seconds of a part of a component, between whose parts its ranks communicate (`Compute.part`): its operators' share.
 
         Args:
-            work: with a part. component: as a rank has it, not cut by `work.rule`. whole: the estimate of all of its parts.
+            component: as a rank has it, not cut by `work.rule`. whole: the estimate of all of its parts.
 
         Returns:
             The share of the whole that the part's operators have by the operator model. Experts carry the assumed spread of
@@ -189,17 +180,8 @@ class ComputeCosts:
         detail = f"{share:.0%} of {whole.detail}"
         return _with_term(whole, term, *spread, detail=detail, issue_s=share * whole.issue_s)
 
-    def optimizer(
-        self,
-        work: OptimizerStep,
-        optimizer: str,
-        device: Device,
-        *,
-        master_weights: bool = True,
-        ema: bool = False,
-        calls: int = 1,
-    ) -> Estimate:
-        """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where they are (`ema`).
+    def optimizer(self, work: OptimizerStep, device: Device, *, calls: int = 1) -> Estimate:
+        """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where the numerics do.
 
         Averaging takes the share of the step that its accesses have. Nothing measures it by itself. `calls` of the optimizer's
         operations (2: for parameters with weight decay, and without) count where steps were measured.
@@ -212,36 +194,37 @@ class ComputeCosts:
         Raises:
             ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
-        OPTIMIZERS[optimizer]  # raises for an unknown one
-        if ema and work.elements:
-            whole = self.optimizer(work, optimizer, device, master_weights=master_weights, calls=calls)
-            accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
-            detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
-            sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
-            return _multiple_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
+        step = self._step(work, device, calls)
+        if not self.numerics.ema or not work.elements:
+            return step
+        optimizer = work.optimizer or self.numerics.optimizer
+        accesses = self._step_accesses(optimizer, device)
+        detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
+        sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
+        return _multiple_of(step, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
+
+    def _step(self, work: OptimizerStep, device: Device, calls: int = 1) -> Estimate:
+        """Seconds of one optimizer step without averages of the weights."""
+        optimizer = work.optimizer or self.numerics.optimizer
+        _ = OPTIMIZERS[optimizer]  # raises for an unknown one
         drift = drift_of(self.profile)
         if work.elements == 0:
             return Estimate(median_s=0.0, source="measured", detail="no parameters")
-        points = [
-            point
-            for point in self.profile.compute.optimizers
-            if point.optimizer == optimizer and point.device_type == device.type.name
-        ]
-        kind = number_format(self.precision)
+        points = self._optimizer_points(optimizer, device)
         if points:
-            self._check_updates(optimizer, device, master_weights)
+            self._check_updates(optimizer, device)
             return measured_optimizer(work, optimizer, points, self.ranks_active, drift, calls=calls)
         if not has_published_peaks(self.profile, device.type):
             raise CostError(
                 f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
                 f"calibrate with that optimizer (`parsim calibrate`)"
             )
-        accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
-        width = FULL_BYTES if master_weights else min(FULL_BYTES, kind.weight_bytes)
+        accesses = self._step_accesses(optimizer, device)
+        width = FULL_BYTES if self.numerics.master_weights else min(FULL_BYTES, self.numerics.format.weight_bytes)
         size_bytes = width * accesses * work.elements
         launch = Launch(kind="memory_bound", function=optimizer, phase="forward", sizes=(), size_bytes=size_bytes)
         seconds, sigma, source, outside = KernelModel(self.profile, device.type, "fp32").price(launch)
-        efficiency, spread = KernelModel(self.profile, device.type, self.precision).efficiency
+        efficiency, spread = KernelModel(self.profile, device.type, self.numerics.precision).efficiency
         detail = f"{accesses} accesses of {width} bytes per element, foreach"
         return Estimate.of(
             (Term("memory_bound", "start", seconds, source, detail), *efficiency),
@@ -251,20 +234,27 @@ class ComputeCosts:
             extrapolated=outside,
         )
 
-    def _check_updates(self, optimizer: str, device: Device, master_weights: bool) -> None:
+    def _optimizer_points(self, optimizer: str, device: Device) -> list[OptimizerPoint]:
+        measured = self.profile.compute.optimizers
+        return [point for point in measured if (point.optimizer, point.device_type) == (optimizer, device.type.name)]
+
+    def _check_updates(self, optimizer: str, device: Device) -> None:
         """Raises CostError where updates of weights of another width were measured, or of master weights that are not kept."""
         measured = self._updated_bytes.get(device.type.name, FULL_BYTES)
-        wanted = number_format(self.precision).weight_bytes
-        told = f"the profile measured {optimizer} on {device.type.name} with"
-        if measured != wanted and min(measured, wanted) < FULL_BYTES:
-            way = f'"bf16", or calibrate in {self.precision}'
+        weight_bytes = self.numerics.format.weight_bytes
+        beginning = f"the profile measured {optimizer} on {device.type.name} with"
+        if measured != weight_bytes and min(measured, weight_bytes) < FULL_BYTES:
+            way = f'"bf16", or calibrate in {self.numerics.precision}'
             if measured >= FULL_BYTES:
                 way = '"amp_bf16", or use a profile with published peaks'
             raise CostError(
-                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; set precision = {way}"
+                f"{beginning} weights of {measured} bytes, and precision {self.numerics.precision!r} has {weight_bytes}; "
+                f"set precision = {way}"
             )
-        if measured < FULL_BYTES and not master_weights:
-            raise CostError(f"{told} master weights; set training.master_weights = true, or use a profile with published peaks")
+        if measured < FULL_BYTES and not self.numerics.master_weights:
+            raise CostError(
+                f"{beginning} master weights; set training.master_weights = true, or use a profile with published peaks"
+            )
 
     @cached_property
     def _updated_bytes(self) -> dict[str, int]:
@@ -274,17 +264,14 @@ class ComputeCosts:
             widths.setdefault(point.device_type, set()).add(number_format(point.precision).weight_bytes)
         return {name: min(known) if len(known) == 1 else FULL_BYTES for name, known in widths.items()}
 
-    def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
-        """Of an element in an optimizer step: measured ones have those of the optimizer, and casts where they had some."""
-        accesses, kind = OPTIMIZERS[optimizer].accesses_per_element, number_format(self.precision)
-        casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
-        if any(
-            point.optimizer == optimizer and point.device_type == device.type.name for point in self.profile.compute.optimizers
-        ):
-            return accesses + casts
-        return accesses + (2 if kind.scales_loss else 0) + casts
+    def _step_accesses(self, optimizer: str, device: Device) -> int:
+        """Accesses of an element in an optimizer step; a measured step does not scale the loss."""
+        kind = self.numerics.format
+        casts = MASTER_ACCESSES if self.numerics.master_weights and kind.weight_bytes < FULL_BYTES else 0
+        unscaling = 2 if kind.scales_loss and not self._optimizer_points(optimizer, device) else 0
+        return OPTIMIZERS[optimizer].accesses_per_element + unscaling + casts
 
-    def arithmetic(self, work: ClipGradients | Mix, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
+    def arithmetic(self, work: ClipGradients | Mix, device: Device) -> Estimate:
         """Seconds of clipping, or of mixing whose accesses are known: their share of an optimizer step over the same arrays.
 
         All are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself. Clipping reads
@@ -293,11 +280,11 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
-        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
+        optimizer = self.numerics.optimizer
+        whole = self._step(OptimizerStep(elements=work.elements, tensors=work.tensors), device)
         if not work.elements:
             return whole
-        every = self._step_accesses(optimizer, device, master_weights=master_weights)
+        every = self._step_accesses(optimizer, device)
         if isinstance(work, ClipGradients):
             accesses, name = CLIP_ACCESSES[work.part], "operator:clip"
             detail = f"{accesses} of {every} accesses of a step of {optimizer}"
@@ -309,11 +296,11 @@ class ComputeCosts:
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
         if device.name not in self._models:
-            surfaces = surface_models(self.profile).get((device.name, self.precision))
+            surfaces = surface_models(self.profile).get((device.name, self.numerics.precision))
             self._models[device.name] = (
-                KernelModel(self.profile, device, self.precision)
+                KernelModel(self.profile, device, self.numerics.precision)
                 if surfaces is None
-                else LaunchModel(self.profile, device, self.precision, surfaces)
+                else LaunchModel(self.profile, device, self.numerics.precision, surfaces)
             )
         return self._models[device.name]
 
@@ -331,11 +318,7 @@ class ComputeCosts:
 
 
 def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
-    """Its operators by `Compute.part`: attention, experts, and the rest.
-
-    Args:
-        component: as a rank has it.
-    """
+    """The operators of a component by `Compute.part`: attention, experts, and the rest."""
     experts = frozenset() if component.inside is None else frozenset(component.inside.experts)
     parts: dict[str, list[Operator]] = {"rest": [], "attention": [], "experts": []}
     for number, operator in enumerate(component.operators):
@@ -345,11 +328,7 @@ def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
 
 
 def _again_and_kept(component: Component) -> dict[str, tuple[Operator, ...]]:
-    """Its operators that run again, and the others.
-
-    Raises:
-        CostError: it is not recomputed by operator.
-    """
+    """The operators that run again, and the others. Raises CostError for a component that is not recomputed by operator."""
     if component.selective is None:
         raise CostError(f"{component.name} is not recomputed by operator; name it in recompute without selective:")
     again = dict(component.selective.operators)

@@ -148,13 +148,9 @@ SHARE_OF_PEAK = LAUNCHES + ": {:.0%} of peak"
 
 
 def saturation_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    """Seconds of one launch by the formula "saturation" of this module.
+    """Seconds of one launch by the formula "saturation" of this module, its coefficients in SI units.
 
-    Args:
-        launch: sizes, flop and bytes. coefficients: of the fit of its kind and phase, in SI units.
-
-    Raises:
-        CostError: a coefficient is missing.
+    Raises CostError for a missing coefficient.
     """
     try:
         bandwidth = coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"]
@@ -180,12 +176,9 @@ def saturation_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
 
 
 def product_of(launch: Launch) -> tuple[float, float, float, float, float]:
-    """Problems, rows, columns, depth and taps of a product, of a convolution or attention seen as one.
+    """Problems, rows, columns, depth and taps of a product, and of a convolution or attention seen as one.
 
     The fits list the operands of a linear layer's weight gradient in the order of its forward: depth x columns.
-
-    Args:
-        launch: of kind matmul, convolution or attention.
     """
     sizes = dict(launch.sizes)
     if launch.kind == "attention":
@@ -241,10 +234,8 @@ def tile_parts(
 ) -> tuple[Array, Array, Array]:
     """c (of the best tile), m and r of the formula, each float64 [splits, shapes] or broadcast to it.
 
-    m and r do not depend on the tile, so the tile with the least c is the best for every split.
-
-    Args:
-        rows, columns, depth, problems, size_bytes, coefficients: as for `tile_seconds`.
+    m and r do not depend on the tile, so the tile with the least c is the best for every split. Arguments as for
+    `tile_seconds`.
     """
     a, b, s = TILES[:, 0, None, None], TILES[:, 1, None, None], SPLITS[None, :, None]
     tiles = problems * np.ceil(rows / a) * np.ceil(columns / b) * s
@@ -303,18 +294,14 @@ def attention_seconds(
     return seconds
 
 
-def _one(value: float) -> Array:
-    return np.array([value], dtype=np.float64)
-
-
 def _tiles_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    problems, rows, columns, depth = map(_one, product_of(launch)[:4])
-    return float(tile_seconds(rows, columns, depth, problems, _one(launch.size_bytes), coefficients)[0])
+    problems, rows, columns, depth, size_bytes = np.array([*product_of(launch)[:4], launch.size_bytes])[:, None]
+    return float(tile_seconds(rows, columns, depth, problems, size_bytes, coefficients)[0])
 
 
 def _attention_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    problems, queries, keys, depth = map(_one, product_of(launch)[:4])
-    causal, size_bytes = _one(launch.function == "causal"), _one(launch.size_bytes)
+    numbers = [*product_of(launch)[:4], launch.function == "causal", launch.size_bytes]
+    problems, queries, keys, depth, causal, size_bytes = np.array(numbers, dtype=np.float64)[:, None]
     backward = launch.phase == "backward"
     seconds = attention_seconds(queries, keys, depth, depth, problems, causal, size_bytes, coefficients, backward=backward)
     return float(seconds[0])
@@ -363,35 +350,31 @@ def kernel_roofline_s(launch: Launch, device: DeviceType, precision: str) -> flo
 def component_roofline_s(request: ComputeRequest, device: DeviceType, precision: str) -> float:
     """Least seconds of a component on a device with caches: of all its arithmetic, or of what no cache holds.
 
-    Args:
-        request: component, phase and samples. device, precision: where it runs. Half a backward moves half of its bytes. Of
-            causal attention half of the queries count: a fused kernel leaves out the scores that the mask hides.
+    Half a backward moves half of its bytes. Of causal attention half of the queries count: a fused kernel leaves out the scores
+    that the mask hides.
     """
     operators = request.component.operators
     if device.kind == "cuda":
         operators = cuda_operators(operators)
-    masked = replace(request, component=replace(request.component, operators=tuple(map(_without_mask, operators))))
+
+    def without_mask(operator: Operator) -> Operator:
+        if operator.kind != "attention" or operator.function != "causal":
+            return operator
+        shape = tuple((name, max(1, size // 2) if name == "q" else size) for name, size in operator.shape)
+        return replace(operator, shape=shape)
+
+    masked = replace(request, component=replace(request.component, operators=tuple(map(without_mask, operators))))
     launches = component_kernels(masked, precision, device.kind)
     arithmetic = sum(launch.count * arithmetic_s(launch, device, precision) for launch in launches)
     scale = element_bytes(precision) / 4
-    beyond = sum(
-        operator.count
-        * max(
-            0.0,
-            scale * (operator.activation_bytes * operator_times(operator, request.samples) + operator.parameter_bytes)
-            - CACHED_BYTES,
-        )
-        for operator in operators
-    )
+
+    def bytes_beyond(operator: Operator) -> float:
+        moved = operator.activation_bytes * operator_times(operator, request.samples) + operator.parameter_bytes
+        return operator.count * max(0.0, scale * moved - CACHED_BYTES)
+
+    beyond = sum(map(bytes_beyond, operators))
     share = 1.0 if request.phase in (Phase.FORWARD, Phase.BACKWARD) else 0.5
     return max(arithmetic, share * beyond / device.memory_bandwidth_bytes_per_s)
-
-
-def _without_mask(operator: Operator) -> Operator:
-    if operator.kind != "attention" or operator.function != "causal":
-        return operator
-    shape = tuple((name, max(1, size // 2) if name == "q" else size) for name, size in operator.shape)
-    return replace(operator, shape=shape)
 
 
 # --- the price of a component -----------------------------------------------------------------------------------------
@@ -405,16 +388,10 @@ class OperatorModel(Protocol):
     """
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Seconds for comparing parts of one component; a common factor may be left out.
-
-        Raises CostError where an operator has no price.
-        """
+        """Seconds for comparing parts of one component; a common factor may be left out. Raises CostError without a price."""
 
     def estimate(self, request: ComputeRequest) -> Estimate:
-        """The price, its terms, and its uncertain parameters.
-
-        Raises CostError where an operator has no price.
-        """
+        """The price, its terms, and its uncertain parameters. Raises CostError where an operator has no price."""
 
 
 class KernelPrice(NamedTuple):
@@ -521,10 +498,10 @@ class KernelModel:
     @cached_property
     def efficiency(self) -> tuple[tuple[Term, ...], tuple[tuple[str, float], ...]]:
         """The term by which the profile divides seconds from operators, and its spread as a cost parameter; none, none."""
-        for entry in self.profile.compute.efficiencies:
-            if (entry.precision, entry.device_type) == (self.precision, self.device.name):
-                term = Term("efficiency", "over", entry.factor, "fitted", f"of {entry.points} whole models in {self.precision}")
-                return (term,), ((f"efficiency:{self.precision}", entry.spread),)
+        for fit in self.profile.compute.efficiencies:
+            if (fit.precision, fit.device_type) == (self.precision, self.device.name):
+                term = Term("efficiency", "over", fit.factor, "fitted", f"of {fit.points} whole models in {self.precision}")
+                return (term,), ((f"efficiency:{self.precision}", fit.spread),)
         return (), ()
 
     @cached_property
@@ -541,10 +518,10 @@ class KernelModel:
     @cached_property
     def _fits(self) -> dict[tuple[str, str, str], OperatorFit]:
         """By kind, phase and precision; of several the first."""
-        wanted = {self.precision, number_format(self.precision).beside}
+        precisions = {self.precision, number_format(self.precision).beside}
         fits: dict[tuple[str, str, str], OperatorFit] = {}
         for fit in self.profile.compute.operator_fits:
-            if fit.precision in wanted and fit.device_type == self.device.name:
+            if fit.precision in precisions and fit.device_type == self.device.name:
                 fits.setdefault((fit.kind, fit.phase, fit.precision), fit)
         return fits
 
@@ -554,11 +531,11 @@ class KernelModel:
         return component_kernels(request, self.precision, self.device.kind, fused_attention=fused)
 
     def _unknown(self, request: ComputeRequest, kind: str) -> str:
-        known = ", ".join(sorted(self.device.peak_flop_per_s)) or "none"
+        precisions = ", ".join(sorted(self.device.peak_flop_per_s)) or "none"
         return (
             f"no cost is known for component {request.component.name!r} ({request.phase}, {request.samples} samples) on "
             f"{self.device.name} in {self.precision}: it was not measured there, and there is no fit for {kind} (precisions of "
-            f"the device: {known}); calibrate this model at these samples and precision (`parsim calibrate`)"
+            f"the device: {precisions}); calibrate this model at these samples and precision (`parsim calibrate`)"
         )
 
 
@@ -586,23 +563,15 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float,
 
 
 def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
-    """Whether the device's peaks come from a datasheet or paper. A calibrated machine answers with its measurements only.
-
-    Args:
-        profile: with its sources. device: a type of the profile.
-    """
-    entry = profile.device_types.get(device.name)
-    if entry is None:
-        return False
-    return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
+    """Whether the device's peaks come from a datasheet or paper. A calibrated machine answers with its measurements only."""
+    part = profile.device_types.get(device.name)
+    peaks = () if part is None else part.peak_flop_per_s.values()
+    return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in peaks)
 
 
 def drift_of(profile: Profile) -> tuple[str, float]:
-    """Name and relative sigma of the cost parameter that all computation of a machine shares.
-
-    Args:
-        profile: of the machine; without a measured noise it takes the default sigma.
-    """
+    """Name and relative sigma of the cost parameter that all computation of a machine shares (assumed without a measured
+    noise)."""
     return "drift", DEFAULT_DRIFT_SIGMA if profile.noise is None else profile.noise.drift_sigma
 
 
@@ -612,7 +581,7 @@ def component_kernels(
     """All launches of a component's forward or backward (or half of it) on a kind of device that formulas price.
 
     Args:
-        request: component, phase and samples. precision: such as "fp32". device_kind: a key of `DEVICE_KINDS`.
+        device_kind: a key of `DEVICE_KINDS`.
         fused_attention: attention that was traced as one operator is one launch; else its products and passes over the scores.
     """
     operators, lowering = request.component.operators, AS_TRACED
@@ -620,22 +589,18 @@ def component_kernels(
         operators = cuda_operators(operators)
         lowering = cuda_lowering(operators)
     if not fused_attention:
-        lowering = _with_unfused_attention(lowering)
+        others = lowering
+
+        def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
+            lower = unfused_attention if operator.kind == "attention" else others.forward
+            return lower(operator, samples, precision)
+
+        def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
+            lower = unfused_attention_backward if operator.kind == "attention" else others.backward
+            return lower(operator, samples, precision, input_gradient=input_gradient)
+
+        lowering = Lowering(forward, backward)
     launches = launches_of(
         operators, request.phase, request.samples, precision, lowering, input_gradient=request.input_gradient
     )
     return tuple(launch for launch in launches if launch.function != BIAS_GRADIENT)
-
-
-def _with_unfused_attention(lowering: Lowering) -> Lowering:
-    def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
-        if operator.kind == "attention":
-            return unfused_attention(operator, samples, precision)
-        return lowering.forward(operator, samples, precision)
-
-    def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
-        if operator.kind == "attention":
-            return unfused_attention_backward(operator, samples, precision, input_gradient=input_gradient)
-        return lowering.backward(operator, samples, precision, input_gradient=input_gradient)
-
-    return Lowering(forward, backward)

@@ -105,11 +105,7 @@ COPY_BYTES = 4.0
 
 
 def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """The operators without the scaling and the product that belong to a dropout recorded on a CPU.
-
-    Args:
-        operators: of a component, as traced.
-    """
+    """The operators of a component without the scaling and the product that belong to a dropout recorded on a CPU."""
     spare: dict[tuple[str, object], int] = {}
     for operator in operators:
         if operator.function == "bernoulli_":
@@ -128,12 +124,7 @@ def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Launch, ...]:
-    """The launches of an operator's forward on a GPU.
-
-    Args:
-        operator: as traced. samples: of one microbatch. precision: such as "fp16_amp".
-        full_stream: autocast adds residuals in fp32 (after a layer norm).
-    """
+    """The launches of an operator's forward on a GPU. With `full_stream` autocast adds residuals in fp32."""
     (launch,) = forward_launches(operator, samples, precision)
     if operator.kind != "memory_bound":
         return (launch, *_weight_casts(operator, precision))
@@ -150,9 +141,7 @@ def cuda_backward(
 ) -> Halves:
     """The launches of an operator's backward on a GPU: towards the gradient of its input, and towards parameters alone.
 
-    Args:
-        operator, samples, precision, full_stream: as for `cuda_forward`.
-        input_gradient: False if nothing asks for the gradient of the input.
+    Without `input_gradient` nothing asks for the gradient of the input; `full_stream` as for `cuda_forward`.
     """
     first, second = backward_launches(operator, samples, precision, input_gradient=input_gradient)
     if operator.kind != "memory_bound":
@@ -193,10 +182,6 @@ def gpu_launches(
     that follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of
     weights, biases, activations and gradients are launches of their own, priced as copies. Without them a loss over a
     vocabulary came out at a third of its bytes, and a transformer block at half of its launches.
-
-    Args:
-        component, phase, samples, input_gradient: as for `parsim.costs.compute.launches.component_launches`.
-        precision: such as "amp_bf16".
     """
     operators = [operator for operator in cuda_operators(component.operators) if operator.function != GRADIENT_SUM]
     uniform = UNIFORM.get(number_format(precision).autocast)
@@ -246,7 +231,7 @@ def _with_casts(
 
 
 def _copy(size_bytes: float, count: int) -> Launch:
-    """Of arrays of the type in which products run."""
+    """A copy of arrays of the type in which products run."""
     return Launch(
         kind="memory_bound",
         function=COPY,

@@ -111,8 +111,7 @@ class Lowering(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRequest:
-    """The computation to price: a component, or a shard of one (`parsim.model.shard.narrow`), in one phase over some
-    samples.
+    """The computation to price: a component, or a shard of one (`narrow`), in one phase over some samples.
 
     Attributes:
         input_gradient: False for a component whose inputs want no gradient (the model's first one): the backward of its first
@@ -136,9 +135,7 @@ def launches_of(
 ) -> tuple[Launch, ...]:
     """All launches of operators in a phase of their component, operator by operator.
 
-    Args:
-        operators: as traced. phase: forward, backward or a half of it. samples: of one microbatch. precision: of the training.
-        lowering: of the device. input_gradient: False where no input needs a gradient: the first operator makes none.
+    Without `input_gradient` no input needs a gradient: the backward of the first operator makes none.
     """
     if phase is Phase.FORWARD:
         return tuple(
@@ -147,12 +144,12 @@ def launches_of(
             if operator.function != GRADIENT_SUM
             for launch in lowering.forward(operator, samples, operator_precision(precision, operator.kind, low=operator.low))
         )
-    wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
+    phases = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     launches: list[Launch] = []
     for number, operator in enumerate(operators):
-        own_precision = operator_precision(precision, operator.kind, low=operator.low)
-        halves = lowering.backward(operator, samples, own_precision, input_gradient=input_gradient or number > 0)
-        for half in wanted:
+        runs_in = operator_precision(precision, operator.kind, low=operator.low)
+        halves = lowering.backward(operator, samples, runs_in, input_gradient=input_gradient or number > 0)
+        for half in phases:
             launches += halves[half]
     return tuple(launches)
 
@@ -160,22 +157,14 @@ def launches_of(
 def component_launches(
     component: Component, phase: Phase, samples: int, precision: str = "fp32", *, input_gradient: bool = True
 ) -> tuple[Launch, ...]:
-    """All launches of a component on a CPU, with the accumulation of its gradients.
-
-    Args:
-        component: whole or a shard. phase, samples, precision, input_gradient: as for `launches_of`.
-    """
+    """All launches of a component on a CPU, with the accumulation of its gradients; arguments as for `launches_of`."""
     operators = [operator for operator in component.operators if operator.function != GRADIENT_SUM]
     launches = launches_of(operators, phase, samples, precision, AS_TRACED, input_gradient=input_gradient)
     return (*launches, *accumulations(component, phase))
 
 
 def accumulations(component: Component, phase: Phase) -> tuple[Launch, ...]:
-    """Of the gradients of parameters, in the phases that make them.
-
-    Args:
-        component: whole or a shard. phase: of it.
-    """
+    """The launches that accumulate gradients of parameters, in the phases that make them."""
     if phase not in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
         return ()
     return tuple(memory_launch(ACCUMULATE, "backward", parameter.elements) for parameter in component.trainable_parameters)
@@ -184,22 +173,9 @@ def accumulations(component: Component, phase: Phase) -> tuple[Launch, ...]:
 def forward_launches(operator: Operator, samples: int, precision: str = "fp32") -> tuple[Launch, ...]:
     """The launch of an operator's forward; an attention is fused.
 
-    Args:
-        operator: as traced. samples: of one microbatch. precision: in which it runs.
-
-    Raises:
-        CostError: the operator's shape lacks a size, or an unknown precision.
+    Raises CostError if the operator's shape lacks a size, or for an unknown precision.
     """
-    match operator.kind:
-        case "matmul":
-            return (_product(operator, samples, precision),)
-        case "convolution":
-            return (_convolution(operator, samples, precision),)
-        case "attention":
-            return (_attention(operator, samples, precision),)
-        case "embedding":
-            return (_embedding(operator, samples, precision),)
-    return (_memory_bound(operator, samples, precision),)
+    return (LAUNCHES.get(operator.kind, _memory_bound)(operator, samples, precision),)
 
 
 def backward_launches(operator: Operator, samples: int, precision: str = "fp32", *, input_gradient: bool = True) -> Halves:
@@ -207,10 +183,7 @@ def backward_launches(operator: Operator, samples: int, precision: str = "fp32",
 
     The second operand of a matmul or convolution with parameters is a weight; so is an embedding's table. A normalisation makes
     both gradients in one launch, counted in the first half. Both operands of other products and of attention count there too.
-
-    Args:
-        operator, samples, precision: as for `forward_launches`.
-        input_gradient: False if nothing asks for the gradient of the input.
+    Without `input_gradient` nothing asks for the gradient of the input.
     """
     if operator.gradients == "none":
         return (), ()
@@ -259,11 +232,7 @@ def _product_backward(operator: Operator, forward: Launch) -> tuple[Launch, tupl
 
 
 def unfused_attention(operator: Operator, samples: int, precision: str) -> tuple[Launch, Launch, Launch]:
-    """Attention as a library without a fused kernel runs it: a product, passes over the scores, and another product.
-
-    Args:
-        operator, samples, precision: as for `forward_launches`.
-    """
+    """Attention as a library without a fused kernel runs it: a product, passes over the scores, and another product."""
     heads, queries, keys, depth = (operator_size(operator, name) for name in ("heads", "q", "kv", "d"))
     problems, width = heads * samples, element_bytes(precision)
     scores = Launch(
@@ -285,11 +254,7 @@ def unfused_attention(operator: Operator, samples: int, precision: str) -> tuple
 
 
 def unfused_attention_backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool) -> Halves:
-    """Its backward: two products for each of the forward.
-
-    Args:
-        operator, samples, precision: as for `forward_launches`. input_gradient: as for `backward_launches`.
-    """
+    """The backward of `unfused_attention`: two products for each of the forward."""
     if operator.gradients == "none":
         return (), ()
     launches: list[Launch] = []
@@ -305,7 +270,7 @@ def unfused_attention_backward(operator: Operator, samples: int, precision: str,
 
 
 def product_sizes(problems: float, rows: float, columns: float, depth: float) -> LaunchSizes:
-    """Of `problems` independent (rows x depth) by (depth x columns)."""
+    """The sizes of `problems` independent products of (rows x depth) by (depth x columns)."""
     return (("problems", problems), ("rows", rows), ("columns", columns), ("depth", depth))
 
 
@@ -357,11 +322,7 @@ def _convolution(operator: Operator, samples: int, precision: str) -> Launch:
 
 
 def convolution_family(groups: float, height: float, width: float) -> str:
-    """Name the group of kernels a library has for a convolution: "grouped", "pointwise", "3x3" or "other".
-
-    Args:
-        groups: of channels. height, width: of the filter.
-    """
+    """The group of kernels a library has for a convolution with such a filter: "grouped", "pointwise", "3x3" or "other"."""
     if groups > 1:
         return "grouped"
     return {(1, 1): "pointwise", (3, 3): "3x3"}.get((int(height), int(width)), "other")
@@ -420,45 +381,30 @@ def _memory_bound(operator: Operator, samples: int, precision: str) -> Launch:
     )
 
 
-def operand_bytes(operator: Operator, samples: int, precision: str) -> float:
-    """Every operand and result once; the Model counts four bytes per element.
+LAUNCHES = {"matmul": _product, "convolution": _convolution, "attention": _attention, "embedding": _embedding}
+"""By kind of operator: the launch of its forward; others pass over memory."""
 
-    Args:
-        operator, samples, precision: as for `forward_launches`.
-    """
+
+def operand_bytes(operator: Operator, samples: int, precision: str) -> float:
+    """Every operand and result once; the Model counts four bytes per element."""
     width = element_bytes(precision) / 4
     return width * (operator.activation_bytes * operator_times(operator, samples) + operator.parameter_bytes)
 
 
 def element_bytes(precision: str) -> int:
-    """Bytes of an activation in a launch.
-
-    Raises:
-        CostError: an unknown precision.
-    """
+    """Bytes of an activation in a launch. Raises CostError for an unknown precision."""
     return number_format(precision).element_bytes
 
 
 def operator_times(operator: Operator, samples: int) -> int:
-    """How often an operator does its per-sample work: once for work on parameters alone, else once per sample.
-
-    Args:
-        operator: as traced. samples: of one microbatch.
-    """
+    """How often an operator does its per-sample work: once for work on parameters alone, else once per sample."""
     return 1 if operator.batch == "none" else samples
 
 
 def operator_size(operator: Operator, name: str) -> int:
-    """One size of an operator's shape.
-
-    Args:
-        operator: as traced. name: such as "m" (`parsim.model.component.Operator`).
-
-    Raises:
-        CostError: the shape has no such size.
-    """
+    """One size of an operator's shape, such as "m". Raises CostError where the shape has no such size."""
     for key, size in operator.shape:
         if key == name:
             return size
-    known = ", ".join(key for key, _ in operator.shape)
-    raise CostError(f"a {operator.kind} operator has no size {name!r} in its shape ({known}); trace the model again")
+    sizes = ", ".join(key for key, _ in operator.shape)
+    raise CostError(f"a {operator.kind} operator has no size {name!r} in its shape ({sizes}); trace the model again")

@@ -36,17 +36,11 @@ class Interpolated(NamedTuple):
 
 
 def interpolation_terms(samples: Sequence[int], seconds: Sequence[float], wanted: int) -> Interpolated:
-    """Time at `wanted` samples from a measured curve.
+    """Time at `wanted` samples >= 1 from a measured curve, whose counts are ascending and distinct.
 
     Between two measured counts the time is linear. Above the last count it is proportional to the samples. Below the first
     count it follows the line through the first two, kept between proportional and constant. With a single count it is
-    proportional both ways.
-
-    Args:
-        samples: measured counts, ascending and distinct. seconds: at these counts. wanted: samples >= 1.
-
-    Returns:
-        The terms and the distance in doublings. Leaves out steps where a library changes its algorithm.
+    proportional both ways. Leaves out steps where a library changes its algorithm.
     """
     first, last = samples[0], samples[-1]
     place = bisect_left(samples, wanted)
@@ -95,7 +89,6 @@ def measured_component(
     """Price a component from its measured points in this phase.
 
     Args:
-        request: component, phase and samples. points: at least one.
         ranks_active: ranks of the machine that compute at once; points under that load are preferred, else those under the
             heaviest load.
         drift: name and relative sigma of the cost parameter shared by all computation.
@@ -113,16 +106,16 @@ def measured_component(
     repeats = sum(point.repeats for point in chosen) / len(samples)
     terms, how, doublings = interpolation_terms(samples, seconds, request.samples)
     issues = [_issue_s(curve[count]) for count in samples]
-    known = [issue_s for issue_s in issues if issue_s is not None]
+    measured_issues = [issue_s for issue_s in issues if issue_s is not None]
     # the number of kernels does not follow the samples: outside the measured counts it stays
-    issue_s = float(np.interp(request.samples, samples, known)) if len(known) == len(samples) else 0.0
-    own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
+    issue_s = float(np.interp(request.samples, samples, measured_issues)) if len(measured_issues) == len(samples) else 0.0
+    sigma = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
     if request.samples not in curve:
-        own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
+        sigma = math.hypot(sigma, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
     return Estimate.of(
         terms,
         source="measured",
-        parameters=(drift, (f"compute:{request.component.fingerprint}", own)),
+        parameters=(drift, (f"compute:{request.component.fingerprint}", sigma)),
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
@@ -142,10 +135,8 @@ def measured_optimizer(
     """Price an optimizer step: seconds per step, element and tensor through the measured points of this optimizer.
 
     Args:
-        work: elements and tensors of the step. optimizer: its name.
         calls: of the optimizer's operations, one for each kind of parameter; each takes what a step takes whatever it updates.
-        points: at least one. ranks_active: ranks that compute at once; points under that load are preferred.
-        drift: name and relative sigma of the cost parameter shared by all computation.
+        ranks_active, drift: as for `measured_component`.
 
     Returns:
         An Estimate. Leaves out effects that are not affine in elements and tensors, such as caches.
@@ -194,9 +185,9 @@ def measured_optimizer(
 
 
 def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> float | None:
-    """What the host takes to queue it, median; None where it was not measured apart."""
-    known = [point.issue_s for point in points if point.issue_s is not None]
-    return median(known) if known else None
+    """The median of what the host takes to queue the work; None where it was not measured apart."""
+    issues = [point.issue_s for point in points if point.issue_s is not None]
+    return median(issues) if issues else None
 
 
 def _line(points: Sequence[OptimizerPoint]) -> tuple[float, float, float]:
@@ -205,9 +196,9 @@ def _line(points: Sequence[OptimizerPoint]) -> tuple[float, float, float]:
 
 
 def _queueing_line(points: Sequence[OptimizerPoint]) -> tuple[float, float, float] | None:
-    """The same of the host, to queue a step; None where nobody measured it apart."""
-    known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
-    return _affine(known) if known else None
+    """Seconds of the host to queue a step, as `_line` has those of the step; None where nobody measured them apart."""
+    issues = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    return _affine(issues) if issues else None
 
 
 def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:
@@ -246,10 +237,10 @@ def _affine(points: tuple[tuple[int, int, float], ...]) -> tuple[float, float, f
             columns = relative[:, chosen]
             if np.linalg.matrix_rank(columns) < count:
                 continue
-            found = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
-            miss = float(np.sum((columns @ found - 1) ** 2))
-            if found.min() >= 0 and miss < least:
+            solution = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+            miss = float(np.sum((columns @ solution - 1) ** 2))
+            if solution.min() >= 0 and miss < least:
                 best, least = np.zeros(3), miss
-                best[list(chosen)] = found
+                best[list(chosen)] = solution
     per_step, per_element, per_tensor = best.tolist()
     return per_step, per_element, per_tensor

@@ -152,33 +152,17 @@ GPU_TERMS: Mapping[str, Callable[[Mapping[str, float], str], dict[str, float]]] 
 
 
 def terms_of(kind: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Every term of a launch, the floor among them, but those of GPUs alone.
-
-    Args:
-        kind: of launch, a key of `TERMS`. sizes: of the launch.
-    """
+    """Every term of a launch of a kind in `TERMS`, the floor among them, but those of GPUs alone."""
     return {LAUNCH: 1.0, **TERMS[kind](sizes)}
 
 
 def gpu_terms_of(kind: str, sizes: Mapping[str, float], phase: str) -> dict[str, float]:
-    """The same with those of GPUs.
-
-    Args:
-        kind, sizes: as for `terms_of`. phase: of the launch.
-    """
-    own = GPU_TERMS[kind](sizes, phase) if kind in GPU_TERMS else {}
-    return {**terms_of(kind, sizes), **own}
+    """The terms of a launch on a GPU, those of `terms_of` among them."""
+    return terms_of(kind, sizes) | (GPU_TERMS[kind](sizes, phase) if kind in GPU_TERMS else {})
 
 
 def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> float:
-    """Seconds of one launch.
-
-    Args:
-        surface: fitted seconds per term. sizes: of the launch.
-
-    Returns:
-        Seconds. Leaves out steps of tile sizes and changes of algorithm.
-    """
+    """Seconds of one launch. Leaves out steps of tile sizes and changes of algorithm."""
     terms = terms_of(surface.kind, sizes)
     if not surface.seconds_per_term.keys() <= terms.keys():
         terms = gpu_terms_of(surface.kind, sizes, surface.phase)
@@ -186,14 +170,7 @@ def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> flo
 
 
 def log_sizes(sizes: Mapping[str, float]) -> NDArray[np.float64]:
-    """The position of a launch among sizes, in doublings.
-
-    Args:
-        sizes: of the launch.
-
-    Returns:
-        float64 [sizes].
-    """
+    """The position of a launch among sizes: float64 [sizes], in doublings."""
     return np.log2(np.maximum(np.array(list(sizes.values()), dtype=np.float64), 1.0))
 
 
@@ -232,11 +209,9 @@ class SurfaceModel:
         surface = self._by_key.get(key)
         if surface is None:
             return None
-        sizes = dict(launch.sizes)
-        known = self._shapes.get(key)
-        beyond = 0.0
-        if known is not None:
-            distance = float(distances(log_sizes(sizes)[None, :], known)[0])
+        sizes, beyond = dict(launch.sizes), 0.0
+        if key in self._shapes:
+            distance = float(distances(log_sizes(sizes)[None, :], self._shapes[key])[0])
             beyond = max(0.0, distance - surface.reach_doublings)
         return Price(
             seconds=launch.count * surface_seconds(surface, sizes),
@@ -250,18 +225,14 @@ class SurfaceModel:
 
     @cached_property
     def _shapes(self) -> dict[SurfaceKey, NDArray[np.float64]]:
-        found: dict[SurfaceKey, list[NDArray[np.float64]]] = {}
+        by_key: dict[SurfaceKey, list[NDArray[np.float64]]] = {}
         for point in self.points:
-            found.setdefault((point.kind, point.function, point.phase), []).append(log_sizes(point.shape))
-        return {key: np.array(shapes) for key, shapes in found.items()}
+            by_key.setdefault((point.kind, point.function, point.phase), []).append(log_sizes(point.shape))
+        return {key: np.array(shapes) for key, shapes in by_key.items()}
 
 
 def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
-    """The surfaces of a profile, by device type and precision.
-
-    Args:
-        profile: with operator surfaces and their points.
-    """
+    """The surfaces of a profile, by device type and precision."""
     keys = {(entry.device_type, entry.precision) for entry in profile.compute.operator_surfaces}
     return {
         key: SurfaceModel(
@@ -275,13 +246,10 @@ def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
 def stacked_terms(
     kind: str, shapes: Sequence[Mapping[str, float]], *, gpu_phase: str = ""
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Names of the terms, and their values for several launches.
+    """Names of the terms, and their values for several launches: float64 [shapes, terms].
 
     Args:
-        kind: of launch. shapes: sizes of each launch. gpu_phase: of launches on a GPU, their phase; "": they are a CPU's.
-
-    Returns:
-        The names, and float64 [shapes, terms].
+        gpu_phase: of launches on a GPU, their phase; "": they are a CPU's.
     """
     rows = [gpu_terms_of(kind, shape, gpu_phase) if gpu_phase else terms_of(kind, shape) for shape in shapes]
     return list(rows[0]), np.array([list(row.values()) for row in rows], dtype=np.float64)
@@ -342,14 +310,11 @@ def component_parts(
     input_gradient: bool = True,
     launched: Callable[..., tuple[Launch, ...]] = component_launches,
 ) -> Parts:
-    """Split a component's forward or backward into launches, bytes and seconds.
+    """Split a component's forward or backward (or half of it) into launches, bytes and seconds.
 
     Args:
-        component: whole or a shard. phase: forward, backward or half a backward.
-        samples: of one microbatch.
-        model: surfaces that price the launches.
+        model: surfaces that price the launches. launched: makes the launches (`launches_on`).
         input_gradient: False if the component's inputs want no gradient.
-        launched: makes the launches (`launches_on`).
 
     Raises:
         CostError: no surface covers a launch; the message names the first.
@@ -378,20 +343,12 @@ def component_parts(
 
 
 def launches_on(device_kind: str, precision: str) -> Callable[..., tuple[Launch, ...]]:
-    """What makes the launches of a component on a kind of device.
-
-    Args:
-        device_kind: a key of `DEVICE_KINDS`. precision: such as "amp_bf16".
-    """
+    """What makes the launches of a component on a kind of device."""
     return partial(gpu_launches, precision=precision) if device_kind == "cuda" else component_launches
 
 
 def moved_bytes(component: Component, samples: int) -> float:
-    """Bytes of activations that a component's operators read and write in one forward.
-
-    Args:
-        component: whole or a shard. samples: of one microbatch.
-    """
+    """Bytes of activations that a component's operators read and write in one forward."""
     return float(
         sum(operator.count * operator.activation_bytes * operator_times(operator, samples) for operator in component.operators)
     )
@@ -410,11 +367,7 @@ def composed_s(parts: Parts, composition: Composition | None) -> float:
 
 
 def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
-    """One term per kind of launch, then the time a component adds to its launches.
-
-    Args:
-        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
-    """
+    """One term per kind of launch, then the time a component adds to its launches by the fit of its phase (None: nothing)."""
     if composition is None:
         return summed((kind, seconds, "fitted", "launches alone") for kind, seconds in parts.seconds.items())
     factors = composition.factors
@@ -433,11 +386,7 @@ def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
 
 
 def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
-    """Seconds of the host to queue the component's launches on a GPU; 0 if they were not measured apart.
-
-    Args:
-        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
-    """
+    """Seconds of the host to queue the component's launches on a GPU; 0 if they were not measured apart."""
     if composition is None:
         return 0.0
     per_component, per_launch = composition.issue_component_s or 0.0, composition.issue_launch_s or 0.0
@@ -446,11 +395,7 @@ def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
 
 
 def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
-    """The composition of a phase, or None. Halves of a backward use the backward's.
-
-    Args:
-        compositions: of a profile. phase, device_type, precision: the wanted entry.
-    """
+    """The composition of a phase, or None. Halves of a backward use the backward's."""
     wanted = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
     for entry in compositions:
         if (entry.phase, entry.device_type, entry.precision) == wanted:

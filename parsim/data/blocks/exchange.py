@@ -14,6 +14,7 @@ import json
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ BlockPlace = tuple[int, ...]
 """The place of a block: its piece along every dim, counted from 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BlockGrid:
     """The sizes of the pieces along every dim; block (i, j, ...) has the i-th piece of dim 0, the j-th of dim 1, and so on.
 
@@ -61,27 +62,31 @@ class BlockGrid:
         Raises:
             DataError: a count that does not divide its dim.
         """
-        whole = _one_per_dim(shape, counts)
-        for dim, (size, count) in enumerate(zip(shape, whole, strict=True)):
+        counts = _one_per_dim(shape, counts)
+        for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if count < 1 or size % count:
+                below = next((near for near in range(min(count, size), 0, -1) if size % near == 0), 1)
+                upwards = range(max(1, count), min(size, 2 * abs(count) + 1000) + 1)
+                above = next((near for near in upwards if size % near == 0), below)
                 raise DataError(
                     f"{count} equal blocks need dim {dim} to be a multiple of {count}, and it has {size} elements; "
-                    f"use {_divisors_near(size, count)} blocks, or BlockGrid.balanced, whose blocks differ by one"
+                    f"use {' or '.join(map(str, dict.fromkeys((below, above))))} blocks, or BlockGrid.balanced, whose blocks "
+                    "differ by one"
                 )
-        return cls(sizes=tuple((size // count,) * count for size, count in zip(shape, whole, strict=True)))
+        return cls(tuple((size // count,) * count for size, count in zip(shape, counts, strict=True)))
 
     @classmethod
     def balanced(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
-        """As `even`, but sizes may differ by one: the first blocks of a dim are the larger ones.
+        """Blocks whose sizes differ by one at most, `counts` of them along each dim; the first of a dim are the larger ones.
 
         Raises:
             DataError: more blocks than elements along a dim.
         """
-        whole = _one_per_dim(shape, counts)
-        for dim, (size, count) in enumerate(zip(shape, whole, strict=True)):
+        counts = _one_per_dim(shape, counts)
+        for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if not 1 <= count <= max(1, size):
                 raise DataError(f"dim {dim} has {size} elements, which make 1 to {max(1, size)} blocks; got {count}")
-        return cls(sizes=tuple(balanced_sizes(size, count) for size, count in zip(shape, whole, strict=True)))
+        return cls(tuple(balanced_sizes(size, count) for size, count in zip(shape, counts, strict=True)))
 
     @classmethod
     def of_blocks(cls, shape: Sequence[int], block_shape: Sequence[int]) -> BlockGrid:
@@ -90,17 +95,16 @@ class BlockGrid:
             raise DataError(
                 f"a block shape needs at most {len(shape)} sizes, each at least 1; got {list(block_shape)} for {list(shape)}"
             )
-        sizes = (*block_shape, *(max(1, size) for size in shape[len(block_shape) :]))
+        lengths = (*block_shape, *(max(1, size) for size in shape[len(block_shape) :]))
         return cls(
-            sizes=tuple(
-                tuple(min(size, whole - start) for start in range(0, whole, size)) or (0,)
-                for whole, size in zip(shape, sizes, strict=True)
+            tuple(
+                tuple(min(length, size - start) for start in range(0, size, length)) or (0,)
+                for size, length in zip(shape, lengths, strict=True)
             )
         )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
         return tuple(map(sum, self.sizes))
 
     @property
@@ -117,18 +121,18 @@ class BlockGrid:
 
     def number(self, place: Sequence[int]) -> int:
         """The number of the block at a place."""
-        found = 0
+        number = 0
         for count, piece in zip(self.counts, place, strict=True):
-            found = found * count + piece
-        return found
+            number = number * count + piece
+        return number
 
     def place(self, number: int) -> BlockPlace:
         """The place of a block."""
-        found = []
+        pieces: list[int] = []
         for count in reversed(self.counts):
             number, piece = divmod(number, count)
-            found.append(piece)
-        return tuple(reversed(found))
+            pieces.append(piece)
+        return tuple(reversed(pieces))
 
     def block_shape(self, place: Sequence[int]) -> tuple[int, ...]:
         return tuple(pieces[piece] for pieces, piece in zip(self.sizes, place, strict=True))
@@ -149,13 +153,6 @@ def balanced_sizes(size: int, count: int) -> tuple[int, ...]:
     return (least + 1,) * longer + (least,) * (count - longer)
 
 
-def _divisors_near(size: int, count: int) -> str:
-    """The next counts below and above that divide."""
-    below = next((near for near in range(min(count, size), 0, -1) if size % near == 0), 1)
-    above = next((near for near in range(max(1, count), min(size, 2 * abs(count) + 1000) + 1) if size % near == 0), None)
-    return " or ".join(map(str, dict.fromkeys(entry for entry in (below, above) if entry is not None)))
-
-
 def _one_per_dim(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
     if len(counts) > len(shape) or any(size < 0 for size in shape):
         raise DataError(f"a block grid has at most one count per dim of the array: got {list(counts)} for shape {list(shape)}")
@@ -174,10 +171,10 @@ def round_robin_owners(count: int, ranks: int) -> tuple[int, ...]:
 
 def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize: int) -> list[int]:
     """What the blocks of each rank take."""
-    found = [0] * ranks
+    sizes = [0] * ranks
     for place, owner in zip(grid.places(), owners, strict=True):
-        found[owner] += math.prod(grid.block_shape(place)) * itemsize
-    return found
+        sizes[owner] += math.prod(grid.block_shape(place)) * itemsize
+    return sizes
 
 
 def shared_owners(count: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -195,8 +192,7 @@ def shared_owners(count: int, shares: Sequence[float]) -> tuple[int, ...]:
 # The ranks that own blocks, and which of them this process is.
 #
 # Without a process group, one process plays all ranks and holds all blocks. With one, each process holds the blocks of its
-# rank.
-# Every operation on block tensors is the same in both cases; in a group, every rank calls it.
+# rank. Every operation on block tensors is the same in both cases; in a group, every rank calls it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +202,7 @@ class Processes:
     ranks: int
     rank: int | None = None
     group: ProcessGroup | None = field(default=None, repr=False)
-    device: str = "cpu"
+    device: str = field(default="cpu", compare=False)
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -223,9 +219,6 @@ class Processes:
         """
         if self.rank is None:
             return [json.loads(json.dumps(value))]
-        import torch
-        import torch.distributed as dist
-
         text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
         lengths = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(text)
@@ -234,7 +227,7 @@ class Processes:
         padded[: len(text)] = text
         everyone = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(everyone, padded, group=self.group)
-        return [json.loads(bytes(found[:length].tolist())) for found, length in zip(everyone, lengths.tolist(), strict=True)]
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
 
 def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
@@ -248,8 +241,6 @@ def on_process_group(group: ProcessGroup | None = None, *, device: str = "cpu") 
     Raises:
         DataError: no process group, or one that this process is not in.
     """
-    import torch.distributed as dist
-
     if not (dist.is_available() and dist.is_initialized()):
         raise DataError("no process group; call torch.distributed.init_process_group first, or use in_one_process()")
     rank = dist.get_rank(group)
@@ -265,7 +256,7 @@ Selection = tuple[slice | Tensor, ...]
 """Elements of a block: per dim a slice of step 1, or the positions in one dim (int64); at most one dim has positions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Move:
     """`read` of block `source` on rank `sender` becomes `write` of block `target` on rank `receiver`, both of `shape`."""
 
@@ -281,7 +272,7 @@ class Move:
 def whole_block(source: int, sender: int, receiver: int, shape: tuple[int, ...]) -> Move:
     """A block that goes to another rank as it is, under its own number."""
     everything: Selection = tuple(slice(0, size) for size in shape)
-    return Move(source=source, read=everything, sender=sender, target=source, write=everything, receiver=receiver, shape=shape)
+    return Move(source, everything, sender, source, everything, receiver, shape)
 
 
 def exchange(
@@ -320,8 +311,8 @@ def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[lis
     rounds: list[list[Move]] = []
     sent: dict[int, tuple[int, int]] = {}
     received: dict[int, tuple[int, int]] = {}
-    for whole in _in_turns(moves):
-        for move in _parts(whole, room_bytes // itemsize):
+    for large in _in_turns(moves):
+        for move in _parts(large, room_bytes // itemsize):
             size = math.prod(move.shape) * itemsize
             out, into = sent.get(move.sender, (0, 0)), received.get(move.receiver, (0, 0))
             number = max(out[0], into[0])
@@ -340,15 +331,14 @@ def _in_turns(moves: Sequence[Move]) -> list[Move]:
 
     Pairs follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction.
     """
-    count: dict[tuple[int, int], int] = {}
+    turns: Counter[tuple[int, int]] = Counter()
     keyed = []
     for move in moves:
         if move.sender != move.receiver:
-            turn = count.get((move.sender, move.receiver), 0)
-            count[move.sender, move.receiver] = turn + 1
-            keyed.append((turn, move))
-    ranks = 1 + max((max(pair) for pair in count), default=0)
-    keyed.sort(key=lambda entry: (entry[0], (entry[1].receiver - entry[1].sender) % ranks))
+            keyed.append((turns[move.sender, move.receiver], move))
+            turns[move.sender, move.receiver] += 1
+    ranks = 1 + max((max(pair) for pair in turns), default=0)
+    keyed.sort(key=lambda turn: (turn[0], (turn[1].receiver - turn[1].sender) % ranks))
     return [move for _, move in keyed]
 
 
@@ -363,17 +353,16 @@ def _parts(move: Move, elements: int) -> list[Move]:
     half = move.shape[dim] // 2
     halves = []
     for first, last in ((0, half), (half, move.shape[dim])):
+        read, write = list(move.read), list(move.write)
+        for selection in (read, write):
+            along = selection[dim]
+            if isinstance(along, slice):
+                selection[dim] = slice(along.start + first, along.start + last)
+            else:
+                selection[dim] = along[first:last]
         shape = (*move.shape[:dim], last - first, *move.shape[dim + 1 :])
-        read, write = (_narrowed(selection, dim, first, last) for selection in (move.read, move.write))
-        halves += _parts(replace(move, read=read, write=write, shape=shape), elements)
+        halves += _parts(replace(move, read=tuple(read), write=tuple(write), shape=shape), elements)
     return halves
-
-
-def _narrowed(selection: Selection, dim: int, first: int, last: int) -> Selection:
-    """Elements first .. last-1 of what is selected along `dim`."""
-    along = selection[dim]
-    part = slice(along.start + first, along.start + last) if isinstance(along, slice) else along[first:last]
-    return (*selection[:dim], part, *selection[dim + 1 :])
 
 
 def _send_and_receive(
@@ -390,31 +379,22 @@ def _send_and_receive(
             outgoing.setdefault(move.receiver, []).append(move)
         elif move.receiver == processes.rank:
             incoming.setdefault(move.sender, []).append(move)
-    leaving = {peer: _room_for(moves, processes, dtype) for peer, moves in outgoing.items()}
-    arriving = {peer: _room_for(moves, processes, dtype) for peer, moves in incoming.items()}
-    for peer, moves in outgoing.items():
-        for move, part in zip(moves, _split(leaving[peer], moves), strict=True):
-            part.copy_(blocks[move.source][move.read])
-    operations = [
-        dist.P2POp(operation, message.view(torch.uint8), group=processes.group, group_peer=peer)
-        for operation, buffers in ((dist.isend, leaving), (dist.irecv, arriving))
-        for peer, message in buffers.items()
-    ]
+    operations, arrived = [], []
+    for operation, by_peer in ((dist.isend, outgoing), (dist.irecv, incoming)):
+        for peer, moves in by_peer.items():
+            sizes = [math.prod(move.shape) for move in moves]
+            message = torch.empty(sum(sizes), dtype=dtype, device=processes.device)
+            for move, flat in zip(moves, torch.split(message, sizes), strict=True):
+                part = flat.view(move.shape)
+                if operation is dist.isend:
+                    part.copy_(blocks[move.source][move.read])
+                else:
+                    arrived.append((move, part))
+            operations.append(dist.P2POp(operation, message.view(torch.uint8), group=processes.group, group_peer=peer))
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
-    for peer, moves in incoming.items():
-        for move, part in zip(moves, _split(arriving[peer], moves), strict=True):
-            targets[move.target][move.write] = part
-
-
-def _room_for(moves: list[Move], processes: Processes, dtype: torch.dtype) -> Tensor:
-    return torch.empty(sum(math.prod(move.shape) for move in moves), dtype=dtype, device=processes.device)
-
-
-def _split(message: Tensor, moves: list[Move]) -> list[Tensor]:
-    """The part of a message that belongs to each move."""
-    parts = torch.split(message, [math.prod(move.shape) for move in moves])
-    return [part.view(move.shape) for part, move in zip(parts, moves, strict=True)]
+    for move, part in arrived:
+        targets[move.target][move.write] = part
 
 
 # Is there memory for new blocks? Asked before anything is allocated, and answered alike on every rank.
@@ -428,8 +408,6 @@ _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.c
 def available_bytes(device: str = "cpu") -> int | None:
     """Memory that this process could allocate now: of the GPU, or of the host within the container's limit; None if unknown."""
     if device != "cpu":
-        import torch
-
         return int(torch.cuda.mem_get_info(torch.device(device))[0]) if device.startswith("cuda") else None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -452,23 +430,27 @@ def check_room(what: str, grid: BlockGrid, owners: Sequence[int], itemsize: int,
 
 
 def check_bytes(what: str, needed: Sequence[int], processes: Processes, *, rows: int | None = None) -> None:
-    """As `check_room`, for the bytes that each rank needs. `rows`: of the array, to tell how many would fit."""
+    """Raise DataError, on every rank, if what the ranks of a host (or a GPU) need is more than its free memory.
+
+    Args:
+        needed: bytes by rank. rows: of the array, to tell how many would fit.
+    """
     if sum(needed) <= UNCHECKED_BYTES:
         return
     memory = socket.gethostname() if processes.device == "cpu" else f"{socket.gethostname()} {processes.device}"
-    found = processes.gather((memory, available_bytes(processes.device)))
-    places = [found[0]] * processes.ranks if processes.rank is None else found
+    gathered = processes.gather((memory, available_bytes(processes.device)))
+    places = gathered * processes.ranks if processes.rank is None else gathered
     for name in dict.fromkeys(name for name, _ in places):
         members = [rank for rank, (place, _) in enumerate(places) if place == name]
-        wanted = sum(needed[rank] for rank in members)
+        size = sum(needed[rank] for rank in members)
         free = min((free for place, free in places if place == name and free is not None), default=None)
-        if free is None or wanted <= free:
+        if free is None or size <= free:
             continue
-        fitting = "" if rows is None else f"at most {int(rows * free / wanted)} of {rows} rows fit; "
+        fitting = "" if rows is None else f"at most {int(rows * free / size)} of {rows} rows fit; "
         raise DataError(
-            f"{what} needs {format_bytes(wanted)} on {name} (rank{'s' if len(members) > 1 else ''} "
+            f"{what} needs {format_bytes(size)} on {name} (rank{'s' if len(members) > 1 else ''} "
             f"{', '.join(map(str, members))}), where {format_bytes(free)} are free; {fitting}use fewer rows, a smaller dtype, "
-            f"or at least {-(-wanted // max(1, free))} machines of this size"
+            f"or at least {-(-size // max(1, free))} machines of this size"
         )
 
 
@@ -494,7 +476,8 @@ def splitmix64(state: int, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def uniform_at(seed: int, positions: NDArray[np.uint64]) -> Floats:
     """Uniform in [0, 1), multiples of 2^-53."""
-    return np.asarray((splitmix64(_state(seed), positions) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+    state = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])  # near seeds begin at places far apart
+    return np.asarray((splitmix64(state, positions) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def normal_at(seed: int, positions: NDArray[np.uint64]) -> Floats:
@@ -502,8 +485,3 @@ def normal_at(seed: int, positions: NDArray[np.uint64]) -> Floats:
     first = uniform_at(seed, positions * np.uint64(2))
     second = uniform_at(seed, positions * np.uint64(2) + np.uint64(1))
     return np.asarray(np.sqrt(-2.0 * np.log1p(-first)) * np.cos(2.0 * np.pi * second), dtype=np.float64)
-
-
-def _state(seed: int) -> int:
-    """Seeds that are near one another begin at places of the stream that are not."""
-    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])

@@ -129,7 +129,7 @@ def interval_times(
 
 
 def one_draw_many_times(training: Training, draws: int) -> Training:
-    """The same steps in each of `draws` runs: only failures differ."""
+    """Equal steps in each of `draws` runs: only failures differ."""
     return replace(training, step_s=np.repeat(training.step_s[:1], draws, axis=0))
 
 
@@ -165,15 +165,15 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> tu
             )
     for index in in_order(graph.predecessors()):
         task = graph.tasks[index]
-        found = [new for need in task.dependencies for new in ((kept[need],) if need in kept else through[need])]
-        needs = tuple(dict.fromkeys(found))
+        renumbered = (new for need in task.dependencies for new in ((kept[need],) if need in kept else through[need]))
+        needs = tuple(dict.fromkeys(renumbered))
         if len(task.ranks) > 1:
             through[index] = needs
             continue
         rank = task.ranks[0]
-        own = tuple(need for need in needs if tasks[need].ranks[0] == rank)
+        on_rank = tuple(need for need in needs if tasks[need].ranks[0] == rank)
         kept[index] = len(tasks)
-        tasks.append(replace(task, index=len(tasks), dependencies=own))
+        tasks.append(replace(task, index=len(tasks), dependencies=on_rank))
         if any(resource.stream == COMPUTE for resource in task.resources):
             last[rank] = kept[index]
     for rank, end in sorted(last.items()):

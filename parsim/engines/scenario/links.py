@@ -75,8 +75,8 @@ def flow_of(work: Collective | SendRecv, cluster: Cluster) -> Flow | None:
 
     Raises CostError for a profile that prices communication without links (fits per group, as for gloo), or as its price does.
     """
-    loads = _collective_loads(work, cluster) if isinstance(work, Collective) else _transfer_lanes(work, cluster)
-    loads = {lane: entry for lane, entry in loads.items() if entry[0] > 0}
+    loads = _collective_loads(work, cluster) if isinstance(work, Collective) else _transfer_loads(work, cluster)
+    loads = {lane: load for lane, load in loads.items() if load[0] > 0}
     if not loads:
         return None
     largest = max(share for share, _ in loads.values())
@@ -118,59 +118,54 @@ def _collective_loads(work: Collective, cluster: Cluster) -> Loads:
     elif len(spread) > 1:
         best = choices(work.operation, group, work.size_bytes, cluster)[0]
         ways = ("rails", "inside") if best.algorithm == "hierarchical" else ("through",)
-    found: Loads = {}
+    by_lane: Loads = {}
     for way in ways:
         for node, members in spread:
             for loads in part_loads(cluster.nodes.shapes[node], kind, NodeShare(members, way, len(group))):
                 for step, share in loads.items():
-                    _add(found, _lane(cluster, node, step), share, step[2].capacity_bytes_per_s)
+                    _add(by_lane, _lane(cluster, node, step), share, step[2].capacity_bytes_per_s)
         for leaf, share in own_leaf_shares(cluster, group, way).items():
             for lane in (Lane(leaf, SPINE, FABRIC), Lane(SPINE, leaf, FABRIC)):
-                _add(found, lane, share, uplink_rate(cluster, leaf))
-    return found
+                _add(by_lane, lane, share, uplink_rate(cluster, leaf))
+    return by_lane
 
 
-def _transfer_lanes(work: SendRecv, cluster: Cluster) -> Loads:
-    found: Loads = {}
+def _transfer_loads(work: SendRecv, cluster: Cluster) -> Loads:
+    by_lane: Loads = {}
     loads = transfer_loads(cluster, link_model_of(cluster).link_kind, (work.source, work.destination))
     for (place, step), (share, room) in loads.items():
         if isinstance(place, int) and isinstance(step, tuple):
-            _add(found, _lane(cluster, place, step), share, room)
+            _add(by_lane, _lane(cluster, place, step), share, room)
         else:
             leaf = str(place)
-            _add(found, Lane(leaf, SPINE, FABRIC) if step == "up" else Lane(SPINE, leaf, FABRIC), share, room)
-    return found
+            _add(by_lane, Lane(leaf, SPINE, FABRIC) if step == "up" else Lane(SPINE, leaf, FABRIC), share, room)
+    return by_lane
 
 
-def _add(found: Loads, lane: Lane, share: float, room: float) -> None:
-    found[lane] = (found[lane][0] + share if lane in found else share, room)
+def _add(loads: Loads, lane: Lane, share: float, room: float) -> None:
+    loads[lane] = (loads[lane][0] + share if lane in loads else share, room)
 
 
 def _lane(cluster: Cluster, node: int, step: LinkStep) -> Lane:
     """A link of a node, by local names, as the whole topology calls it."""
-    source, target, link = step
-    return Lane(_name(cluster, node, source), _name(cluster, node, target), link.kind)
-
-
-def _name(cluster: Cluster, node: int, end: str) -> str:
-    if end == FABRIC:
-        return cluster.nodes.leaf[node]
-    return _names(cluster)[node].get(end, end)
+    names = _names(cluster)[node]
+    source, target = (cluster.nodes.leaf[node] if end == FABRIC else names.get(end, end) for end in step[:2])
+    return Lane(source, target, step[2].kind)
 
 
 @lru_cache(maxsize=16)
 def _names(cluster: Cluster) -> tuple[Mapping[str, str], ...]:
     """Per node, local names to those of the topology."""
     nodes = cluster.nodes
-    found: list[dict[str, str]] = [{} for _ in nodes.shapes]
+    names: list[dict[str, str]] = [{} for _ in nodes.shapes]
     for device, (node, place) in nodes.place.items():
-        found[node][nodes.shapes[node].devices[place]] = device
+        names[node][nodes.shapes[node].devices[place]] = device
     ends = set(cluster.topology.ends)
     for node, shape in enumerate(nodes.shapes):
         for end in (*shape.topology.ends, *(port.nic for port in shape.ports)):
             if (full := f"node{node}/{end}") in ends:
-                found[node].setdefault(end, full)
-    return tuple(found)
+                names[node].setdefault(end, full)
+    return tuple(names)
 
 
 # Links shared max-min fairly: the rates of flows that each load several links, by filling all of them like water.
@@ -202,7 +197,7 @@ def max_min_rates(loads: ArrayLike, capacity: ArrayLike, limit: ArrayLike) -> Fl
     Raises:
         ScenarioError: shapes that do not fit, negative or NaN entries, infinite loads, or a flow that nothing limits.
     """
-    load, room, most = (np.asarray(entry, dtype=np.float64) for entry in (loads, capacity, limit))
+    load, room, most = (np.asarray(numbers, dtype=np.float64) for numbers in (loads, capacity, limit))
     _check(load, room, most)
     flows = len(most)
     rates = np.zeros(flows)
@@ -210,9 +205,9 @@ def max_min_rates(loads: ArrayLike, capacity: ArrayLike, limit: ArrayLike) -> Fl
     level = 0.0
     while rising.any():
         pressure = load[:, rising].sum(axis=1)
-        taken = load[:, ~rising] @ rates[~rising]
+        used = load[:, ~rising] @ rates[~rising]
         with np.errstate(divide="ignore", invalid="ignore"):
-            full_at = np.where(pressure > 0, np.maximum(room - taken, 0.0) / pressure, np.inf)
+            full_at = np.where(pressure > 0, np.maximum(room - used, 0.0) / pressure, np.inf)
         # Rounding must not let the water fall.
         level = max(level, min(float(full_at.min(initial=np.inf)), float(most[rising].min())))
         full = full_at <= level * (1 + _TIE)
@@ -227,9 +222,9 @@ def _check(loads: Floats, capacity: Floats, limit: Floats) -> None:
         raise ScenarioError(
             f"loads must have shape [links, flows], got {list(loads.shape)} for {capacity.size} links and {limit.size} flows"
         )
-    for name, entry in (("loads", loads), ("capacity", capacity), ("limit", limit)):
-        if not bool(np.all(entry >= 0)):
-            raise ScenarioError(f"{name} must be >= 0, got {float(entry[~(entry >= 0)][0])}")
+    for name, numbers in (("loads", loads), ("capacity", capacity), ("limit", limit)):
+        if not bool(np.all(numbers >= 0)):
+            raise ScenarioError(f"{name} must be >= 0, got {float(numbers[~(numbers >= 0)][0])}")
     if not bool(np.isfinite(loads).all()):
         raise ScenarioError("loads must be finite; a flow that a link cannot carry has that link's capacity 0")
     unbounded = np.isinf(limit) & ~(loads[np.isfinite(capacity)] > 0).any(axis=0)

@@ -27,6 +27,7 @@ and, for whole runs (`parsim.engines.scenario.whole_run`), the tables [run], [ch
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -224,8 +225,8 @@ class Scenario(ScenarioTable):
 
     def at(self, at_s: float) -> Scenario:
         """The scenario as it is at a time, for ever."""
-        stragglers = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.stragglers if entry.holds(at_s))
-        links = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.links if entry.holds(at_s))
+        stragglers = tuple(spell.model_copy(update=_FOR_EVER) for spell in self.stragglers if spell.holds(at_s))
+        links = tuple(spell.model_copy(update=_FOR_EVER) for spell in self.links if spell.holds(at_s))
         return self.model_copy(update={"stragglers": stragglers, "links": links, "start_s": 0.0})
 
 
@@ -279,8 +280,8 @@ def _explain(problem: ErrorDetails) -> str:
     if problem["type"] == "value_error":
         return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
     if problem["type"] == "literal_error":
-        known = str(problem["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{path} = {problem['input']!r} is unknown{near_matches(str(problem['input']), known)}"
+        names = str(problem["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{path} = {problem['input']!r} is unknown{near_matches(str(problem['input']), names)}"
     rule = problem["msg"].replace("Input should be", "must be")
     return f"{path} = {problem['input']!r}: {rule}"
 
@@ -306,19 +307,12 @@ class Conditions:
 
     def slowness(self, rank: int, at_s: float) -> float:
         """How many times as long a rank's computation takes at a time of the scenario."""
-        factor = 1.0
-        for entry in self.stragglers:
-            if entry.rank == rank and entry.holds(at_s):
-                factor *= entry.factor
-        return factor
+        return math.prod((each.factor for each in self.stragglers if each.rank == rank and each.holds(at_s)), start=1.0)
 
     def room(self, lane: Lane, at_s: float) -> float:
         """The share of its bandwidth that a lane has at a time of the scenario."""
-        factor = 1.0
-        for entry in self.links:
-            if entry.holds(at_s) and (entry.between is None or lane.joins(*entry.between)):
-                factor *= entry.bandwidth_factor
-        return factor
+        changes = (change for change in self.links if change.between is None or lane.joins(*change.between))
+        return math.prod((change.bandwidth_factor for change in changes if change.holds(at_s)), start=1.0)
 
     @property
     def change_times_s(self) -> tuple[float, ...]:
@@ -399,8 +393,7 @@ def _flows(columns: Columns, cluster: Cluster) -> dict[Collective | SendRecv, Fl
             "be shared. Drop links and share_links, or take a profile with a link model"
         )
     works = dict.fromkeys(unit.work for unit in columns.units if isinstance(unit.work, Collective | SendRecv))
-    found = {work: flow_of(work, cluster) for work in works}
-    return {work: flow for work, flow in found.items() if flow is not None}
+    return {work: flow for work in works if (flow := flow_of(work, cluster)) is not None}
 
 
 def jittered_s(durations_s: Floats, columns: Columns, jitter: Jitter, rng: np.random.Generator, draws: int) -> Floats:

@@ -121,7 +121,7 @@ def failure_times_s(failures: Failures, ranks: int, nodes: int, rng: np.random.G
     Exponential times of many parts are one Poisson process of the summed rate. With "weibull" every rank and node is renewed
     when it fails and ages by itself, all new at 0, whether the run is up or down.
     """
-    stated = iter(sorted(entry.at_s for entry in failures.at))
+    stated = iter(sorted(failure.at_s for failure in failures.at))
     return heapq.merge(stated, _drawn_s(failures, ranks, nodes, rng))
 
 
@@ -204,18 +204,15 @@ class WholeRun:
     @cached_property
     def useful_fraction(self) -> Floats:
         """Training that stood, over all seconds."""
-        return np.asarray((self.total_s - self.down_s - self.lost_s - self._beside_s) / self.total_s)
-
-    @property
-    def _beside_s(self) -> Floats:
-        return np.asarray(self.spent_s[CHECKPOINT] + self.spent_s[EVALUATION] + self.spent_s[EPOCH_START])
+        beside_s = self.spent_s[CHECKPOINT] + self.spent_s[EVALUATION] + self.spent_s[EPOCH_START]
+        return np.asarray((self.total_s - self.down_s - self.lost_s - beside_s) / self.total_s)
 
     def price(self, costs: DeviceCosts) -> Floats:
         """In the costs' currency: all devices, all the time."""
         return np.asarray(self.total_s / 3600 * self.devices * costs.price_per_hour)
 
     def energy_j(self, costs: DeviceCosts) -> Floats:
-        """Of all devices. Leaves out hosts, switches and cooling."""
+        """Energy of all devices. Leaves out hosts, switches and cooling."""
         return np.asarray(self.devices * (costs.idle_w * self.total_s + (costs.busy_w - costs.idle_w) * self.busy_s))
 
 
@@ -226,11 +223,11 @@ def simulate_run(course: Course, training: Training, failures: Failures, *, seed
 
     Raises ScenarioError for a run that does not get on.
     """
-    tables, known = None, b""
+    tables, last_row = None, b""
     outcomes = []
     for number, row in enumerate(training.step_s):
-        if tables is None or row.tobytes() != known:
-            tables, known = _Tables(course, training, row), row.tobytes()
+        if tables is None or row.tobytes() != last_row:
+            tables, last_row = _Tables(course, training, row), row.tobytes()
         outcomes.append(_Draw(tables, training, failures).run(np.random.default_rng([seed, number])))
     columns = np.array([(*one.accounts, one.now_s, one.lost_s, one.down_s) for one in outcomes])
     return WholeRun(

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json, read_text, reading
 from parsim.model.inputs import ModelInput
-from parsim.model.objective import OWN
+from parsim.model.objective import CROSS_ENTROPY, OWN
 from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -54,12 +54,16 @@ class HeadKind:
     name: str
     lists: tuple[str, ...]
     inputs: Callable[[Any, int], tuple[ModelInput, ...]]
-    loss: str
+    loss: str = CROSS_ENTROPY
     targets: str
 
 
+def _ids(name: str, config: Any, seq: int) -> ModelInput:
+    return ModelInput(name, (seq,), dtype="int64", high=int(_text(config).vocab_size))
+
+
 def _tokens(config: Any, seq: int) -> tuple[ModelInput, ...]:
-    return (ModelInput("input_ids", (seq,), dtype="int64", high=int(_text(config).vocab_size)),)
+    return (_ids("input_ids", config, seq),)
 
 
 def _image(config: Any, seq: int) -> tuple[ModelInput, ...]:
@@ -69,71 +73,36 @@ def _image(config: Any, seq: int) -> tuple[ModelInput, ...]:
     return (ModelInput("pixel_values", (int(getattr(config, "num_channels", 3)), int(height), int(width))),)
 
 
-def _two_texts(config: Any, seq: int) -> tuple[ModelInput, ...]:
-    decoder = ModelInput("decoder_input_ids", (seq,), dtype="int64", high=int(_text(config).vocab_size))
-    return (*_tokens(config, seq), decoder)
-
-
-def _text_and_image(config: Any, seq: int) -> tuple[ModelInput, ...]:
-    return (*_tokens(config, seq), *_image(config, seq))
-
-
 def _speech_and_text(config: Any, seq: int) -> tuple[ModelInput, ...]:
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if bins is None or frames is None:
         raise ModelError(f"{config.model_type}: the shape of its speech input is unknown; give [model] inputs")
-    decoder = ModelInput("decoder_input_ids", (seq,), dtype="int64", high=int(config.vocab_size))
-    return (ModelInput("input_features", (int(bins), 2 * int(frames))), decoder)
+    return ModelInput("input_features", (int(bins), 2 * int(frames))), _ids("decoder_input_ids", config, seq)
 
 
+NEXT_OF_DECODER = "the next token of every position of the decoder"
 KINDS = (
-    HeadKind(
-        name="causal language model",
-        lists=("CAUSAL_LM",),
-        inputs=_tokens,
-        loss="cross_entropy",
-        targets="the next token of every position",
-    ),
-    HeadKind(
-        name="masked language model",
-        lists=("MASKED_LM",),
-        inputs=_tokens,
-        loss="cross_entropy",
-        targets="a token for every position",
-    ),
-    HeadKind(
-        name="speech to text",
-        lists=("SPEECH_SEQ_2_SEQ",),
-        inputs=_speech_and_text,
-        loss="cross_entropy",
-        targets="the next token of every position of the decoder",
-    ),
+    HeadKind(name="causal language model", lists=("CAUSAL_LM",), inputs=_tokens, targets="the next token of every position"),
+    HeadKind(name="masked language model", lists=("MASKED_LM",), inputs=_tokens, targets="a token for every position"),
+    HeadKind(name="speech to text", lists=("SPEECH_SEQ_2_SEQ",), inputs=_speech_and_text, targets=NEXT_OF_DECODER),
     HeadKind(
         name="sequence to sequence",
         lists=("SEQ_TO_SEQ_CAUSAL_LM",),
-        inputs=_two_texts,
-        loss="cross_entropy",
-        targets="the next token of every position of the decoder",
+        inputs=lambda config, seq: (*_tokens(config, seq), _ids("decoder_input_ids", config, seq)),
+        targets=NEXT_OF_DECODER,
     ),
     HeadKind(
         name="text classification",
         lists=("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
         inputs=_tokens,
-        loss="cross_entropy",
         targets="classes",
     ),
-    HeadKind(
-        name="image classification",
-        lists=("IMAGE_CLASSIFICATION",),
-        inputs=_image,
-        loss="cross_entropy",
-        targets="classes",
-    ),
+    HeadKind(name="image classification", lists=("IMAGE_CLASSIFICATION",), inputs=_image, targets="classes"),
     HeadKind(
         name="image and text by contrast",
         lists=("ZERO_SHOT_IMAGE_CLASSIFICATION",),
-        inputs=_text_and_image,
-        loss="own",
+        inputs=lambda config, seq: (*_tokens(config, seq), *_image(config, seq)),
+        loss=OWN,
         targets="",
     ),
 )
@@ -145,16 +114,10 @@ def kind_of(architecture: str) -> HeadKind | None:
 
     for kind in KINDS:
         for name in kind.lists:
-            if architecture in _names(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})):
-                return kind
+            for names in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {}).values():
+                if architecture in ((names,) if isinstance(names, str) else names):
+                    return kind
     return None
-
-
-def _names(mapping: Any) -> set[str]:
-    found: set[str] = set()
-    for entry in mapping.values():
-        found.update((entry,) if isinstance(entry, str) else entry)
-    return found
 
 
 def _text(config: Any) -> Any:
@@ -204,19 +167,17 @@ NAME = "parsim_grouped_mm"
 """Of the implementation, as `config._experts_implementation` has it."""
 
 
-def _grouped_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-    from transformers.integrations import moe
-
-    with patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False):
-        return moe.grouped_mm_experts_forward(self, *args, **kwargs)
-
-
 def implementation() -> str | None:
     """The name of the implementation, registered with transformers; None where transformers has no such table."""
+
+    def grouped_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False):
+            return moe.grouped_mm_experts_forward(self, *args, **kwargs)
+
     try:
         from transformers.integrations import moe
 
-        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _grouped_experts)
+        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
     except (ImportError, AttributeError):
         return None
     _set_backward()
@@ -281,11 +242,6 @@ CONTRASTIVE = ("CLIPModel",)
 """Architectures that can be built so."""
 
 
-def trains_by_contrast(architecture: str) -> bool:
-    """Whether `with_its_loss` knows it."""
-    return architecture in CONTRASTIVE
-
-
 @lru_cache(maxsize=8)
 def with_its_loss(kind: Any) -> Any:
     """A class of the same name and parameters whose forward returns {"loss", "image_embeds", "text_embeds"}.
@@ -293,7 +249,7 @@ def with_its_loss(kind: Any) -> Any:
     The loss is the mean of two cross-entropies, as transformers' own `image_text_contrastive_loss` takes it. It is a scalar.
 
     Args:
-        kind: a class of transformers that `trains_by_contrast`.
+        kind: a class of transformers among CONTRASTIVE.
     """
     from torch import arange
     from torch.nn.functional import cross_entropy, normalize
@@ -302,8 +258,8 @@ def with_its_loss(kind: Any) -> Any:
         images = normalize(self.get_image_features(pixel_values).pooler_output) * self.logit_scale.exp()
         texts = normalize(self.get_text_features(input_ids).pooler_output)
         scores = texts @ images.t()
-        own = arange(len(scores), device=scores.device)
-        loss = (cross_entropy(scores, own) + cross_entropy(scores.t(), own)) / 2
+        pairs = arange(len(scores), device=scores.device)
+        loss = (cross_entropy(scores, pairs) + cross_entropy(scores.t(), pairs)) / 2
         return {"loss": loss, "image_embeds": images, "text_embeds": texts}
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -339,9 +295,8 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
     """
-    path = Path(spec.name)
-    with reading(f"{path} is not a Hugging Face config that can be built", ModelError, "correct its values"):
-        return _read(path, spec)
+    with reading(f"{spec.name} is not a Hugging Face config that can be built", ModelError, "correct its values"):
+        return _read(Path(spec.name), spec)
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
@@ -353,10 +308,13 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
         raise ModelError(f"{path} is not JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(document, dict):
         raise ModelError(f"{path} is not a Hugging Face config with model_type and architectures: it holds no table")
-    own = {key: value for key, value in spec.args if key != SEQ}
-    if unknown := [key for key in own if key not in document]:
-        _check_known(path, str(document.get("model_type")), unknown)
-    document = {**document, **own}
+    args = {key: value for key, value in spec.args if key != SEQ}
+    if added := [key for key in args if key not in document]:
+        keys = _class_keys(path, document)
+        for name in added if keys else ():
+            if name not in keys:
+                raise ModelError(f"{path} has no argument {name!r}{near_matches(name, [*keys, SEQ])}")
+    document = {**document, **args}
     names = document.get("architectures")
     if not isinstance(document.get("model_type"), str) or not isinstance(names, list) or not names:
         missing = "architectures" if isinstance(document.get("model_type"), str) else "model_type and architectures"
@@ -368,17 +326,13 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
     return document
 
 
-def _check_known(path: Path, model_type: str, names: list[str]) -> None:
-    """Arguments must be of the config, or of its class."""
-    transformers = _transformers(path)
+def _class_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
+    """Keys that the class of a config has; none where transformers has no such class."""
     try:
-        default = transformers.AutoConfig.for_model(model_type)
+        default = _transformers(path).AutoConfig.for_model(str(document.get("model_type")))
     except (ValueError, KeyError):
-        return
-    known = {*default.to_dict(), *type(default).attribute_map}
-    for name in names:
-        if name not in known:
-            raise ModelError(f"{path} has no argument {name!r}{near_matches(name, [*known, SEQ])}")
+        return []
+    return [*default.to_dict(), *type(default).attribute_map]
 
 
 def _check_sizes(path: Path, document: dict[str, Any]) -> None:
@@ -437,24 +391,25 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
     transformers = _transformers(Path(path))
     try:
         config = transformers.AutoConfig.for_model(**document)
-    except (ValueError, KeyError) as error:
-        known = list(transformers.CONFIG_MAPPING)
-        if document["model_type"] not in known:
-            near = near_matches(document["model_type"], known) if len(known) < 20 else ""
+    except Exception as error:
+        if isinstance(error, ValueError | KeyError) and document["model_type"] not in transformers.CONFIG_MAPPING:
             raise ModelError(
-                f"{path}: transformers {transformers.__version__} has no model_type {document['model_type']!r}{near}; correct "
-                f"it, or install a transformers that has it"
+                f"{path}: transformers {transformers.__version__} has no model_type {document['model_type']!r}; correct it, or "
+                "install a transformers that has it"
             ) from error
         raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
-    except Exception as error:
-        raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
-    kind = _class_of(transformers, architecture, path)
+    kind: Any = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not isinstance(kind, type) or not hasattr(kind, "config_class") or not hasattr(kind, "_from_config"):
+        raise ModelError(
+            f"{path}: architecture {architecture!r} is not in transformers {transformers.__version__}; give the name of one of "
+            "its models, for example LlamaForCausalLM"
+        )
     if not isinstance(config, kind.config_class):
         raise ModelError(
             f"{path}: {architecture} is not an architecture of model_type {document['model_type']!r}, but of "
             f"{kind.config_class.model_type!r}; correct one of them"
         )
-    if trains_by_contrast(architecture) and spec.loss in (None, OWN):
+    if architecture in CONTRASTIVE and spec.loss in (None, OWN):
         kind = with_its_loss(kind)
     parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for part in parts:
@@ -477,16 +432,6 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _class_of(transformers: Any, architecture: str, path: str) -> Any:
-    found = getattr(transformers, architecture, None) if architecture.isidentifier() else None
-    if not isinstance(found, type) or not hasattr(found, "config_class") or not hasattr(found, "_from_config"):
-        raise ModelError(
-            f"{path}: architecture {architecture!r} is not in transformers {transformers.__version__}; give the name of one of "
-            f"its models, for example LlamaForCausalLM"
-        )
-    return found
-
-
 def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]:
     """What a model takes where [model] inputs does not say.
 
@@ -506,15 +451,15 @@ def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]
         if seq is not None and seq != shape[0]:
             raise ModelError(f"{spec.name}: seq is {seq} and input_shape {list(shape)}; give one of them")
         seq = shape[0]
-    found = kind.inputs(config, 1)
-    if any(entry.is_integer for entry in found):
-        found = kind.inputs(config, sequence_length(config, seq, spec.name))
-    if shape is None or shape == found[0].shape:
-        return found
-    if len(found) > 1 or len(shape) != len(found[0].shape):
-        taken = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in found)
-        raise ModelError(f"{spec.name} takes {taken}, got input_shape {list(shape)}; give seq in args, or [model] inputs")
-    return (ModelInput(found[0].name, shape),) if not found[0].is_integer else found
+    inputs = kind.inputs(config, 1)
+    if any(each.is_integer for each in inputs):
+        inputs = kind.inputs(config, sequence_length(config, seq, spec.name))
+    if shape is None or shape == inputs[0].shape:
+        return inputs
+    if len(inputs) > 1 or len(shape) != len(inputs[0].shape):
+        listing = ", ".join(f"{each.name} {list(each.shape)}" for each in inputs)
+        raise ModelError(f"{spec.name} takes {listing}, got input_shape {list(shape)}; give seq in args, or [model] inputs")
+    return (ModelInput(inputs[0].name, shape),) if not inputs[0].is_integer else inputs
 
 
 def default_loss(spec: ModelSpec, module: nn.Module) -> str:
@@ -524,7 +469,7 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str:
         ModelError: its own loss compares samples in a way that is not known.
     """
     kind, name = _kind(spec, module), type(module).__name__
-    if kind.loss == OWN and not trains_by_contrast(name):
+    if kind.loss == OWN and name not in CONTRASTIVE:
         raise ModelError(
             f"{name} trains by comparing all samples of a batch with one another, which is not a sum over samples. Of such "
             f"models only the loss of {', '.join(CONTRASTIVE)} is known. Plan one tower with inputs and a loss of your own, "
@@ -548,11 +493,7 @@ def _kind(spec: ModelSpec, module: nn.Module) -> HeadKind:
 
 
 def assumptions(spec: ModelSpec, module: nn.Module) -> str:
-    """What was chosen for a config, in a few words for the source of its Model.
-
-    Args:
-        spec: of a config. module: built of it.
-    """
+    """What was chosen for a config and the module built of it, in a few words for the source of its Model."""
     config: Any = module.config
     attention = getattr(config, "_attn_implementation", None)
     chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
@@ -570,29 +511,18 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
 
 
 def left_out(spec: ModelSpec) -> tuple[str, ...]:
-    """What a config asks for and a plan of its training does not follow, for the warnings of every answer.
-
-    Args:
-        spec: of a config.
-    """
-    document = read_config(spec)
-    told = []
+    """What a config asks for and a plan of its training does not follow, for the warnings of every answer."""
+    path, document = Path(spec.name), read_config(spec)
+    notes = []
     if document.get("quantization_config"):
-        told.append("quantization_config is left out: weights are as training.precision says, and all of them train")
+        notes.append("quantization_config is left out: weights are as training.precision says, and all of them train")
     if (dtype := str(document.get("dtype") or document.get("torch_dtype"))) in ("bfloat16", "float16"):
-        told.append(f"torch_dtype = {dtype} is left out: weights are as training.precision says")
-    if unknown := _unknown_keys(Path(spec.name), document):
-        told.append(f"keys of {Path(spec.name).name} that its class does not list, and which may matter: {', '.join(unknown)}")
-    return tuple(told)
-
-
-def _unknown_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
-    """Keys that the class of the config does not list; none where the config has code of its own beside it (auto_map)."""
-    if document.get("auto_map"):
-        return []
-    try:
-        default = _transformers(path).AutoConfig.for_model(str(document["model_type"]))
-    except (ValueError, KeyError):
-        return []
-    known = {*default.to_dict(), *type(default).attribute_map, *_ABOUT_THE_FILE, *_COUNTS}
-    return sorted(key for key, value in document.items() if value is not None and key not in known and not key.startswith("_"))
+        notes.append(f"torch_dtype = {dtype} is left out: weights are as training.precision says")
+    # a config may have code of its own beside it (auto_map), whose keys nobody knows
+    if not document.get("auto_map") and (keys := _class_keys(path, document)):
+        known = {*keys, *_ABOUT_THE_FILE, *_COUNTS}
+        unknown = [key for key, value in document.items() if value is not None and key not in known and key[:1] != "_"]
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            notes.append(f"keys of {path.name} that its class does not list, and which may matter: {names}")
+    return tuple(notes)

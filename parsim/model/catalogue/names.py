@@ -78,8 +78,20 @@ def _oss(name: str, layers: int, experts: int) -> Shape:
     return llama(name, layers, 2880, 64, 8, 2880, 201088, experts=experts, active=4, expert_ffn=2880, head_dim=64, **biases)
 
 
-_LATENT = {"head_dim": 128, "key_rank": 512, "rope_dim": 64}
+def _latent(name: str, *sizes: int, **rest: Any) -> Shape:
+    return llama(name, *sizes, head_dim=128, key_rank=512, rope_dim=64, query_rank=1536, **rest)
 
+
+def _experts(experts: int, active: int, expert_ffn: int) -> dict[str, int]:
+    return {"experts": experts, "active": active, "expert_ffn": expert_ffn}
+
+
+def _hf(config: str, seq: int, source: str, parameters: int) -> NamedModel:
+    return NamedModel(config=config, seq=seq, source=source, parameters=parameters)
+
+
+T5 = "hf:T5Config; arXiv 1910.10683, section 3.7"
+VIT = "hf:ViTConfig; arXiv 2010.11929, Table 1"
 FLASH_760M = "Dao-AILab/flash-attention training/configs/experiment/pile/gpt3l-flash.yaml"
 BERT_100B = "NVIDIA/NeMo-Framework-Launcher launcher_scripts/conf/training/bert/100b.yaml"
 KIMI_K2 = "NVIDIA-NeMo/Megatron-Bridge src/megatron/bridge/models/kimi/kimi_provider.py"
@@ -135,13 +147,13 @@ NAMED: dict[str, NamedModel] = {
     "llama3.2-3b": _row(llama("Llama 3.2 3B", 28, 3072, 24, 8, 8192, 128256, tied=True), 8192, "nemo:llama.py", 3_212_749_824),
     "mistral-7b": _row(llama("Mistral 7B", 32, 4096, 32, 8, 14336, 32000), 8192, "hf:MistralConfig", 7_241_732_096),
     "mixtral-8x7b": _row(
-        llama("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, experts=8, active=2, expert_ffn=14336),
+        llama("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, **_experts(8, 2, 14336)),
         8192,
         "hf:MixtralConfig",
         46_702_792_704,
     ),
     "mixtral-8x22b": _row(
-        llama("Mixtral 8x22B", 56, 6144, 48, 8, 16384, 32768, experts=8, active=2, expert_ffn=16384),
+        llama("Mixtral 8x22B", 56, 6144, 48, 8, 16384, 32768, **_experts(8, 2, 16384)),
         8192,
         "nemo:mixtral.py",
         140_630_071_296,
@@ -161,13 +173,13 @@ NAMED: dict[str, NamedModel] = {
     "qwen3-14b": _row(_qwen3("Qwen3 14B", 40, 5120, 40, 8, 17408, 151936), 4096, "titan:qwen3", 14_768_307_200),
     "qwen3-32b": _row(_qwen3("Qwen3 32B", 64, 5120, 64, 8, 25600, 151936), 4096, "titan:qwen3", 32_762_123_264),
     "qwen3-30b-a3b": _row(
-        _qwen3("Qwen3 30B A3B", 48, 2048, 32, 4, 6144, 151936, experts=128, active=8, expert_ffn=768),
+        _qwen3("Qwen3 30B A3B", 48, 2048, 32, 4, 6144, 151936, **_experts(128, 8, 768)),
         4096,
         "titan:qwen3",
         30_532_122_624,
     ),
     "qwen3-235b-a22b": _row(
-        _qwen3("Qwen3 235B A22B", 94, 4096, 64, 4, 12288, 151936, experts=128, active=8, expert_ffn=1536),
+        _qwen3("Qwen3 235B A22B", 94, 4096, 64, 4, 12288, 151936, **_experts(128, 8, 1536)),
         4096,
         "titan:qwen3",
         235_093_634_560,
@@ -175,64 +187,19 @@ NAMED: dict[str, NamedModel] = {
     "gpt-oss-20b": _row(_oss("gpt-oss 20B", 24, 32), 4096, "hf:GptOssConfig, fewer layers and experts", 20_914_757_184),
     "gpt-oss-120b": _row(_oss("gpt-oss 120B", 36, 128), 4096, "hf:GptOssConfig", 116_829_156_672),
     "deepseek-v2": _row(
-        llama(
-            "DeepSeek V2",
-            60,
-            5120,
-            128,
-            128,
-            12288,
-            102400,
-            experts=160,
-            active=6,
-            expert_ffn=1536,
-            shared_ffn=3072,
-            dense_layers=1,
-            query_rank=1536,
-            **_LATENT,
-        ),
+        _latent("DeepSeek V2", 60, 5120, 128, 128, 12288, 102400, dense_layers=1, shared_ffn=3072, **_experts(160, 6, 1536)),
         4096,
         "titan:deepseek_v3",
         235_741_434_880,
     ),
     "deepseek-v3": _row(
-        llama(
-            "DeepSeek V3",
-            61,
-            7168,
-            128,
-            128,
-            18432,
-            129280,
-            experts=256,
-            active=8,
-            expert_ffn=2048,
-            shared_ffn=2048,
-            dense_layers=3,
-            query_rank=1536,
-            **_LATENT,
-        ),
+        _latent("DeepSeek V3", 61, 7168, 128, 128, 18432, 129280, dense_layers=3, shared_ffn=2048, **_experts(256, 8, 2048)),
         4096,
         "hf:DeepseekV3Config",
         671_026_404_352,
     ),
     "kimi-k2": _row(
-        llama(
-            "Kimi K2",
-            61,
-            7168,
-            64,
-            64,
-            18432,
-            163840,
-            experts=384,
-            active=8,
-            expert_ffn=2048,
-            shared_ffn=2048,
-            dense_layers=1,
-            query_rank=1536,
-            **_LATENT,
-        ),
+        _latent("Kimi K2", 61, 7168, 64, 64, 18432, 163840, dense_layers=1, shared_ffn=2048, **_experts(384, 8, 2048)),
         4096,
         KIMI_K2,
     ),
@@ -240,15 +207,11 @@ NAMED: dict[str, NamedModel] = {
     "bert-4b": _row(_bert("BERT 4B", 48, 2560, 40), 512, "rows: NeMo-Framework-Launcher"),
     "bert-20b": _row(_bert("BERT 20B", 48, 6144, 96), 512, "rows: NeMo-Framework-Launcher"),
     "bert-100b": _row(_bert("BERT 100B", 96, 9216, 96), 512, BERT_100B),
-    "t5-large": NamedModel(
-        config="t5-large", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=737_668_096
-    ),
-    "t5-3b": NamedModel(config="t5-3b", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=2_851_598_336),
-    "t5-11b": NamedModel(
-        config="t5-11b", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=11_307_321_344
-    ),
-    "vit-l-16": NamedModel(config="vit-l-16", seq=0, source="hf:ViTConfig; arXiv 2010.11929, Table 1", parameters=304_326_632),
-    "vit-h-14": NamedModel(config="vit-h-14", seq=0, source="hf:ViTConfig; arXiv 2010.11929, Table 1", parameters=632_045_800),
+    "t5-large": _hf("t5-large", 512, T5, 737_668_096),
+    "t5-3b": _hf("t5-3b", 512, T5, 2_851_598_336),
+    "t5-11b": _hf("t5-11b", 512, T5, 11_307_321_344),
+    "vit-l-16": _hf("vit-l-16", 0, VIT, 304_326_632),
+    "vit-h-14": _hf("vit-h-14", 0, VIT, 632_045_800),
 }
 """By a normalised name (`parsim.model.catalogue.names.normalised`)."""
 

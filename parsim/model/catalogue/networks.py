@@ -1,7 +1,4 @@
-"""Residual networks of He et al., "Deep Residual Learning for Image Recognition" (2015).
-
-ResNet-50 has its stride in the 3x3 convolution of the bottleneck, as ImageNet training scripts have it ("v1.5").
-"""
+"""The modules of the zoo (`parsim.model.catalogue.zoo` names them, with every argument and its default)."""
 
 from __future__ import annotations
 
@@ -12,6 +9,9 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from parsim.errors import ModelError
+
+# Residual networks of He et al., "Deep Residual Learning for Image Recognition" (2015). ResNet-50 has its stride in the 3x3
+# convolution of the bottleneck, as ImageNet training scripts have it ("v1.5").
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -117,12 +117,11 @@ class ResNet(nn.Module):
         return out
 
 
-def resnet50(*, num_classes: int = 1000, input_shape: tuple[int, ...] = (3, 224, 224)) -> ResNet:
-    """25,557,032 parameters at 1000 classes; 4.09 G multiply-accumulates at 224 x 224."""
+def resnet50(*, num_classes: int, input_shape: tuple[int, ...]) -> ResNet:
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, channels=input_shape[0], width=64, large_stem=True)
 
 
-def resnet_small(*, num_classes: int = 10, width: int = 16, input_shape: tuple[int, ...] = (1, 32, 32)) -> ResNet:
+def resnet_small(*, num_classes: int, width: int, input_shape: tuple[int, ...]) -> ResNet:
     """Eight basic blocks for 32 x 32 images; trains on a CPU."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes=num_classes, channels=input_shape[0], width=width, large_stem=False)
 
@@ -176,27 +175,24 @@ class VGG(nn.Module):
         return out
 
 
-def vgg16(*, num_classes: int = 1000, dropout: float = 0.0, input_shape: tuple[int, ...] = (3, 224, 224)) -> VGG:
-    """138,357,544 parameters at 1000 classes, 123.6 M of them in the linear layers; 15.5 G multiply-accumulates at 224."""
+def vgg16(*, num_classes: int, dropout: float, input_shape: tuple[int, ...]) -> VGG:
     layout = (64, 64, POOL, 128, 128, POOL, *(256,) * 3, POOL, *(512,) * 3, POOL, *(512,) * 3, POOL)
     return VGG(layout, channels=input_shape[0], pooled=7, width=4096, num_classes=num_classes, dropout=dropout)
 
 
-def vgg_small(*, num_classes: int = 10, dropout: float = 0.0, input_shape: tuple[int, ...] = (1, 32, 32)) -> VGG:
+def vgg_small(*, num_classes: int, dropout: float, input_shape: tuple[int, ...]) -> VGG:
     """For 32 x 32 images; trains on a CPU."""
     layout = (16, POOL, 32, POOL, 64, 64, POOL)
     return VGG(layout, channels=input_shape[0], pooled=4, width=512, num_classes=num_classes, dropout=dropout)
 
 
-# A multilayer perceptron on flattened inputs.
-
-
 class MLP(nn.Module):
     """`depth` hidden linear layers of `width` with ReLU, then a classifier. Input [batch, ...] is flattened."""
 
-    def __init__(self, *, inputs: int, width: int, depth: int, num_classes: int, dropout: float) -> None:
+    def __init__(self, *, input_shape: tuple[int, ...], width: int, depth: int, num_classes: int, dropout: float) -> None:
         super().__init__()
         layers: list[nn.Module] = []
+        inputs = math.prod(input_shape)
         for _ in range(depth):
             layers += [nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout)]
             inputs = width
@@ -205,21 +201,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x.flatten(1))
         return out
-
-
-def mlp(
-    *,
-    num_classes: int = 10,
-    width: int = 512,
-    depth: int = 3,
-    dropout: float = 0.0,
-    input_shape: tuple[int, ...] = (1, 32, 32),
-) -> MLP:
-    """The default takes digits as 1 x 32 x 32 images."""
-    return MLP(inputs=math.prod(input_shape), width=width, depth=depth, num_classes=num_classes, dropout=dropout)
-
-
-# Multi-head self-attention, shared by the transformers of the zoo.
 
 
 class SelfAttention(nn.Module):
@@ -275,7 +256,7 @@ class VisionTransformer(nn.Module):
     def __init__(
         self,
         *,
-        image_shape: tuple[int, ...],
+        input_shape: tuple[int, ...],
         patch: int,
         hidden: int,
         layers: int,
@@ -284,7 +265,7 @@ class VisionTransformer(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        channels, height, width = image_shape
+        channels, height, width = input_shape
         if height % patch or width % patch:
             raise ModelError(f"the image ({height} x {width}) must be divisible by the patch ({patch})")
         positions = (height // patch) * (width // patch) + 1
@@ -294,9 +275,6 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(EncoderBlock(hidden, heads, 4 * hidden, dropout) for _ in range(layers))
         self.ln = nn.LayerNorm(hidden, eps=1e-6)
         self.head = nn.Linear(hidden, num_classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -316,35 +294,9 @@ class VisionTransformer(nn.Module):
         return out
 
 
-def vit_b_16(
-    *, num_classes: int = 1000, dropout: float = 0.0, input_shape: tuple[int, ...] = (3, 224, 224)
-) -> VisionTransformer:
-    """86,567,656 parameters at 1000 classes and 224 x 224; 17.6 G multiply-accumulates."""
-    return VisionTransformer(
-        image_shape=input_shape, patch=16, hidden=768, layers=12, heads=12, num_classes=num_classes, dropout=dropout
-    )
-
-
-def vit_small(
-    *,
-    num_classes: int = 10,
-    patch: int = 4,
-    hidden: int = 96,
-    layers: int = 4,
-    heads: int = 4,
-    dropout: float = 0.0,
-    input_shape: tuple[int, ...] = (1, 32, 32),
-) -> VisionTransformer:
-    """For 32 x 32 images; trains on a CPU."""
-    return VisionTransformer(
-        image_shape=input_shape,
-        patch=patch,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        num_classes=num_classes,
-        dropout=dropout,
-    )
+def vit_b_16(*, num_classes: int, dropout: float, input_shape: tuple[int, ...]) -> VisionTransformer:
+    sizes = {"patch": 16, "hidden": 768, "layers": 12, "heads": 12}
+    return VisionTransformer(input_shape=input_shape, num_classes=num_classes, dropout=dropout, **sizes)
 
 
 # A bidirectional transformer encoder with a masked-language-model head, after Devlin et al., "BERT" (2018).
@@ -427,20 +379,6 @@ class BERT(nn.Module):
         return out
 
 
-def bert(
-    *,
-    hidden: int = 768,
-    layers: int = 12,
-    heads: int = 12,
-    vocab: int = 30522,
-    seq: int = 512,
-    dropout: float = 0.0,
-    input_shape: tuple[int, ...] = (512,),
-) -> BERT:
-    """The defaults are BERT base with its masked-language head (no pooler): 109,514,298 parameters."""
-    return BERT(hidden=hidden, layers=layers, heads=heads, vocab=vocab, seq=seq, dropout=dropout)
-
-
 # A decoder-only transformer with the sizes and names of GPT-2 (Radford et al., 2019).
 
 
@@ -493,17 +431,3 @@ class GPT(nn.Module):
             x = block(x)
         out: Tensor = self.lm_head(self.ln_f(x))
         return out
-
-
-def gpt(
-    *,
-    hidden: int = 768,
-    layers: int = 12,
-    heads: int = 12,
-    vocab: int = 50257,
-    seq: int = 1024,
-    dropout: float = 0.0,
-    input_shape: tuple[int, ...] = (1024,),
-) -> GPT:
-    """The defaults are GPT-2 small: 124,439,808 parameters."""
-    return GPT(hidden=hidden, layers=layers, heads=heads, vocab=vocab, seq=seq, dropout=dropout)

@@ -6,7 +6,7 @@ small sums of a vocabulary-parallel loss, router losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -739,10 +739,12 @@ def limit_of(shape: Shape) -> int:
     return shape.heads * 128 if shape.experts else shape.heads
 
 
-def stream_value(name: str, producer: str, shape: Shape, part: SamplePart, savers: Sequence[str]) -> Value:
-    return Value(
-        name=name, producer=producer, bytes_per_sample=part.element_bytes * part.tokens * shape.hidden, savers=tuple(savers)
-    )
+def stream_value(
+    name: str, producer: str, shape: Shape, part: SamplePart, savers: tuple[str, ...], width: int | None = None
+) -> Value:
+    """An array of `width` elements per token (None: the hidden size)."""
+    size = part.element_bytes * part.tokens * (shape.hidden if width is None else width)
+    return Value(name=name, producer=producer, bytes_per_sample=size, savers=savers)
 
 
 def is_mixture(shape: Shape, number: int) -> bool:

@@ -11,9 +11,9 @@ What the framework fuses is in `Software`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from parsim.model.catalogue.sublayers import (
     FULL_BYTES,
@@ -34,10 +34,10 @@ from parsim.model.catalogue.sublayers import (
     scores_of,
     stream_value,
 )
-from parsim.model.component import Component, Footprint, Selective, Sharding, Size, Value, ValueFootprint
+from parsim.model.component import Bytes, Component, Footprint, Parameter, Sharding, Value, ValueFootprint
 from parsim.model.model import Model
 
-FULL, HALF = 4, 2
+HALF_BYTES = 2
 
 
 @lru_cache(maxsize=256)
@@ -51,8 +51,9 @@ def transformer(shape: Shape, software: Software, part: SamplePart, granularity:
         ModelError: sizes that do not go together.
     """
     shape.check()
-    builder = {"layer": _by_layer, "sublayer": _by_sublayer, "sequence": _by_sequence}[granularity]
-    components, values = builder(shape, software, part)
+    builders: dict[str, Callable[[Shape, Software, SamplePart], Chain]]
+    builders = {"layer": _by_layer, "sublayer": partial(_by_layer, sublayers=True), "sequence": _by_sequence}
+    components, values = builders[granularity](shape, software, part)
     tokens = Value(name="tokens", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("embed",))
     target = Value(name="target", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("head",))
     loss = Value(name="loss", producer="head", bytes_per_sample=FULL_BYTES, savers=())
@@ -85,10 +86,10 @@ def recorded(shape: Shape, software: Software, part: SamplePart, granularity: st
     Raises:
         ModelError: sizes that do not go together.
     """
-    half = transformer(shape, software, replace(part, element_bytes=HALF), granularity)
+    half = transformer(shape, software, replace(part, element_bytes=HALF_BYTES), granularity)
     if weights != "float32":
         return half
-    full = transformer(shape, software, replace(part, element_bytes=FULL), granularity)
+    full = transformer(shape, software, replace(part, element_bytes=FULL_BYTES), granularity)
     return replace(
         full,
         components=tuple(_with_half(*pair) for pair in zip(full.components, half.components, strict=True)),
@@ -100,134 +101,134 @@ def recorded(shape: Shape, software: Software, part: SamplePart, granularity: st
 
 
 def _with_half(full: Component, half: Component) -> Component:
-    """A component with what it keeps under autocast: its activations in half precision, and casts of its weights."""
+    """A component with what it keeps under autocast: its activations in half precision, and casts of its weights.
 
-    def sharding(entry: Sharding) -> Sharding:
-        own = half.sharding(entry.rule)
+    Gradients of parameters stay in fp32.
+    """
+
+    def sharding(divided: Sharding) -> Sharding:
+        narrow = half.sharding(divided.rule)
+        cut = {parameter.name for parameter in divided.parameters}
         peaks = tuple(
             peak._replace(
-                fixed_bytes=peak.fixed_bytes * FULL // HALF, divided_fixed_bytes=peak.divided_fixed_bytes * FULL // HALF
+                fixed_bytes=peak.fixed_bytes * FULL_BYTES // HALF_BYTES,
+                divided_fixed_bytes=peak.divided_fixed_bytes * FULL_BYTES // HALF_BYTES,
             )
-            for peak in own.backward_peaks
+            for peak in narrow.backward_peaks
         )
-        cut = {part.name for part in entry.parameters}
-        half_shards = Footprint(
-            saved_activation_bytes=own.saved_activation_bytes,
-            cast_bytes=HALF * sum(parameter.elements for parameter in half.parameters if parameter.name in cut),
-            forward_peaks=own.forward_peaks,
+        return replace(divided, half=footprint(narrow, [each for each in half.parameters if each.name in cut], peaks))
+
+    def footprint(narrow: Footprint[Bytes], cast: Sequence[Parameter], peaks: tuple[Bytes, ...]) -> Footprint[Bytes]:
+        return Footprint(
+            saved_activation_bytes=narrow.saved_activation_bytes,
+            cast_bytes=HALF_BYTES * sum(parameter.elements for parameter in cast),
+            forward_peaks=narrow.forward_peaks,
             backward_peaks=peaks,
-            selective=own.selective,
+            selective=narrow.selective,
         )
-        return replace(entry, half=half_shards)
 
-    peaks = tuple((rate, fixed * FULL // HALF) for rate, fixed in half.backward_peaks)  # gradients of parameters stay in fp32
-    return replace(
-        full,
-        shardings=tuple(sharding(entry) for entry in full.shardings),
-        half=Footprint(
-            saved_activation_bytes=half.saved_activation_bytes,
-            cast_bytes=HALF * sum(parameter.elements for parameter in half.parameters),
-            forward_peaks=half.forward_peaks,
-            backward_peaks=peaks,
-            selective=half.selective,
-        ),
-    )
+    peaks = tuple((rate, fixed * FULL_BYTES // HALF_BYTES) for rate, fixed in half.backward_peaks)
+    return replace(full, shardings=tuple(map(sharding, full.shardings)), half=footprint(half, half.parameters, peaks))
 
 
-def _by_layer(shape: Shape, software: Software, part: SamplePart) -> tuple[list[Component], list[Value]]:
-    made: dict[bool, Component] = {}
-    for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
+Chain = tuple[list[Component], list[Value]]
+ENDS = {RULE: (("full",), ("partial",))}
+
+
+def _by_layer(shape: Shape, software: Software, part: SamplePart, *, sublayers: bool = False) -> Chain:
+    """One component per layer, or one for its attention and one for its MLP, each read by the next alone."""
+
+    def whole(mixture: bool) -> Component:
         layer = Layer("h", shape, software, part)
         attention(layer, norm=True, residual=True)
         mlp(layer, experts=mixture, norm=True, residual=True)
-        made[mixture] = component_of("h", layer, ("x",), ("y",), {}, limit=limit_of(shape))
-    components, values = [embed(shape, software, part)], []
-    for number in range(shape.layers):
-        components.append(_renamed(made[is_mixture(shape, number)], f"h.{number}", (f"x{number}",), (f"x{number + 1}",)))
-    components.append(head(shape, software, part, f"x{shape.layers}", norm=True))
-    for number in range(shape.layers + 1):
-        reader = f"h.{number}" if number < shape.layers else "head"
-        values.append(stream_value(f"x{number}", f"h.{number - 1}" if number else "embed", shape, part, (reader,)))
-    return components, values
+        return component_of("h", layer, ("x",), ("y",), {}, limit=limit_of(shape))
 
-
-def _by_sublayer(shape: Shape, software: Software, part: SamplePart) -> tuple[list[Component], list[Value]]:
-    ends = {RULE: (("full",), ("partial",))}
-    first = Layer("h", shape, software, part)
-    attention(first, norm=True, residual=True)
-    half = component_of("h", first, ("x",), ("y",), ends, limit=limit_of(shape))
-    feeds: dict[bool, Component] = {}
-    for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
+    def feed(mixture: bool) -> Component:
         layer = Layer("h", shape, software, part)
         mlp(layer, experts=mixture, norm=True, residual=True)
-        feeds[mixture] = component_of("h", layer, ("y",), ("z",), ends, limit=limit_of(shape))
-    components, values = [embed(shape, software, part)], [stream_value("x0", "embed", shape, part, ("h.0.attn",))]
-    for number in range(shape.layers):
-        here = f"h.{number}"
-        components.append(_renamed(half, f"{here}.attn", (f"x{number}",), (f"y{number}",)))
-        components.append(_renamed(feeds[is_mixture(shape, number)], f"{here}.mlp", (f"y{number}",), (f"x{number + 1}",)))
-        reader = f"h.{number + 1}.attn" if number + 1 < shape.layers else "head"
-        values.append(stream_value(f"y{number}", f"{here}.attn", shape, part, (f"{here}.mlp",)))
-        values.append(stream_value(f"x{number + 1}", f"{here}.mlp", shape, part, (reader,)))
-    components.append(head(shape, software, part, f"x{shape.layers}", norm=True))
+        return component_of("h", layer, ("y",), ("z",), ENDS, limit=limit_of(shape))
+
+    chain: list[tuple[Component, str, str]] = []  # with its name and the value it makes
+    if sublayers:
+        first = Layer("h", shape, software, part)
+        attention(first, norm=True, residual=True)
+        half = component_of("h", first, ("x",), ("y",), ENDS, limit=limit_of(shape))
+        for number, component in enumerate(_per_layer(shape, feed)):
+            chain += [(half, f"h.{number}.attn", f"y{number}"), (component, f"h.{number}.mlp", f"x{number + 1}")]
+    else:
+        chain += [(layer, f"h.{number}", f"x{number + 1}") for number, layer in enumerate(_per_layer(shape, whole))]
+    components, values = [embed(shape, software, part)], []
+    value, producer = "x0", "embed"
+    for component, name, makes in chain:
+        components.append(_renamed(component, name, (value,), (makes,)))
+        values.append(stream_value(value, producer, shape, part, (name,)))
+        value, producer = makes, name
+    components.append(head(shape, software, part, value, norm=True))
+    values.append(stream_value(value, producer, shape, part, ("head",)))
     return components, values
 
 
-def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> tuple[list[Component], list[Value]]:
-    """x: the stream; n: normalised; a: the sum that attention makes; y, m, p: the same of the MLP."""
-    ends = {RULE: (("full",), ("partial",))}
-    sublayer, kept = _attention_parts(shape, software, part)
-    feeds: dict[bool, Component] = {}
-    for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
+def _per_layer(shape: Shape, build: Callable[[bool], Component]) -> list[Component]:
+    """For every layer what `build` makes with or without experts; layers that are alike share it."""
+    mixtures = [is_mixture(shape, number) for number in range(shape.layers)]
+    made = {mixture: build(mixture) for mixture in set(mixtures)}
+    return [made[mixture] for mixture in mixtures]
+
+
+def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> Chain:
+    """x: the stream; n: normalised; a: the sum that attention makes; s, t: the stream with a sum; m, p: n and a of the MLP."""
+
+    def feed(mixture: bool) -> Component:
         layer = Layer("h", shape, software, part)
         mlp(layer, experts=mixture, norm=False, residual=False)
-        feeds[mixture] = component_of("h", layer, ("m",), ("p",), ends, limit=limit_of(shape))
+        return component_of("h", layer, ("m",), ("p",), ENDS, limit=limit_of(shape))
+
+    steps = _attention_steps(shape, software, part)
     start = _norm_component(shape, software, part, joins=False)
     join = _norm_component(shape, software, part, joins=True)
     components = [embed(shape, software, part)]
     values = [stream_value("x0", "embed", shape, part, ("h.0.norm1",))]
+
+    def joined(name: str, reads: tuple[str, str], makes: tuple[str, str]) -> None:
+        components.append(_renamed(join, name, reads, makes))
+        values.extend(stream_value(value, name, shape, part, (name,)) for value in makes)
+
     stream, added = "x0", ""
-    for number in range(shape.layers):
+    for number, mlp_component in enumerate(_per_layer(shape, feed)):
         here = f"h.{number}"
+        value = f"n{number}"
         if number == 0:
-            components.append(_renamed(start, f"{here}.norm1", (stream,), (f"n{number}",)))
+            components.append(_renamed(start, f"{here}.norm1", (stream,), (value,)))
+            values.append(stream_value(value, f"{here}.norm1", shape, part, (f"{here}.norm1",)))
         else:
-            components.append(_renamed(join, f"{here}.norm1", (stream, added), (f"s{number}", f"n{number}")))
-            values.append(stream_value(f"s{number}", f"{here}.norm1", shape, part, (f"{here}.norm1",)))
+            joined(f"{here}.norm1", (stream, added), (f"s{number}", value))
             stream = f"s{number}"
-        values.append(stream_value(f"n{number}", f"{here}.norm1", shape, part, (f"{here}.norm1",)))
-        components += [_renamed(*args) for args in sublayer(here, f"n{number}", f"a{number}")]
-        values += kept(here, f"a{number}")
-        components.append(_renamed(join, f"{here}.norm2", (stream, f"a{number}"), (f"t{number}", f"m{number}")))
-        values.append(stream_value(f"t{number}", f"{here}.norm2", shape, part, (f"{here}.norm2",)))
-        values.append(stream_value(f"m{number}", f"{here}.norm2", shape, part, (f"{here}.norm2",)))
-        components.append(_renamed(feeds[is_mixture(shape, number)], f"{here}.mlp", (f"m{number}",), (f"p{number}",)))
+        for place, (component, suffix, makes, width) in enumerate(steps):
+            name, result = f"{here}.{suffix}", f"{here}.{makes}" if makes else f"a{number}"
+            readers = (f"{here}.{steps[place + 1][1]}",) if makes else ()
+            components.append(_renamed(component, name, (value,), (result,)))
+            values.append(stream_value(result, name, shape, part, readers, width))
+            value = result
+        joined(f"{here}.norm2", (stream, f"a{number}"), (f"t{number}", f"m{number}"))
+        components.append(_renamed(mlp_component, f"{here}.mlp", (f"m{number}",), (f"p{number}",)))
         values.append(stream_value(f"p{number}", f"{here}.mlp", shape, part, ()))
         stream, added = f"t{number}", f"p{number}"
-    components.append(_renamed(join, "final.norm", (stream, added), ("final", "normed")))
-    values.append(stream_value("final", "final.norm", shape, part, ("final.norm",)))
-    values.append(stream_value("normed", "final.norm", shape, part, ("final.norm",)))
+    joined("final.norm", (stream, added), ("final", "normed"))
     components.append(head(shape, software, part, "normed", norm=False))
     return components, values
 
 
-_Renaming = tuple[Component, str, tuple[str, ...], tuple[str, ...]]
+def _attention_steps(shape: Shape, software: Software, part: SamplePart) -> list[tuple[Component, str, str, int]]:
+    """Attention as one component; or as three where its inside alone is computed again: products, scores, product.
 
-
-def _attention_parts(
-    shape: Shape, software: Software, part: SamplePart
-) -> tuple[Callable[[str, str, str], list[_Renaming]], Callable[[str, str], list[Value]]]:
-    """Attention as one component; or as three where its inside alone is computed again: products, scores, product."""
-    ends = {RULE: (("full",), ("partial",))}
+    Each with its name, the name of what it makes ("" for the last) and how wide that is per token.
+    """
     limit = limit_of(shape)
     if not software.selective or software.flash:
         layer = Layer("h", shape, software, part)
         attention(layer, norm=False, residual=False)
-        whole = component_of("h", layer, ("n",), ("a",), ends, limit=limit)
-        return (
-            lambda here, reads, makes: [(whole, f"{here}.attn", (reads,), (makes,))],
-            lambda here, makes: [stream_value(makes, f"{here}.attn", shape, part, ())],
-        )
+        return [(component_of("h", layer, ("n",), ("a",), ENDS, limit=limit), "attn", "", shape.hidden)]
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     before, inside, after = (Layer("h", shape, software, part) for _ in range(3))
@@ -240,26 +241,7 @@ def _attention_parts(
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
     third = component_of("h", after, ("c",), ("a",), {RULE: (("shard:2",), ("partial",))}, limit=limit)
-
-    def sublayer(here: str, reads: str, makes: str) -> list[_Renaming]:
-        return [
-            (first, f"{here}.qkv", (reads,), (f"{here}.q",)),
-            (second, f"{here}.core", (f"{here}.q",), (f"{here}.c",)),
-            (third, f"{here}.proj", (f"{here}.c",), (makes,)),
-        ]
-
-    def values(here: str, makes: str) -> list[Value]:
-        inner = replace(
-            stream_value(f"{here}.q", f"{here}.qkv", shape, part, (f"{here}.core",)),
-            bytes_per_sample=part.element_bytes * n * (queries + 2 * keys),
-        )
-        outer = replace(
-            stream_value(f"{here}.c", f"{here}.core", shape, part, (f"{here}.proj",)),
-            bytes_per_sample=part.element_bytes * n * queries,
-        )
-        return [inner, outer, stream_value(makes, f"{here}.proj", shape, part, ())]
-
-    return sublayer, values
+    return [(first, "qkv", "q", queries + 2 * keys), (second, "core", "c", queries), (third, "proj", "", h)]
 
 
 def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins: bool) -> Component:
@@ -271,29 +253,24 @@ def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
     layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
     layer.peak_divided = 2 * part.element_bytes * n * h
-    needs = ("shard:1", "shard:1") if joins else ("shard:1",)
-    makes = ("shard:1", "shard:1") if joins else ("shard:1",)
-    names = ("a", "b") if joins else ("a",)
-    return component_of("h", layer, names, tuple(f"{name}'" for name in names), {SEQUENCE: (needs, makes)}, limit=part.tokens)
+    names, divided = (("a", "b"), ("shard:1", "shard:1")) if joins else (("a",), ("shard:1",))
+    made = tuple(f"{name}'" for name in names)
+    return component_of("h", layer, names, made, {SEQUENCE: (divided, divided)}, limit=part.tokens)
 
 
 def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Component:
     """A layer at another place, with parameters of its own."""
-    swap = {parameter.name: f"{name}.{parameter.name}" for parameter in component.parameters}
     places = dict(zip(component.inputs, inputs, strict=True))
-
-    def moved(entry: Selective[Size] | None) -> Selective[Size] | None:
-        return None if entry is None else replace(entry, values=tuple(places[value] for value in entry.values))
-
+    selective = component.selective
     return replace(
         component,
         name=name,
         inputs=inputs,
         outputs=outputs,
-        selective=moved(component.selective),
-        parameters=tuple(replace(parameter, name=swap[parameter.name]) for parameter in component.parameters),
+        selective=selective and replace(selective, values=tuple(places[value] for value in selective.values)),
+        parameters=tuple(replace(parameter, name=f"{name}.{parameter.name}") for parameter in component.parameters),
         shardings=tuple(
-            replace(entry, parameters=tuple(replace(part, name=swap[part.name]) for part in entry.parameters))
-            for entry in component.shardings
+            replace(sharding, parameters=tuple(replace(cut, name=f"{name}.{cut.name}") for cut in sharding.parameters))
+            for sharding in component.shardings
         ),
     )

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
-from parsim.plans.plan import Plan
+from parsim.plans.pipeline import pipeline_actions
 from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.convert import (
     Moving,
@@ -38,35 +37,34 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
         actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
         for replica in range(plan.mesh.copies):
             add_loads(draft, layout, place, replica)
-            for action in actions:
-                add_action(draft, layout, action.stage, replica, action.phase, action.microbatch)
+            for stage, phase, microbatch in actions:
+                for task_phase, name in computations(layout, stage, phase):
+                    add_component(draft, layout, replica, task_phase, name, microbatch)
 
 
 def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
     """The tp ranks of a replica load what they read of the batch."""
-    for shard in range(layout.plan.mesh.tp):
-        rank = layout.rank(stage, replica, shard)
-        if draft.keeps(rank):
-            _add_load(draft, layout, rank)
+    plan = layout.plan
+    for rank in filter(draft.keeps, (layout.rank(stage, replica, shard) for shard in range(plan.mesh.tp))):
+        values = layout.batch_layouts(rank)
+        if values:
+            samples = plan.microbatch_samples * plan.microbatches * layout.batch_ways(rank) // plan.mesh.tp
+            size_bytes = sum(layout.model.value[name].size_bytes(samples) for name in values)
+            work = LoadBatch(samples=samples, size_bytes=size_bytes, parts=plan.microbatches)
+            draft.add(("load", rank), work, [Resource(rank, HOST)], [], Origin(stage=stage, replica=replica))
 
 
-def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
-    """One phase of one microbatch on one replica of a stage (one of `Plan.stages`)."""
-    for own, name in computations(layout, stage, phase):
-        add_component(draft, layout, replica, own, name, microbatch)
-
-
-def add_component(draft: Draft, layout: PlanIndex, replica: int, own: Phase, name: str, microbatch: int) -> None:
+def add_component(draft: Draft, layout: PlanIndex, replica: int, phase: Phase, name: str, microbatch: int) -> None:
     """One computation of a component for one microbatch, and the communication that it needs or that follows it."""
-    match own:
+    match phase:
         case Phase.FORWARD:
             _add_forward(draft, layout, replica, name, microbatch)
         case Phase.RECOMPUTE if layout.segment_of(name):
             _add_again(draft, layout, replica, name, microbatch)
         case Phase.RECOMPUTE:
-            _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
+            _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, phase)
         case Phase.BACKWARD_WEIGHT:
-            _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+            _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, phase)
         case _:
             _add_backward(draft, layout, replica, name, microbatch)
 
@@ -93,23 +91,6 @@ def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[
                 for again in segment if name == segment[-1] else ():
                     yield Phase.RECOMPUTE, again
             yield layout.gradient_phase(name), name
-
-
-def phases_of(plan: Plan) -> tuple[Phase, ...]:
-    """The phases of a microbatch under the plan's pipeline order."""
-    return PIPELINE_ORDERS[plan.pipeline_order].phases
-
-
-def _add_load(draft: Draft, layout: PlanIndex, rank: int) -> None:
-    values = layout.batch_layouts(rank)
-    if not values:
-        return
-    plan = layout.plan
-    samples = plan.microbatch_samples * plan.microbatches * layout.batch_ways(rank) // plan.mesh.tp
-    size_bytes = sum(layout.model.value[name].size_bytes(samples) for name in values)
-    work = LoadBatch(samples=samples, size_bytes=size_bytes, parts=plan.microbatches)
-    origin = Origin(stage=plan.stage_of_rank(rank), replica=plan.replica_of_rank(rank))
-    draft.add(("load", rank), work, [Resource(rank, HOST)], [], origin)
 
 
 def _compute(layout: PlanIndex, name: str, phase: Phase) -> Compute:
@@ -160,8 +141,11 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
         after: list[TaskKey] = [(before, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
-        if name in layout.segment_of(name)[-1:]:
-            after.extend(_repeated_keys(layout, replica, name, microbatch, shard))
+        if name in layout.segment_of(name)[-1:]:  # and the conversions that its own second forward repeats
+            for value in component.outputs:
+                moving = Moving(value, microbatch, replica, again=True)
+                for reading in layout.readings[value]:
+                    after.extend(converted_keys(layout, moving, reading, shard))
         add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
@@ -183,17 +167,6 @@ def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microba
         add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:
         add_repeated_moves(draft, layout, Moving(value, microbatch, replica, again=True))
-
-
-def _repeated_keys(layout: PlanIndex, replica: int, name: str, microbatch: int, shard: int) -> list[TaskKey]:
-    """The conversions that the second forward of this last component of a segment repeats."""
-    moving = [Moving(value, microbatch, replica, again=True) for value in layout.model.component(name).outputs]
-    return [
-        key
-        for entry in moving
-        for reading in layout.readings[entry.value]
-        for key in converted_keys(layout, entry, reading, shard)
-    ]
 
 
 def _add_following(

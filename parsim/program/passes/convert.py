@@ -116,14 +116,14 @@ def add_arriving_value(draft: Draft, layout: PlanIndex, moving: Moving, reading:
     home = layout.stage_of_value[moving.value]
     if home is None or home == reading.stage or not is_scattered(layout, how):
         return
-    whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    value_bytes = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
     for start in range(0, tp, how.ways):
         key = _join_key(moving, reading, start)
         if key in draft:
             continue
         shards = range(start, start + how.ways)
         ranks = tuple(layout.rank(reading.stage, moving.replica, shard) for shard in shards)
-        work = Collective(operation="all_gather", group=ranks, size_bytes=transfer_bytes(whole, how, tp))
+        work = Collective(operation="all_gather", group=ranks, size_bytes=transfer_bytes(value_bytes, how, tp))
         after = [moving.key("send", reading.stage, how, shard) for shard in shards]
         origin = Origin(
             stage=reading.stage, replica=moving.replica, microbatch=moving.microbatch, value=moving.value, layout=how
@@ -248,9 +248,9 @@ def _add_hops(draft: Draft, layout: PlanIndex, moving: Moving, hops: Sequence[Ho
         for index, group in enumerate(hop_groups(hop, tp)):
             key = moving.key("hop", hop, index)
             ranks = tuple(layout.rank(home, moving.replica, shard) for shard in group)
-            kept = [shard for shard, rank in zip(group, ranks, strict=True) if draft.keeps(rank)]
-            if kept and key not in draft:
-                after = [entry for shard in kept for entry in _after(moving, hops[:number], shard, tp, base)]
+            shards = [shard for shard, rank in zip(group, ranks, strict=True) if draft.keeps(rank)]
+            if shards and key not in draft:
+                after = [before for shard in shards for before in _after(moving, hops[:number], shard, tp, base)]
                 collective = hop_collective(hop, ranks, size_bytes, tp)
                 draft.add(key, collective, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
 
@@ -263,10 +263,10 @@ def _keeps(draft: Draft, layout: PlanIndex, replica: int, shard: int, *stages: i
 def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -> Collective:
     """The work of a hop that is a collective; `size_bytes` is the value of the whole microbatch."""
     all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
-    whole = (1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp) * hop.padding
+    share = (1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp) * hop.padding
     packed = hop.operation in ("all_gather_dim", "reduce_scatter_dim")
     operation = HOPS[hop.operation].collective
-    return Collective(operation=operation, group=ranks, size_bytes=round(size_bytes * whole), packed=packed)
+    return Collective(operation=operation, group=ranks, size_bytes=round(size_bytes * share), packed=packed)
 
 
 def hop_message(hop: Hop, source: int, target: int, size_bytes: int, tp: int) -> SendRecv:
@@ -290,8 +290,8 @@ def _add_transfer(
     how: ValueLayout,
 ) -> None:
     source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)
-    whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
-    size_bytes = transfer_bytes(whole, how, layout.plan.mesh.tp)
+    value_bytes = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    size_bytes = transfer_bytes(value_bytes, how, layout.plan.mesh.tp)
     if is_scattered(layout, how):
         size_bytes = -(-size_bytes // how.ways)
     work = SendRecv(source=source, destination=target, size_bytes=size_bytes)

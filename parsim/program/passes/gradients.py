@@ -8,7 +8,7 @@ do with every microbatch is in `parsim.program.passes.unsharded`, the sums over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -37,24 +37,23 @@ def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
 def _last_backward(order: str, places: int, microbatches: int, chunks: int, stage: int) -> int:
     """The microbatch whose backward a stage of a pipeline runs last."""
     actions = pipeline_actions(order, rank_of_stage(order, places, chunks)[stage], places, microbatches, chunks)
-    return next(
-        action for action in reversed(actions) if action.stage == stage and action.phase is not Phase.FORWARD
-    ).microbatch
+    backwards = (action for action in reversed(actions) if action.stage == stage and action.phase is not Phase.FORWARD)
+    return next(backwards).microbatch
 
 
 class _Queues:
-    """Of groups of ranks those that are lowered, and their queues: asked once for all buckets of a group."""
+    """The ranks of a group that are lowered, and their queues: asked once for all buckets of a group."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
-        self._known: dict[int, tuple[tuple[int, ...], list[int], tuple[Resource, ...]]] = {}
+        self._queues: dict[int, tuple[tuple[int, ...], list[int], tuple[Resource, ...]]] = {}
 
     def of(self, group: tuple[int, ...]) -> tuple[list[int], tuple[Resource, ...]]:
         """Ranks that are lowered, and their queues for gradients."""
-        if id(group) not in self._known:  # the group is kept, so no other one gets its identity
-            kept = self._draft.kept(group)
-            self._known[id(group)] = group, kept, tuple([Resource(rank, DP_STREAM) for rank in kept])
-        return self._known[id(group)][1:]
+        if id(group) not in self._queues:  # the group is kept, so no other one gets its identity
+            ranks = self._draft.kept(group)
+            self._queues[id(group)] = group, ranks, tuple([Resource(rank, DP_STREAM) for rank in ranks])
+        return self._queues[id(group)][1:]
 
 
 def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None, replica: int | None = None) -> TaskKey:
@@ -141,23 +140,23 @@ class LastBackwards:
 
     def __init__(self, layout: PlanIndex) -> None:
         self._layout = layout
-        self._known: dict[tuple[tuple[tuple[str, ...], ...], tuple[int, ...], int], tuple[TaskKey, ...]] = {}
+        self._keys: dict[tuple[tuple[tuple[str, ...], ...], tuple[int, ...], int], tuple[TaskKey, ...]] = {}
 
     def of(self, family: BucketFamily, kept: list[int]) -> tuple[TaskKey, ...]:
         """On some ranks of a bucket; the same list of ranks for all buckets of a group."""
         layout = self._layout
         ending = tuple([layout.completes(family, stage) for stage in family.stages])
         key = ending, family.stages, id(kept)
-        if key not in self._known:
-            found = [
+        if key not in self._keys:
+            keys = [
                 last_backward_key(layout, rank, component)
                 for stage, components in zip(family.stages, ending, strict=True)
                 for component in components
                 for rank in kept
                 if layout.plan.stage_of_rank(rank) == stage
             ]
-            self._known[key] = tuple(dict.fromkeys(found))
-        return self._known[key]
+            self._keys[key] = tuple(dict.fromkeys(keys))
+        return self._keys[key]
 
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
@@ -177,14 +176,14 @@ class _Works:
     """Collectives of buckets, one for all of a size over the same ranks."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int], Collective] = {}
+        self._works: dict[tuple[str, int, int], Collective] = {}
 
     def of(self, operation: str, size_bytes: int, group: tuple[int, ...]) -> Collective:
         """The work; it keeps its group, so no other group gets its identity."""
         key = operation, size_bytes, id(group)
-        if key not in self._known:
-            self._known[key] = Collective(operation=operation, group=group, size_bytes=size_bytes)
-        return self._known[key]
+        if key not in self._works:
+            self._works[key] = Collective(operation=operation, group=group, size_bytes=size_bytes)
+        return self._works[key]
 
 
 def gathering_work(bucket: Bucket) -> Collective:
@@ -205,29 +204,25 @@ def scale_key(rank: int) -> TaskKey:
 def updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
     """What a rank updates: one step per group of parameters, the usual ones first; a bucket is of one group."""
     if rank not in layout.rank_updates:
-        layout.rank_updates[rank] = _updates_of(layout, rank)
+        sizes: dict[tuple[str, str], list[int]] = {}
+        for bucket in layout.rank_buckets(rank):
+            family, lead, ranks = bucket.family, bucket.family.first[0], len(bucket.group)
+            size = sizes.setdefault((lead.group, lead.optimizer), [0, 0])
+            size[0] += layout.updated_elements(family, ranks)
+            size[1] += 1 if layout.zero_stage(family, ranks) else len(family.first)
+        layout.rank_updates[rank] = tuple(
+            OptimizerStep(elements=elements, tensors=tensors, update_group=group, optimizer=optimizer)
+            for (group, optimizer), (elements, tensors) in sorted(sizes.items())
+        )
     return layout.rank_updates[rank]
-
-
-def _updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
-    sizes: dict[tuple[str, str], list[int]] = {}
-    for bucket in layout.rank_buckets(rank):
-        family, lead, ranks = bucket.family, bucket.family.first[0], len(bucket.group)
-        size = sizes.setdefault((lead.group, lead.optimizer), [0, 0])
-        size[0] += layout.updated_elements(family, ranks)
-        size[1] += 1 if layout.zero_stage(family, ranks) else len(family.first)
-    return tuple(
-        OptimizerStep(elements=elements, tensors=tensors, update_group=group, optimizer=optimizer)
-        for (group, optimizer), (elements, tensors) in sorted(sizes.items())
-    )
 
 
 def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
     """What must have ended before a rank has all gradients that it updates with."""
     if layout.plan.synchronisation.mixes:
-        own = layout.plan.replica_of_rank(rank)
-        summed = [bucket for bucket in layout.rank_buckets(rank) if len(summed_groups(layout, bucket.group)[own]) > 1]
-        after = [reduction_key(layout, bucket, replica=own) for bucket in summed]
+        replica = layout.plan.replica_of_rank(rank)
+        summed = [bucket for bucket in layout.rank_buckets(rank) if len(summed_groups(layout, bucket.group)[replica]) > 1]
+        after = [reduction_key(layout, bucket, replica=replica) for bucket in summed]
     else:
         after = [reduction_key(layout, bucket) for bucket in layout.rank_buckets(rank) if len(bucket.group) > 1]
         after += [replica_sum_key(bucket, rank) for bucket in layout.rank_buckets(rank) if bucket.family.replicas > 1]
@@ -264,15 +259,13 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
     if not layout.plan.gather_ahead:
         return
     order = layout.model.component_index
-    users = {bucket.number: layout.users_of(bucket) for bucket in layout.buckets if layout.is_divided(bucket)}
-    divided = [bucket for bucket in layout.buckets if bucket.number in users]
-    for bucket in sorted(divided, key=lambda bucket: min(order[name] for name in users[bucket.number])):
-        ranks = [rank for rank in bucket.group if draft.keeps(rank)]
+    users = {bucket: layout.users_of(bucket) for bucket in layout.buckets if layout.is_divided(bucket)}
+    for bucket in sorted(users, key=lambda bucket: min(order[name] for name in users[bucket])):
         key: TaskKey = ("gather", bucket.number)
         resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
         draft.add(key, gathering_work(bucket), resources, [], Origin(stage=bucket.stages[0], bucket=bucket.number))
-        for rank in ranks:
-            for name in users[bucket.number]:
+        for rank in draft.kept(bucket.group):
+            for name in users[bucket]:
                 if layout.runs_on(rank, name):
                     draft.wait(first_key(layout, Phase.FORWARD, rank, name, 0), key)
 
@@ -282,21 +275,17 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     if layout.plan.gather_ahead:
         return
     queues, works, entries = _Queues(draft), _Works(), dict[int, DraftEntry]()
-    updated: dict[int, tuple[TaskKey, ...]] = {}
     for family, place in layout.buckets.places(draft.keeps_any):
         group, number = family.groups[place][1], family.begin + place
         if layout.zero_stage(family, len(group)) in (1, 2):
-            kept, resources = queues.of(group)
-            if id(group) not in updated:
-                updated[id(group)] = tuple([(Phase.OPTIMIZER, rank) for rank in kept])
+            ranks, resources = queues.of(group)
             work = works.of("all_gather", family.padded_bytes(len(group)), group)
             if layout.plan.optimizer_offload:
-                back = tuple([returned_key(rank, number) for rank in kept])
-                draft.add_alike(
-                    ("gather", number), (work, resources, back), partial(Origin, stage=family.stages[0], bucket=number)
-                )
-                continue
-            entry = entries.setdefault(id(work), (work, resources, updated[id(group)]))
+                entry: DraftEntry = work, resources, tuple([returned_key(rank, number) for rank in ranks])
+            elif id(work) in entries:
+                entry = entries[id(work)]
+            else:
+                entry = entries[id(work)] = work, resources, tuple([(Phase.OPTIMIZER, rank) for rank in ranks])
             draft.add_alike(("gather", number), entry, partial(Origin, stage=family.stages[0], bucket=number))
 
 
@@ -323,29 +312,23 @@ class CountedPart(NamedTuple):
 
 
 def counted_by(layout: PlanIndex, rank: int) -> list[CountedPart]:
-    """The parts of a rank's buckets whose squares it adds up. Over all ranks every gradient is in one part.
-
-    Args:
-        layout: of the plan. rank: of it.
-    """
-    same = _same_gradients(layout.buckets)
-    found = []
+    """The parts of a rank's buckets whose squares it adds up. Over all ranks every gradient is in one part."""
+    same: dict[tuple[object, ...], list[int]] = {}  # of replicated components every tp rank has its own gradients
+    for bucket in layout.buckets:
+        same.setdefault(_gradients_of(bucket), []).append(bucket.number)
+    parts = []
     for bucket in layout.rank_buckets(rank):
-        chunk, alike = bucket.chunk_elements, same[bucket.number]
-        share = -(-chunk // len(alike))
+        chunk, numbers = bucket.chunk_elements, same[_gradients_of(bucket)]
+        share = -(-chunk // len(numbers))
         first = bucket.group.index(rank) * chunk
-        start = first + alike.index(bucket.number) * share
-        found.append(CountedPart(bucket, min(start, first + chunk), min(start + share, first + chunk)))
-    return found
+        start = first + numbers.index(bucket.number) * share
+        parts.append(CountedPart(bucket, min(start, first + chunk), min(start + share, first + chunk)))
+    return parts
 
 
-def _same_gradients(buckets: Sequence[Bucket]) -> dict[int, tuple[int, ...]]:
-    """Of each bucket the numbers of those with the same gradients: of replicated components every tp rank has its own."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for bucket in buckets:
-        key = tuple((held.name, held.ways, held.shard if held.part is not None else 0) for held in bucket.parameters)
-        found.setdefault(key, []).append(bucket.number)
-    return {number: tuple(numbers) for numbers in found.values() for number in numbers}
+def _gradients_of(bucket: Bucket) -> tuple[object, ...]:
+    """Equal for buckets with the same gradients."""
+    return tuple((held.name, held.ways, held.shard if held.part is not None else 0) for held in bucket.parameters)
 
 
 def add_clipping(draft: Draft, layout: PlanIndex) -> None:
@@ -353,16 +336,16 @@ def add_clipping(draft: Draft, layout: PlanIndex) -> None:
     if not layout.plan.clip_gradients:
         return
     group = tuple(rank for rank in range(layout.plan.world_size) if layout.rank_buckets(rank))
-    kept = draft.kept(group)
-    for rank in kept:
+    ranks = draft.kept(group)
+    for rank in ranks:
         parts = counted_by(layout, rank)
         work = ClipGradients(part=NORM, elements=sum(part.elements for part in parts), tensors=len(parts))
         draft.add(_norm_key(rank), work, [Resource(rank, COMPUTE)], gradients_complete(layout, rank), _origin(layout, rank))
-    if len(group) > 1 and kept:
+    if len(group) > 1 and ranks:
         total = Collective(operation="all_reduce", group=group, size_bytes=NORM_BYTES)
-        resources = [Resource(rank, DP_STREAM) for rank in kept]
-        draft.add(SUM_KEY, total, resources, [_norm_key(rank) for rank in kept], Origin(stage=0))
-    for rank in kept:
+        resources = [Resource(rank, DP_STREAM) for rank in ranks]
+        draft.add(SUM_KEY, total, resources, [_norm_key(rank) for rank in ranks], Origin(stage=0))
+    for rank in ranks:
         steps = updates_of(layout, rank)
         before = SUM_KEY if len(group) > 1 else _norm_key(rank)
         elements, tensors = sum(step.elements for step in steps), sum(step.tensors for step in steps)
@@ -408,11 +391,7 @@ REPLICA_STREAM = f"{DP_STREAM}_replicas"
 
 
 def replica_sum_work(layout: PlanIndex, bucket: Bucket, rank: int) -> Collective | None:
-    """How a rank's part of a bucket, summed over its sharding group, is summed over all groups; None: there is one group.
-
-    Args:
-        layout: of the plan. bucket: of it. rank: of the bucket's group.
-    """
+    """How a rank's part of a bucket, summed over its sharding group, is summed over all groups; None: there is one group."""
     family = bucket.family
     if family.replicas == 1:
         return None
@@ -457,16 +436,15 @@ def add_replica_sums(draft: Draft, layout: PlanIndex) -> None:
             peers[id(family.groups)] = list(_peers(draft, family))
         ranks = len(family.groups[0][1])
         size_bytes = layout.updated_bytes(family, ranks)
-        for own in peers[id(family.groups)]:
+        for peer in peers[id(family.groups)]:
             if ranks > 1:
-                buckets = (layout.buckets.of(family, place) for place, _ in own.kept)
+                buckets = (layout.buckets.of(family, place) for place, _ in peer.kept)
                 after: tuple[TaskKey, ...] = tuple([reduction_key(layout, bucket) for bucket in buckets])
             else:
-                after = last.of(family, ranks_of.setdefault(id(own), [rank for _, rank in own.kept]))
-            work = works.setdefault(
-                (size_bytes, id(own.group)), Collective(operation="all_reduce", group=own.group, size_bytes=size_bytes)
-            )
-            number = family.begin + own.first
+                after = last.of(family, ranks_of.setdefault(id(peer), [rank for _, rank in peer.kept]))
+            whole = Collective(operation="all_reduce", group=peer.group, size_bytes=size_bytes)
+            work = works.setdefault((size_bytes, id(peer.group)), whole)
+            number = family.begin + peer.first
             origin = partial(Origin, stage=family.stages[0], bucket=number)
-            key = replica_sum_key(layout.buckets.of(family, own.kept[0][0]), own.kept[0][1])
-            draft.add_alike(key, (work, own.resources, after), origin)
+            key = replica_sum_key(layout.buckets.of(family, peer.kept[0][0]), peer.kept[0][1])
+            draft.add_alike(key, (work, peer.resources, after), origin)

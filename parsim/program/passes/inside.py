@@ -143,7 +143,7 @@ def add_parts(
 
 
 def _key(layout: PlanIndex, steps: Sequence[InnerStep], number: int, work: Compute, rank: int, microbatch: int) -> TaskKey:
-    """Of a rank's own part, or of what its group does together."""
+    """The origin of a rank's own part, or of what its group does together."""
     step = steps[number]
     if number == len(steps) - 1:
         return (work.phase, rank, work.component, microbatch)

@@ -62,8 +62,8 @@ def _complete(layout: PlanIndex, rank: int, bucket: Bucket) -> list[TaskKey]:
     if len(bucket.group) > 1:
         return [reduction_key(layout, bucket)]
     place = layout.plan.stage_of_rank(rank)
-    own = [last_backward_key(layout, rank, name) for name in layout.completes(bucket.family, place)]
-    return own or gradients_complete(layout, rank)
+    backwards = [last_backward_key(layout, rank, name) for name in layout.completes(bucket.family, place)]
+    return backwards or gradients_complete(layout, rank)
 
 
 def _origin(layout: PlanIndex, rank: int, bucket: Bucket) -> Origin:
@@ -85,14 +85,14 @@ class ComponentUses(NamedTuple):
 
 def groups_of(uses: Sequence[Use]) -> list[ComponentUses]:
     """The computation of a rank, by component."""
-    found: list[ComponentUses] = []
+    groups: list[ComponentUses] = []
     for use in uses:
         key = use.component, use.microbatch, use.phase is Phase.FORWARD
-        if found and found[-1][:3] == key:
-            found[-1] = found[-1]._replace(last=use)
+        if groups and groups[-1][:3] == key:
+            groups[-1] = groups[-1]._replace(last=use)
         else:
-            found.append(ComponentUses(*key, use, use))
-    return found
+            groups.append(ComponentUses(*key, use, use))
+    return groups
 
 
 def add_activation_copies(draft: Draft, layout: PlanIndex) -> None:

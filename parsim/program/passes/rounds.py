@@ -51,11 +51,7 @@ def _outer_accesses(layout: PlanIndex) -> int:
 
 
 def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that mix a bucket: one rank of every replica each, in the order of the replicas.
-
-    Args:
-        layout: of a plan that mixes in rounds. bucket: of its parameters.
-    """
+    """The groups of ranks that mix a bucket: one rank of every replica each, in the order of the replicas."""
     return tuple(zip(*summed_groups(layout, bucket.group).values(), strict=True))
 
 
@@ -63,9 +59,6 @@ def outer_arrays(layout: PlanIndex) -> int:
     """Arrays as large as the parameters that are kept from round to round.
 
     An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model.
-
-    Args:
-        layout: of any plan.
     """
     if layout.plan.synchronisation.kind == "merge":
         return 1
@@ -74,11 +67,7 @@ def outer_arrays(layout: PlanIndex) -> int:
 
 
 def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
-    """Per replica the others whose weights it takes in round `number`; none for average.
-
-    Args:
-        layout: of a plan that mixes in rounds. number: of the round.
-    """
+    """Per replica the others whose weights it takes in round `number`; none for average."""
     rule, replicas = layout.plan.synchronisation, layout.plan.mesh.dp
     if rule.kind != "gossip":
         return [()] * replicas
@@ -88,11 +77,7 @@ def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=16)
 def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
-    """Per replica the most others whose weights it takes in one round.
-
-    Args:
-        rule: gossip. replicas: that mix.
-    """
+    """Per replica the most others whose weights it takes in one round of gossip."""
     most = np.zeros(replicas, dtype=np.int64)
     for number in rule.cycle(replicas):
         links = rule.matrix(number, replicas) != 0
@@ -101,11 +86,7 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
 
 
 def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
-    """The tasks of round `number` behind the optimizer's step.
-
-    Args:
-        draft: of the step, or of its end. layout: of the plan; nothing is added where it does not mix. number: of the round.
-    """
+    """The tasks of round `number` behind the optimizer's step; none where the plan does not mix."""
     rule = layout.plan.synchronisation
     if not rule.mixes:
         return

@@ -73,14 +73,13 @@ def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = No
     plan = layout.plan
     if actions is None:
         actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
-    known: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
-    found: list[Use] = []
-    for action in actions:
-        key = action.stage, action.phase
-        if key not in known:
-            known[key] = list(computations(layout, *key))
-        found += [Use(phase, name, action.microbatch) for phase, name in known[key]]
-    return tuple(found)
+    in_action: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
+    uses: list[Use] = []
+    for stage, phase, microbatch in actions:
+        if (stage, phase) not in in_action:
+            in_action[stage, phase] = list(computations(layout, stage, phase))
+        uses += [Use(task_phase, name, microbatch) for task_phase, name in in_action[stage, phase]]
+    return tuple(uses)
 
 
 def gradient_windows(
@@ -93,14 +92,14 @@ def gradient_windows(
         in_order: by the order in which they are complete.
     """
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
-    known: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
+    weights: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
-        if name not in known:
+        if name not in weights:
             every = layout.unsharded_buckets(name)
-            own_buckets = tuple(bucket for bucket in every if kept is None or bucket.number in kept)
-            known[name] = layout.weight_phase(name), own_buckets
-        own, buckets = known[name]
-        if phase is own:
+            here = every if kept is None else tuple([bucket for bucket in every if bucket.number in kept])
+            weights[name] = layout.weight_phase(name), here
+        weight_phase, buckets = weights[name]
+        if phase is weight_phase:
             for bucket in buckets:
                 key = (bucket.number, microbatch)
                 span = spans.get(key)
@@ -148,19 +147,19 @@ def parameter_windows(
     changes: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[int]]] = {}
 
     def change(old: frozenset[int], new: frozenset[int]) -> tuple[list[int], list[int]]:
-        """Of the buckets asked for those that leave and those that enter."""
+        """The buckets that leave and those that enter, among those that are asked for."""
         if (old, new) not in changes:
             both = sorted(old - new), sorted(new - old)
             leaving, entering = ([number for number in some if kept is None or number in kept] for some in both)
             changes[old, new] = leaving, entering
         return changes[old, new]
 
-    known: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
+    buckets_of: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
     for number, use in enumerate(uses):
-        if use.component not in known:
-            own = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
-            known[use.component] = own, frozenset(own)
-        buckets, numbers = known[use.component]
+        if use.component not in buckets_of:
+            by_number = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
+            buckets_of[use.component] = by_number, frozenset(by_number)
+        buckets, numbers = buckets_of[use.component]
         if not buckets:
             continue
         if needed != numbers:
@@ -188,7 +187,15 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
         collectives = _Collectives(draft, layout, uses, ranks)
         for window in merge(gradients, parameter_windows(layout, uses, kept), key=attrgetter("place")):
             collectives.add(window)
-        _wait_for_room(draft, layout, uses, gradients, ranks)
+        # whoever begins a bucket waits for the last of those of its group that are not to outlast this
+        freed = {(id(window.bucket.group), window.freed): window for window in gradients}
+        for group, first in dict.fromkeys((id(window.bucket.group), window.first) for window in gradients):
+            sent = freed.get((group, first - 1))
+            for rank in ranks[group] if sent is not None else ():
+                assert sent is not None
+                key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
+                use = uses[first]
+                draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
 
 
 class _Collectives:
@@ -215,28 +222,22 @@ class _Collectives:
         ranks, microbatch = self._kept[id(bucket.group)], uses[window.first].microbatch
         if window.parameters:
             key: TaskKey = ("gather", bucket.number, window.first)
-            after = tuple([entry for rank in ranks for entry in self._latest(rank, window.ahead)])
+            after = tuple([before for rank in ranks for before in self._latest(rank, window.ahead)])
         else:
             key = reduction_key(layout, bucket, microbatch)
             after = tuple([self._of(rank)[window.last] for rank in ranks])
-        origin = partial(Origin, stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
-        self._draft.add_alike(key, (self._work(window), self._streams[id(bucket.group)], after), origin)
-        if window.parameters:
-            for number in range(window.first, window.last + 1):
-                if bucket.number in self._buckets_of(uses[number].component):
-                    for rank in ranks:
-                        self._draft.wait(self._first_of(rank)[number], key)
-
-    def _work(self, window: Window) -> Collective:
-        kind = (window.bucket.number, window.parameters)
+        kind = (bucket.number, window.parameters)
         if kind not in self._works:
-            self._works[kind] = gathering_work(window.bucket) if window.parameters else bucket_work(self._layout, window.bucket)
-        return self._works[kind]
-
-    def _buckets_of(self, component: str) -> frozenset[int]:
-        if component not in self._needing:
-            self._needing[component] = frozenset(bucket.number for bucket in self._layout.unsharded_buckets(component))
-        return self._needing[component]
+            self._works[kind] = gathering_work(bucket) if window.parameters else bucket_work(layout, bucket)
+        origin = partial(Origin, stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
+        self._draft.add_alike(key, (self._works[kind], self._streams[id(bucket.group)], after), origin)
+        for number in range(window.first, window.last + 1) if window.parameters else ():
+            component = uses[number].component
+            if component not in self._needing:
+                self._needing[component] = frozenset(need.number for need in layout.unsharded_buckets(component))
+            if bucket.number in self._needing[component]:
+                for rank in ranks:
+                    self._draft.wait(self._first_of(rank)[number], key)
 
     def _of(self, rank: int) -> list[TaskKey]:
         """By number of the use its key on a rank: many buckets wait for one, and are waited for by one."""
@@ -245,7 +246,7 @@ class _Collectives:
         return self._keys[rank]
 
     def _first_of(self, rank: int) -> list[TaskKey]:
-        """The same of the task with which each begins."""
+        """By number of the use the key of the task with which it begins on a rank."""
         if rank not in self._first:
             self._first[rank] = [first_key(self._layout, use.phase, rank, use.component, use.microbatch) for use in self._uses]
         return self._first[rank]
@@ -257,17 +258,3 @@ class _Collectives:
             if self._everywhere or layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
                 return [self._of(rank)[number]]
         return []
-
-
-def _wait_for_room(
-    draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows: Sequence[Window], kept: Mapping[int, list[int]]
-) -> None:
-    """Of every group, whoever begins a bucket waits for the last of those that are not to outlast this."""
-    freed = {(id(window.bucket.group), window.freed): window for window in windows}
-    for group, first in dict.fromkeys((id(window.bucket.group), window.first) for window in windows):
-        sent = freed.get((group, first - 1))
-        if sent is not None:
-            for rank in kept[group]:
-                key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
-                use = uses[first]
-                draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
