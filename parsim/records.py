@@ -12,8 +12,8 @@ import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, cached_property
-from typing import Any, Literal, TypeVar, Union
+from functools import cache, cached_property, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
 LARGEST = 2**63
 Problem = str
@@ -223,19 +223,42 @@ def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:
 
 
 Kept = TypeVar("Kept")
+P = ParamSpec("P")
 
 
 class Remembering:
-    """A value that keeps one object for every class that asks. The objects hold nothing that the value does not determine."""
+    """A value that keeps what others worked out about it. What is kept holds nothing that the value does not determine."""
 
     def remembered(self, kind: type[Kept]) -> Kept:
-        """The one object of a class that takes no arguments, made empty at the first request."""
+        """The one object of a class that takes no arguments, made at the first request."""
         if kind not in self._stores:
             self._stores[kind] = kind()
-        store = self._stores[kind]
-        assert isinstance(store, kind)
-        return store
+        kept: Kept = self._stores[kind]
+        return kept
+
+    def answers(self, function: object) -> dict[Any, Any]:
+        """What a function found out about this value so far, by its other arguments."""
+        found: dict[Any, Any] = self._stores.setdefault(function, {})
+        return found
 
     @cached_property
-    def _stores(self) -> dict[type[object], object]:
+    def _stores(self) -> dict[object, Any]:
         return {}
+
+
+_Owner = TypeVar("_Owner", bound=Remembering)
+
+
+def once(function: Callable[Concatenate[_Owner, P], Kept]) -> Callable[Concatenate[_Owner, P], Kept]:
+    """A function of a `Remembering` value and of hashable arguments that is worked out once for each of these."""
+
+    @wraps(function)
+    def answer(value: _Owner, /, *args: P.args, **settings: P.kwargs) -> Kept:
+        answers = value.answers(function)
+        key = (args, tuple(settings.items())) if settings else args
+        if key not in answers:
+            answers[key] = function(value, *args, **settings)
+        kept: Kept = answers[key]
+        return kept
+
+    return answer

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from parsim.execute.processes import launch
+from tests.warm_ranks import STARTED_COLD
+from tests.warm_ranks import start as warm_start
+
 # No test reads a Model that an earlier run has traced, unless it says so.
 os.environ["PARSIM_MODEL_CACHE"] = "off"
 # Run files of tests name modules of the repository, wherever the files lie.
@@ -27,6 +31,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             path = Path(item.path).relative_to(config.rootpath)
             group = "execute" if path.parts[:2] == ("tests", "execute") else str(path)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start by a fork, except in the files that are about their start and end."""
+    if request.path.name not in STARTED_COLD:
+        monkeypatch.setattr(launch, "start_rank", warm_start)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

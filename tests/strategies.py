@@ -5,6 +5,7 @@ One builder serves both: it takes a `random.Random`, and Hypothesis offers one w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import strategies as st
@@ -14,6 +15,15 @@ from parsim.program.taskgraph import TaskGraph
 from parsim.work import COLLECTIVES, PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GRID_S = 1 / 1024
+
+
+def graph_of(world_size: int, *rows: tuple[Work, Sequence[Resource], Sequence[int]]) -> TaskGraph:
+    """Tasks in this order, each with its work, its resources and what comes before."""
+    tasks = [
+        Task(index=index, work=work, resources=tuple(resources), dependencies=tuple(before), origin=Origin(stage=0))
+        for index, (work, resources, before) in enumerate(rows)
+    ]
+    return TaskGraph(tasks=tuple(tasks), world_size=world_size)
 
 
 def random_work(random: Random, world_size: int) -> tuple[Work, tuple[Resource, ...]]:

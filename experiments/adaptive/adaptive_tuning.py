@@ -43,7 +43,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.adapt.controller import Controller, ControllerConfig, SwitchCost
 from parsim.search.adapt.planning import PricedPlan, pool_planner, priced, switch_cost
-from parsim.search.families import dp_plans
+from parsim.search.families import FAMILIES
 from parsim.search.stages import balanced_plan
 
 PROFILE, DEVICES = "dgx1-v100-32gb", 8
@@ -153,7 +153,7 @@ def scenarios(slowdown: float, shift: int, quick: bool) -> list[TuningScenario]:
 
 def candidates(problem: PlanningProblem) -> Iterator[Plan]:
     """Replicas, and pipelines of every depth with stages balanced for the problem's machine."""
-    yield from dp_plans(problem)
+    yield from FAMILIES["dp"](problem)
     orders = [name for name, row in PIPELINE_ORDERS.items() if row.takes(1)]
     for pp, microbatches, order in itertools.product((2, 4, 8), (1, 2, 4, 8, 16, 32, 64), orders):
         mesh = Mesh(pp=pp, dp=DEVICES // pp)

@@ -31,7 +31,7 @@ from parsim.model.spec import ModelSpec
 from parsim.predict.evaluate import evaluate
 from parsim.predict.forecast import Played
 from parsim.predict.problem import PlanningProblem
-from parsim.search.families import dp_plans
+from parsim.search.families import FAMILIES
 
 HOUR_S = 3600.0
 
@@ -111,7 +111,7 @@ def resnet50() -> Case:
     """90 epochs of 1,281,167 images on the eight V100s of the shipped profile, weights and momentum written at 50 MB/s."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
     problem = PlanningProblem(model=load_model(ModelSpec(name="resnet50")), cluster=cluster, global_batch=1024)
-    plan = next(plan for plan in dp_plans(problem) if plan.world_size == 8)
+    plan = next(plan for plan in FAMILIES["dp"](problem) if plan.world_size == 8)
     text = """
     [run]
     epochs = 90

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def model(self) -> Model:
-        return with_update_groups(traced(self.spec, self.granularity), self.recipe.groups)
+        return with_update_groups(traced(self.spec, self.granularity), self.recipe.update_groups)
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype} {self.precision}"
@@ -106,7 +106,7 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int, start: Callabl
     runs = []
     models: dict[tuple[object, ...], Path] = {}
     for number, case in enumerate(cases):
-        key = (case.spec, case.granularity, case.recipe.groups)
+        key = (case.spec, case.granularity, case.recipe.update_groups)
         if key not in models:
             models[key] = folder / f"model-{len(models)}.json"
             case.model.save(models[key])

@@ -150,8 +150,11 @@ class _Updater:
         self._named = named
         self._masters = MasterWeights(list(named.values())) if numerics.master_weights else None
         stepped = self._stepped()
-        groups = {name: found.name for name in stepped if (found := group_of(name, recipe.groups)) is not None}
-        rules = {"": (optimizer, learning_rate), **{own.name: (own.optimizer, own.learning_rate) for own in recipe.groups}}
+        groups = {name: found.name for name in stepped if (found := group_of(name, recipe.update_groups)) is not None}
+        rules = {
+            "": (optimizer, learning_rate),
+            **{own.name: (own.optimizer, own.learning_rate) for own in recipe.update_groups},
+        }
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         for group, (kind, rate) in rules.items():
             own = [name for name in stepped if groups.get(name, "") == group]

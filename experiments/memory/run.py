@@ -159,7 +159,8 @@ def models_of(question: Question) -> dict[str, Model]:
 
 def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
     """What the ranks run of a case. folder: of the question."""
-    other = [] if plan_text(case) == plan_text(Case("", case.plan, case.optimizer)) else [case.precision, case.recipe.to_dict()]
+    is_plain = plan_text(case) == plan_text(Case("", case.plan, case.optimizer))
+    other = [] if is_plain else [case.precision, case.recipe.model_dump(mode="json")]
     content = json.dumps([case.plan.to_dict(), case.optimizer, *other], sort_keys=True)
     return RunSpec(
         name=hashlib.sha256(content.encode()).hexdigest()[:16],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from math import prod
 from random import Random
 
 import parsim
@@ -20,7 +22,8 @@ from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.search.placement.paper import paper_certificate, paper_fits, paper_problem_of, paper_step_s, solve_paper_brute_force
+from parsim.search.placement.paper import paper_certificate, paper_problem_of
+from parsim.search.placement.problem import fits, step_s
 from parsim.search.search import search
 
 ANY_FIT = Space(zero_stages=(0, 1, 2, 3), recompute=True, any_buckets=False)
@@ -114,24 +117,22 @@ def _certified(problem: PlanningProblem, random: Random) -> int:
     microbatches = random.choice(parts[:3])
     found = paper_certificate(problem, microbatches=microbatches)
     assert found["verdict"] != "disagree", found
-    paper, strategies = paper_problem_of(problem, microbatches=microbatches)
+    paper = paper_problem_of(problem, microbatches=microbatches)
     best_s, compared = found["milp"]["seconds"], int(found["verdict"] == "agree")
     feasible = found["milp"]["status"] != "infeasible"
-    total = 1
-    for options in strategies:
-        total *= len(options)
-    if total <= MOST_ENUMERATED:
-        oracle = solve_paper_brute_force(paper)
-        assert oracle.status == found["milp"]["status"], f"enumeration: {oracle.status}, MILP: {found['milp']['status']}"
+    if prod(map(len, paper.options)) <= MOST_ENUMERATED:
+        fitting = [choice for choice in product(*(range(len(own)) for own in paper.options)) if fits(paper, choice)]
+        assert bool(fitting) == feasible, f"enumeration: {len(fitting)} choices fit, MILP: {found['milp']['status']}"
         if feasible:
-            assert abs(oracle.seconds - best_s) <= 1e-6 * best_s, f"enumeration: {oracle.seconds}, MILP: {best_s}"
+            oracle_s = min(step_s(paper, choice) for choice in fitting)
+            assert abs(oracle_s - best_s) <= 1e-6 * best_s, f"enumeration: {oracle_s}, MILP: {best_s}"
         compared += 1
-    for wish in {str(option) for option in strategies[0]}:
-        texts = [[str(option) for option in options] for options in strategies]
+    texts = [[str(option) for option in options] for options in paper.options]
+    for wish in set(texts[0]):
         if all(wish in options for options in texts):
             choice = tuple(options.index(wish) for options in texts)
-            if paper_fits(paper, choice):
+            if fits(paper, choice):
                 assert feasible, f"{wish} fits"
-                assert best_s <= paper_step_s(paper, choice) * (1 + 1e-6), f"{wish} is faster"
+                assert best_s <= step_s(paper, choice) * (1 + 1e-6), f"{wish} is faster"
                 compared += 1
     return compared

@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
 
 def ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
-    """Price the plan that the question fixes, or search the family that it names.
+    """Price the plan that the question fixes, or search the family that it names; reading the user's own data is timed first.
+
+    Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
     Args:
         top: keep so many plans over all families instead of the best of each.
         runs_here: the plan will run on this machine, whatever profile it is priced by.
-
-    Reading a dataset of the user's own is timed first (`parsim.app.training_checks`).
-
-    Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
@@ -51,8 +49,8 @@ def answer_of(question: Question, problem: PlanningProblem, *, top: int | None =
     if plan is not None:
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")
         return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
-    found = search_plans(problem, question, top=top)
-    return Answer(question=question, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+    result = search_plans(problem, question, top=top)
+    return Answer(question=question, problem=problem, evaluation=result.chosen or result.candidates[0], search=result)
 
 
 def with_every_rank(asked: Prediction) -> Prediction:
@@ -74,7 +72,7 @@ Engine = Literal["static", "dynamic"]
 
 
 def simulate_prediction(
-    asked: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
+    prediction: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
 ) -> Prediction:
     """One step of a plan that is predicted already. Up to 64 ranks each is simulated; beyond, interchangeable ones once.
 
@@ -86,12 +84,12 @@ def simulate_prediction(
     """
     check_options(engine, scenario, whole_run)
     if engine != "static":
-        result = asked.result
-        asked = replace(asked, evaluation=evaluate(asked.problem, result.plan, engine=engine, reason=result.reason))
-    elif asked.plan.world_size <= MANY_RANKS:
-        asked = with_every_rank(asked)
-    asked = replace(asked, engine=engine)
-    return asked if scenario is None else play(asked, scenario, whole_run)
+        problem, result = prediction.problem, prediction.result
+        prediction = replace(prediction, evaluation=evaluate(problem, result.plan, engine=engine, reason=result.reason))
+    elif prediction.plan.world_size <= MANY_RANKS:
+        prediction = with_every_rank(prediction)
+    prediction = replace(prediction, engine=engine)
+    return prediction if scenario is None else _play(prediction, scenario, whole_run)
 
 
 def check_options(engine: str, scenario: Path | None, whole_run: bool) -> None:
@@ -104,14 +102,14 @@ def check_options(engine: str, scenario: Path | None, whole_run: bool) -> None:
         raise ConfigError(f"a scenario needs the dynamic engine, but the engine is {engine}; add --engine dynamic")
 
 
-def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
+def _play(prediction: Prediction, path: Path, whole_run: bool) -> Prediction:
     """The prediction with one step as the scenario has it, and what came of the scenario.
 
     Raises ScenarioError: a file that cannot be read, or that does not fit the plan or the cluster.
     """
     scenario = load_scenario(path)
-    played = Played(problem=asked.problem, evaluation=asked.evaluation, scenario=scenario)
-    step = asked.evaluation if scenario.asynchronous is not None else played.one_step()
+    played = Played(problem=prediction.problem, evaluation=prediction.evaluation, scenario=scenario)
+    step = prediction.evaluation if scenario.asynchronous is not None else played.one_step()
     document: dict[str, Any] = {
         "file": str(path),
         "seed": scenario.seed,
@@ -119,22 +117,22 @@ def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
         "states": [asdict(state) for state in played.states],
     }
     if whole_run:
-        document["whole_run"] = describe_run(played.whole_run(asked.question.training.epochs), played)
-    return replace(asked, evaluation=step, scenario=document)
+        document["whole_run"] = _describe_run(played.whole_run(prediction.question.training.epochs), played)
+    return replace(prediction, evaluation=step, scenario=document)
 
 
-def describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
+def _describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
     """Plain JSON values."""
-    whole, costs = forecast.whole, played.scenario.device
+    run, costs = forecast.whole, played.scenario.device
     figures = {
-        "total_s": whole.total_s,
-        **{f"{KINDS[kind]}_s": spent for kind, spent in whole.spent_s.items()},
-        "lost_s": whole.lost_s,
-        "down_s": whole.down_s,
-        "failures": whole.failures,
-        "useful_fraction": whole.useful_fraction,
-        "price": whole.price(costs),
-        "energy_j": whole.energy_j(costs),
+        "total_s": run.total_s,
+        **{f"{KINDS[kind]}_s": spent for kind, spent in run.spent_s.items()},
+        "lost_s": run.lost_s,
+        "down_s": run.down_s,
+        "failures": run.failures,
+        "useful_fraction": run.useful_fraction,
+        "price": run.price(costs),
+        "energy_j": run.energy_j(costs),
     }
     document: dict[str, Any] = {
         "epochs": forecast.run.epochs,
@@ -153,10 +151,8 @@ def describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
             "mtbf_s": choice.mtbf_s,
             "write_s": choice.write_s,
             "rows": [
-                {"interval_s": interval, "mean_s": mean, "error_s": error}
-                for interval, mean, error in zip(
-                    times.interval_s.tolist(), times.mean_s.tolist(), times.error_s.tolist(), strict=True
-                )
+                {"interval_s": float(interval), "mean_s": float(mean), "error_s": float(error)}
+                for interval, mean, error in zip(times.interval_s, times.mean_s, times.error_s, strict=True)
             ],
         }
     return document

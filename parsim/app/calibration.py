@@ -15,9 +15,7 @@ from parsim.execute.cuda.gpu import usable_gpus
 from parsim.execute.processes.setup import available_cores
 from parsim.files import write_text_atomically
 from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import shipped_gpus, shipped_links
-from parsim.hardware.profile import Profile, shipped_profiles
+from parsim.hardware.profile import Profile
 from parsim.model.spec import ModelSpec
 from parsim.report.more_tables import calibration_table
 from parsim.report.notebook import table_html
@@ -37,8 +35,6 @@ SMALLEST_SHARE = 64
 DEFAULT_BATCHES = (1, 4, 16)
 DEFAULT_OPTIMIZER = "sgd_momentum"
 
-CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
-
 
 def calibration_request(
     configs: Sequence[Question] = (),
@@ -52,7 +48,7 @@ def calibration_request(
     quick: bool = False,
     collectives: Sequence[str] = (),
 ) -> CalibrationRequest:
-    """What to measure for these questions, and for these models of the zoo at these local batches.
+    """What to measure for these questions, and for these models of the zoo at these local batches: each model once.
 
     Args:
         nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
@@ -64,13 +60,25 @@ def calibration_request(
     """
     from calibration.rounds.request import CalibrationRequest
 
+    sizes: dict[ModelSpec, set[int]] = {}
+    for config in configs:
+        sizes.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
+    for name in models:
+        sizes.setdefault(ModelSpec(name=name), set()).update(batches)
     named = (*optimizers, *(name for config in configs for name in config.training.optimizers)) or (DEFAULT_OPTIMIZER,)
+    precisions = {config.training.precision for config in configs} if device == "cuda" else set()
+    if precision is None and len(precisions) > 1:
+        raise ConfigError(
+            f"the files train in {' and '.join(sorted(precisions))}; a profile is measured in one: choose it with --precision"
+        )
+    ranks = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
+    nproc = nproc or max(ranks, default=0) or (max(1, visible_gpus()) if device == "cuda" else len(available_cores()))
     return CalibrationRequest(
-        models=calibration_cases(configs, models, batches),
+        models=tuple((spec, tuple(sorted(local))) for spec, local in sizes.items()),
         device=device,
-        nproc=nproc or _asked_ranks(configs) or ranks_here(device),
+        nproc=nproc,
         optimizers=tuple(dict.fromkeys(named)),
-        precision=precision or _asked_precision(configs, device),
+        precision=precision or next(iter(precisions), "fp32"),
         quick=quick,
         collectives=tuple(dict.fromkeys(collectives)),
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
@@ -80,27 +88,12 @@ def calibration_request(
 def measure_machine(request: CalibrationRequest, out: Path, *, leftover: LeftoverPolicy = "use") -> Profile:
     """Calibrate, and write the profile at `out`; progress goes to stderr.
 
-    Args:
-        leftover: what to do with what a stopped calibration of `out` left.
-
-    Raises: MissingDependencyError, ConfigError, ProfileError, ExecutionError: see `calibration.rounds.calibrate`.
+    `leftover` says what to do with what a stopped calibration of `out` left. Errors as `calibration.rounds.calibrate`.
     """
     from calibration.rounds.calibrate import calibrate
 
     with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {request.device} rank(s)") as say:
         return calibrate(request, out, on_line=say, leftover=leftover)
-
-
-def calibration_cases(
-    configs: Sequence[Question], models: Sequence[str], batches: tuple[int, ...]
-) -> tuple[CalibrationCase, ...]:
-    """Each model once, with every local batch that one of its plans may use."""
-    wanted: dict[ModelSpec, set[int]] = {}
-    for config in configs:
-        wanted.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
-    for name in models:
-        wanted.setdefault(ModelSpec(name=name), set()).update(batches)
-    return tuple((spec, tuple(sorted(sizes))) for spec, sizes in wanted.items())
 
 
 def local_batches(global_batch: int) -> set[int]:
@@ -164,30 +157,6 @@ def choose_ranks(asked: int | None, *, most: int, cpu_ranks: int) -> ChosenRanks
     return ChosenRanks(kind="cpu", count=asked or cpu_ranks, why=why)
 
 
-def ranks_here(device: CalibratedDevice) -> int:
-    """One per GPU or core."""
-    if device == "cuda":
-        return max(1, visible_gpus())
-
-    return len(available_cores())
-
-
-def _asked_precision(configs: Sequence[Question], device: CalibratedDevice) -> str:
-    """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
-    asked = {config.training.precision for config in configs} if device == "cuda" else set()
-    if len(asked) > 1:
-        raise ConfigError(
-            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
-        )
-    return next(iter(asked), "fp32")
-
-
-def _asked_ranks(configs: Sequence[Question]) -> int | None:
-    """The most devices a file asks for by number."""
-    asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
-    return max(asked, default=None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Calibration:
     """The result of `parsim.calibrate`; pass it to `parsim.plan` as the cluster.
@@ -228,27 +197,14 @@ class Calibration:
         return table_html(self.report())
 
 
-def known_parts() -> dict[str, list[str]]:
-    """Names of the GPUs, links, networks and profiles that come with the package."""
-    return {
-        "gpus": shipped_gpus(),
-        "links": shipped_links(),
-        "networks": shipped_networks(),
-        "profiles": shipped_profiles(),
-    }
-
-
 def new_profile(
     gpu: str, *, count: int | None = None, link: str | None = None, network: str | None = None, out: Path | None = None
 ) -> dict[str, str]:
-    """Write a commented profile that refers to parts.
+    """Write a commented profile that refers to parts; returns its path and name.
 
     Args:
         gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path.
         out: the file, which must end in .toml and not exist; None: GPU.toml in the current directory.
-
-    Returns:
-        path, and the profile's name.
 
     Raises:
         ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.

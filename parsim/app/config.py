@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,11 +39,11 @@ from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelSpec, takes_usual
-from parsim.plans.constraints import PlanConstraints, check_sharding_groups
+from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
-from parsim.plans.plan import AUTO, MOST_MICROBATCHES, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import AUTO, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
@@ -52,18 +52,13 @@ from parsim.units import nearest_divisors
 
 Tables = TypeVar("Tables", bound=ConfigSection)
 
-PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
-"""Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
-
 Granularity = Literal["block", "sublayer", "layer"]
 
-# Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
 CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
-# Keys that fix the plan by hand; "placements" has a meaning with strategy = "custom" alone.
+"""Keys that constrain a search, and with strategy = "custom" fix the plan by hand."""
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
-# Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
-# Switches of a plan by hand, as in Plan; the search proposes none of them.
+"""Keys that steer the search of strategy = "adaptive"."""
 SWITCHES = (
     "tensor_overlap",
     "tensor_backward_overlap",
@@ -72,6 +67,7 @@ SWITCHES = (
     "scatter_gather",
     "backward_prefetch",
 )
+"""Switches of a plan by hand, as in Plan; the search proposes none of them."""
 
 
 class ModelSection(ModelSpec):
@@ -186,7 +182,7 @@ class QuestionSource:
     """What a question was made from beside the keys of a run file.
 
     Attributes:
-        name: for a folder: the stem of the run file, or the model's name.
+        name: names folders: the stem of the run file, or the model's name.
         model, cluster: where they were given as values; the question then holds their names alone.
         form: what the model was given as: by name (zoo, factory, config, run file), as an nn.Module, or as a Model.
         recipe: what was read from a framework's file; None without one.
@@ -214,13 +210,13 @@ class Question(ConfigSection):
         return self._source
 
     def sourced(self, **values: Any) -> Question:
-        """The same question with other fields of its `QuestionSource`."""
+        """A question with other fields of its `QuestionSource`."""
         question = self.model_copy()
         question._source = replace(self._source, **values)
         return question
 
     def changed(self, **tables: Any) -> Question:
-        """The same question with other tables."""
+        """A question with other tables."""
         return self.model_copy(update=tables)
 
     @property
@@ -234,7 +230,7 @@ class Question(ConfigSection):
 
     @property
     def devices(self) -> int | list[int] | None:
-        """As `parsim.hardware.cluster.cluster_from_profile` takes it."""
+        """The first devices of a node, or their numbers, for `parsim.hardware.cluster.cluster_from_profile`."""
         chosen = self.cluster.devices
         return list(chosen) if isinstance(chosen, tuple) else chosen
 
@@ -273,13 +269,9 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     calls_model: bool = True,
 ) -> Question:
-    """Read and check a run file.
+    """Read and check a run file; `overrides` and `settings` as `question_from`, `calls_model` as `check_trusted` takes it.
 
-    Args:
-        overrides, settings: as `question_from`. calls_model: False for a run that is only looked at (`check_trusted`).
-
-    Raises:
-        ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
+    Raises ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
     """
     try:
         text = read_text(path)
@@ -340,20 +332,22 @@ def question_from(
         dropped = (*(CUSTOM_KEYS if by_hand else ()), *(ADAPTIVE_KEYS if strategy != "adaptive" else ()))
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
-    if found := control_character_in(_without_args(document)):
-        raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
+    # What a factory takes as args may be any text, and nothing prints it.
+    model = document.get("model")
+    shown = {key: value for key, value in model.items() if key != "args"} if isinstance(model, dict) else model
+    if problem := control_character_in(document | {"model": shown}):
+        raise ConfigError(f"{where}: {problem}: {NO_CONTROL}")
     put_on_path(document, folder or Path.cwd())
-    question = _validated(Question, document, where)
+    return _validated(Question, document, where, _check_agreement)
+
+
+def _validated(kind: type[Tables], document: Mapping[str, Any], where: str, check: Callable[[Tables], None]) -> Tables:
     try:
-        _check_plan_section(question)
+        tables = kind.model_validate(document)
+        check(tables)
+        return tables
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return question
-
-
-def _validated(kind: type[Tables], document: Mapping[str, Any], where: str) -> Tables:
-    try:
-        return kind.model_validate(document)
     except ValidationError as error:
         # A union reports every member that did not match: one message per key is enough.
         problems = {
@@ -385,20 +379,7 @@ def cluster_section(
     changes = {key: value for key, value in changes_of(settings, overrides).items() if key == "cluster"}
     make_paths_absolute(changes, Path.cwd())
     merge(document, changes, "")
-    section = _validated(_ClusterTable, document, where).cluster
-    try:
-        check_machine(section)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return section
-
-
-def _without_args(document: dict[str, Any]) -> dict[str, Any]:
-    """All but the arguments of the model: what a factory takes may be any text, and nothing prints it."""
-    model = document.get("model")
-    if not isinstance(model, dict):
-        return document
-    return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
+    return _validated(_ClusterTable, document, where, lambda tables: check_machine(tables.cluster)).cluster
 
 
 _OTHER_NAMES = {
@@ -414,71 +395,41 @@ _OTHER_NAMES = {
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
 
 
-def _check_plan_section(config: Question) -> None:
-    """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
-    plan, training = config.plan, config.training
-    if "precision" in training.model_fields_set or not takes_usual(config.model.name):
+def _check_agreement(question: Question) -> None:
+    """What no single key can say: the words of [plan], plans from files and by hand, and the plan against the other tables."""
+    plan, training = question.plan, question.training
+    if "precision" in training.model_fields_set or not takes_usual(question.model.name):
         check_widths(training)
-    if is_reference(plan.strategy):
-        _check_family(plan.strategy)
-    elif plan.plan_path is None and plan.strategy not in STRATEGIES:
-        instead = _OTHER_NAMES.get(plan.strategy.lower())
-        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
-        raise ConfigError(
-            f"plan.strategy = {plan.strategy!r} is unknown{near} "
-            "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
-        )
-    if plan.chunks is not None and (plan.strategy == "custom" or plan.pipeline_order is not None):
-        _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
-    if plan.zero_stage not in (AUTO, *ZERO_STAGES):
-        raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
-    if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
-        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
-    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
-        near = near_matches(plan.recompute, (AUTO, *RECOMPUTE_WORDS))
-        raise ConfigError(
-            f"plan.recompute = {plan.recompute!r} is unknown{near} (it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of "
-            'component names, "selective:NAME" for one by operator)'
-        )
-    if plan.recompute != AUTO and plan.plan_path is not None:
-        raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    _check_words(plan)
+    if plan.plan_path is not None:
+        beside = [key for key in ("zero_stage", "recompute") if getattr(plan, key) not in (AUTO, 0)]
+        keys = ("optimizer_offload", "activation_offload", "synchronisation", *CUSTOM_KEYS)
+        beside += [key for key in keys if getattr(plan, key) is not None]
+        if beside:
+            value = getattr(plan, beside[0])
+            key = f"{beside[0]} = {value!r}" if isinstance(value, str | int) else beside[0]
+            raise ConfigError(f"plan.{key}: the plan is read from {plan.plan_path}; drop {', '.join(beside)}")
     if plan.microbatches is not None and training.global_batch % plan.microbatches:
         raise ConfigError(
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
         )
-    _check_offload(plan)
     _check_replicas(plan)
-    check_machine(config.cluster)
-    given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
-    if plan.plan_path is not None and given:
-        raise ConfigError(
-            f"plan.{given[0]} constrains a search, but with plan.strategy = {plan.strategy!r} the plan is read from that file; "
-            f"drop {', '.join(given)}"
-        )
-    if plan.strategy != "custom" and plan.placements is not None:
-        raise ConfigError(
-            f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
-            'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
-        )
-    if plan.context_exchange is not None and (plan.strategy != "custom" or plan.mesh is None or (plan.mesh.cp or 1) == 1):
-        raise ConfigError(
-            f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
-            "drop it: a searched plan exchanges in a ring"
-        )
-    if plan.sequence_parallel is not None:
-        _check_sequence_parallel(plan.sequence_parallel, config.model)
-    switched = [key for key in SWITCHES if getattr(plan, key) is not None]
-    if switched and plan.strategy != "custom":
-        raise ConfigError(
-            f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
-            f"plan.mesh, or drop {', '.join(switched)}"
-        )
-    _check_transfers(plan)
-    if plan.strategy == "custom" and plan.mesh is None:
-        raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
+    check_machine(question.cluster)
+    _check_by_hand(plan)
+    if (wanted := plan.sequence_parallel) is not None:
+        name, args = question.model.name, dict(question.model.args)
+        if not is_transformer(name):
+            raise ConfigError(
+                f"plan.sequence_parallel = {str(wanted).lower()} belongs to a transformer by name (llama3-8b), and the model "
+                f"is {name}: its components have the rules that were traced; drop it"
+            )
+        if args.get(SEQUENCE_PARALLEL, wanted) != wanted:
+            raise ConfigError(
+                f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them"
+            )
     if plan.mesh is not None:
-        _check_mesh(plan, config)
+        _check_mesh(plan, plan.mesh, question)
     steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]
     if steering and plan.strategy != "adaptive":
         raise ConfigError(
@@ -488,40 +439,95 @@ def _check_plan_section(config: Question) -> None:
     _check_placements(plan)
 
 
-def _check_transfers(plan: PlanSection) -> None:
-    if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
-        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
-    if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
-        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+def _check_words(plan: PlanSection) -> None:
+    """The strategy, ZeRO stage and recomputation are ones that exist, and the order takes the chunks."""
+    if is_reference(plan.strategy):
+        from parsim.search.families import FAMILIES  # loads the engines
 
-
-def _check_offload(plan: PlanSection) -> None:
-    """What offload and the rest of [plan] say of one another."""
-    offloading = [key for key in ("optimizer_offload", "activation_offload") if getattr(plan, key) is not None]
-    if offloading and plan.plan_path is not None:
-        raise ConfigError(f"plan.{offloading[0]}: the plan is read from {plan.plan_path}; drop {', '.join(offloading)}")
-    if any(getattr(plan, key) for key in offloading) and plan.relaxed.is_relaxed:
+        try:
+            FAMILIES[plan.strategy]
+        except ParsimError as error:
+            raise ConfigError(f"plan.strategy = {plan.strategy!r}: {error}") from error
+    elif plan.plan_path is None and plan.strategy not in STRATEGIES:
+        instead = _OTHER_NAMES.get(plan.strategy.lower())
+        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
         raise ConfigError(
-            f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
+            f"plan.strategy = {plan.strategy!r} is unknown{near} "
+            "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
         )
+    if plan.zero_stage not in (AUTO, *ZERO_STAGES):
+        raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
+    words = (AUTO, *RECOMPUTE_WORDS)
+    if isinstance(plan.recompute, str) and plan.recompute not in words:
+        raise ConfigError(
+            f"plan.recompute = {plan.recompute!r} is unknown{near_matches(plan.recompute, words)} (it is {', '.join(words)}, "
+            'or a list of component names, "selective:NAME" for one by operator)'
+        )
+    chunks, order = plan.chunks, plan.pipeline_order
+    if chunks is None or (order is None and plan.strategy != "custom"):
+        return
+    order = order or "1f1b"
+    if PIPELINE_ORDERS[order].most_chunks == 1 and chunks > 1:
+        several = ", ".join(name for name, row in PIPELINE_ORDERS.items() if row.takes(chunks))
+        raise ConfigError(
+            f"plan.chunks = {chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of {several}"
+        )
+    try:
+        check_chunks(order, chunks)
+    except PlanError as error:
+        raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
+
+
+def _check_by_hand(plan: PlanSection) -> None:
+    """Keys of a plan by hand stand beside strategy = "custom" and the axes that they are about."""
+    mesh = plan.mesh or MeshTable()
+    pp, tp, cp = mesh.pp or 1, mesh.tp or 1, mesh.cp or 1
+    by_hand = plan.strategy == "custom"
+    if plan.placements is not None and not by_hand:
+        raise ConfigError(
+            f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
+            'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
+        )
+    if plan.context_exchange is not None and (not by_hand or cp == 1):
+        raise ConfigError(
+            f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
+            "drop it: a searched plan exchanges in a ring"
+        )
+    switched = [key for key in SWITCHES if getattr(plan, key) is not None]
+    if switched and not by_hand:
+        raise ConfigError(
+            f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
+            f"plan.mesh, or drop {', '.join(switched)}"
+        )
+    if plan.scatter_gather and 1 in (tp, pp):
+        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
+    if plan.blocking_transfers and pp == 1:
+        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+    if by_hand and plan.mesh is None:
+        raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
 
 
 def _check_replicas(plan: PlanSection) -> None:
     """What sharding groups, relaxed synchronisation and the rest of [plan] say of one another."""
-    _check_groups(plan)
-    if plan.synchronisation is None:
-        return
-    if plan.plan_path is not None:
-        raise ConfigError(f"plan.synchronisation: the plan is read from {plan.plan_path}; drop synchronisation")
-    rule = plan.relaxed
+    rule, mesh, zero = plan.relaxed, plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
+    try:
+        check_sharding_groups(plan.dp_shard, plan.zero_stage, rule, by_hand=plan.strategy == "custom")
+        if mesh is not None and (mesh.dp is not None or plan.strategy == "custom"):
+            mesh_of(plan)
+    except PlanError as error:
+        raise ConfigError(f"plan: {error}") from error
     if not rule.is_relaxed:
         return
-    usual = ("mp", "hp", "adaptive", "custom") if rule.kind == "stale" else ("dp", "hp", "adaptive", "custom")
+    offloading = [key for key in ("optimizer_offload", "activation_offload") if getattr(plan, key)]
+    if offloading:
+        raise ConfigError(
+            f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
+        )
+    usual = ("mp" if rule.kind == "stale" else "dp", "hp", "adaptive", "custom")
     if plan.strategy not in usual:
         raise ConfigError(
             f"plan.synchronisation.kind = {rule.kind!r} has no plan of strategy {plan.strategy!r}; use {', '.join(usual)}"
         )
-    mesh, zero = plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
     if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
         try:
             rule.check(mesh_of(plan), zero_stage=zero)
@@ -533,113 +539,63 @@ def _check_replicas(plan: PlanSection) -> None:
         )
 
 
-def _check_groups(plan: PlanSection) -> None:
-    try:
-        check_sharding_groups(plan.dp_shard, plan.zero_stage, plan.relaxed, by_hand=plan.strategy == "custom")
-        if plan.mesh is not None and (plan.mesh.dp is not None or plan.strategy == "custom"):
-            mesh_of(plan)
-    except PlanError as error:
-        raise ConfigError(f"plan: {error}") from error
-
-
-def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
-    if not is_transformer(model.name):
-        raise ConfigError(
-            f"plan.sequence_parallel = {str(asked).lower()} belongs to a transformer by name (llama3-8b), and the model is "
-            f"{model.name}: its components have the rules that were traced; drop it"
-        )
-    if dict(model.args).get(SEQUENCE_PARALLEL, asked) != asked:
-        raise ConfigError(f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them")
-
-
-def _check_family(name: str) -> None:
-    from parsim.search.families import FAMILIES
-
-    try:
-        FAMILIES[name]
-    except ParsimError as error:
-        raise ConfigError(f"plan.strategy = {name!r}: {error}") from error
-
-
-def _check_chunks(order: str, chunks: int) -> None:
-    several = [name for name, row in PIPELINE_ORDERS.items() if row.takes(chunks)]
-    if PIPELINE_ORDERS[order].most_chunks == 1 and chunks > 1:
-        raise ConfigError(
-            f"plan.chunks = {chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
-            f"{', '.join(several)}"
-        )
-    try:
-        check_chunks(order, chunks)
-    except PlanError as error:
-        raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
-
-
 def _check_placements(plan: PlanSection) -> None:
     """Every placement can be read; which components a pattern means is checked where the model is known."""
-    written = [("placements", *entry) for entry in (plan.placements or {}).items()]
-    written += [("pin", *entry) for entry in plan.pin.items()]
+    written = [("placements", *placement) for placement in (plan.placements or {}).items()]
+    written += [("pin", *placement) for placement in plan.pin.items()]
     written += [("forbid", pattern, text) for pattern, texts in plan.forbid.items() for text in texts if text not in KINDS]
     for key, pattern, text in written:
         try:
             parse_placement(text)
         except PlanError as error:
-            known = "" if key != "forbid" else near_matches(text, KINDS)
-            raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
+            near = near_matches(text, KINDS) if key == "forbid" else ""
+            raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{near}") from error
 
 
-def _check_mesh(plan: PlanSection, config: Question) -> None:
+def _check_mesh(plan: PlanSection, table: MeshTable, question: Question) -> None:
     """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
-    table, microbatches = plan.mesh, plan.microbatches or 1
-    assert table is not None
-    chosen = config.cluster.devices
-    devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
+    chosen = question.cluster.devices
+    devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * question.cluster.nodes
     if devices is not None:
         try:
             check_axes(table, devices, by_hand=plan.strategy == "custom")
         except PlanError as error:
             raise ConfigError(f"plan.mesh: {error}") from error
-    batch, parts = config.training.global_batch, (table.dp or 1) * microbatches
+    replicas, microbatches = table.dp or 1, plan.microbatches or 1
+    batch, parts = question.training.global_batch, replicas * microbatches
     if batch % parts:
         raise ConfigError(
-            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp or 1}) * plan.microbatches "
+            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({replicas}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
         )
 
 
 def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
-    """Check that a mesh of so many devices has the axes that are given.
+    """Raise PlanError where no mesh of so many devices has the axes that are given.
 
     Args:
         table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
-
-    Raises:
-        PlanError: there is none.
     """
-    given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
-    _check_experts(table, devices, by_hand=by_hand)
-    if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
-        check_mesh(_axes_of(table), devices)
+    axes = _axes_of(table)
+    if by_hand or table.dp is not None:
+        copies, what = axes.dp * axes.cp, f"dp ({axes.dp}) * cp ({axes.cp})"
+    else:  # experts are divided at most over the devices beside pp and tp
+        copies, what = devices // (axes.pp * axes.tp), f"devices ({devices}) / (pp ({axes.pp}) * tp ({axes.tp}))"
+    if copies and copies % axes.ep:
+        raise PlanError(
+            f"mesh ep ({axes.ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
+            f"{nearest_divisors(copies, axes.ep)}"
+        )
+    sizes = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
+    if by_hand or not {"pp", "dp", "tp"} - sizes.keys() or table == MeshTable(pp=1, dp=1, tp=1):
+        check_mesh(axes, devices)
         return
-    product = math.prod(given.values())
+    product = math.prod(sizes.values())
     if devices % product:
-        what = " * ".join(f"{name} ({size})" for name, size in given.items()) + (f" = {product}" if len(given) > 1 else "")
+        what = " * ".join(f"{name} ({size})" for name, size in sizes.items()) + (f" = {product}" if len(sizes) > 1 else "")
         raise PlanError(
             f"mesh {what} must divide the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
-        )
-
-
-def _check_experts(table: MeshTable, devices: int, *, by_hand: bool) -> None:
-    """Experts are divided over dp * cp ranks: with dp free, at most over the devices beside pp and tp."""
-    pp, tp, cp, ep = table.pp or 1, table.tp or 1, table.cp or 1, table.ep or 1
-    if by_hand or table.dp is not None:
-        copies, what = (table.dp or 1) * cp, f"dp ({table.dp or 1}) * cp ({cp})"
-    else:
-        copies, what = devices // (pp * tp), f"devices ({devices}) / (pp ({pp}) * tp ({tp}))"
-    if copies and copies % ep:
-        raise PlanError(
-            f"mesh ep ({ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
-            f"{nearest_divisors(copies, ep)}"
         )
 
 
@@ -649,22 +605,10 @@ def mesh_of(plan: PlanSection) -> Mesh:
 
 
 def _axes_of(table: MeshTable) -> Mesh:
-    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
+    return Mesh(**{axis: size or 1 for axis, size in table})
 
 
 def constraints_of(plan: PlanSection) -> PlanConstraints:
     """What a search must keep."""
-    table = plan.mesh or MeshTable()
-    return PlanConstraints(
-        pp=table.pp,
-        dp=table.dp,
-        tp=table.tp,
-        cp=table.cp,
-        ep=table.ep,
-        dp_shard=plan.dp_shard,
-        microbatches=plan.microbatches,
-        bucket_bytes=plan.bucket_bytes,
-        pipeline_order=plan.pipeline_order,
-        chunks=plan.chunks,
-        synchronisation=plan.relaxed,
-    )
+    kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"}
+    return PlanConstraints(**dict(plan.mesh or MeshTable()), **kept, synchronisation=plan.relaxed)

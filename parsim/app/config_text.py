@@ -46,16 +46,16 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
     if kind == "described":
         return f"{path}: {context['rule']}"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = fields_of(_section_at(sections, location[:-1]))
-        if location[-1] in NOT_BUILT:
-            return f"unknown key {path} (= {_short(value)}): {NOT_BUILT[location[-1]]}"
-        return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
+        key, keys = location[-1], fields_of(_section_at(sections, location[:-1]))
+        return f"unknown key {path} (= {_short(value)})" + (
+            f": {NOT_BUILT[key]}" if key in NOT_BUILT else near_matches(key, keys)
+        )
     if kind == "missing":
-        example = EXAMPLES.get(path, "")
         place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
-        return f"{path} is missing; add {example or path} {place}"
+        return f"{path} is missing; add {EXAMPLES.get(path, path)} {place}"
     if kind == "literal_error" and table_key not in _UNION_RULES:
-        allowed = _choices(sections, location)
+        annotation = fields_of(_section_at(sections, location[:-1]))[location[-1]]
+        allowed = get_args(next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation))
         near = near_matches(value, allowed) if isinstance(value, str) else ""
         listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
         return f"{path} = {_short(value)} is unknown{near}{listing}"
@@ -73,18 +73,20 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
 
-_GROUPS = (
-    "HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp_shard, over how many of the mesh.dp replicas states are divided; "
-    "they are kept dp / dp_shard times"
-)
-_OFFLOAD = "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list"
 RUN_OPTIONS = ("adaptive", "checkpoint_every", "elastic", "max_restarts", "nproc", "resume", "timeout")
 """Options of `parsim run`, which no run file holds."""
 
 NOT_BUILT = {
     **{name: f"give --{name.replace('_', '-')} to `parsim run`" for name in RUN_OPTIONS},
-    **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _GROUPS),
-    **dict.fromkeys(("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"), _OFFLOAD),
+    **dict.fromkeys(
+        ("dp_shard", "dp_replicate", "hsdp"),
+        "HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp_shard, over how many of the mesh.dp replicas states are divided; "
+        "they are kept dp / dp_shard times",
+    ),
+    **dict.fromkeys(
+        ("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"),
+        "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list",
+    ),
     "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",
 }
 """Keys of other libraries that no plan has, or not there, and what comes nearest."""
@@ -185,12 +187,6 @@ def tables_in(annotation: object) -> list[type]:
     return [table for member in get_args(annotation) for table in tables_in(member)]
 
 
-def _choices(sections: type[ConfigSection], location: Sequence[str]) -> tuple[str, ...]:
-    annotation = fields_of(_section_at(sections, location[:-1]))[location[-1]]
-    literal = next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation)
-    return get_args(literal)
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -207,17 +203,19 @@ def changes_of(settings: Mapping[str, Any] | None, overrides: Sequence[str]) -> 
     """
     document: dict[str, Any] = {}
     for key, value in (settings or {}).items():
+        parts = key.split(".")
         if value is None:
             continue
-        parts = key.split(".")
         if len(parts) < 2 or not all(parts):
             raise ConfigError(f"settings[{key!r}] = {value!r}: write the key as section.key, for example cluster.devices")
-        change: Any = plain(value)
-        for part in reversed(parts):
-            change = {part: change}
-        merge(document, change, "")
+        merge(document, _nested(parts, plain(value)), "")
     merge(document, parse_overrides(overrides), "")
     return document
+
+
+def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """`{"plan": {"mesh": {"pp": value}}}` of the keys plan, mesh, pp."""
+    return {keys[0]: _nested(keys[1:], value) if len(keys) > 1 else value}
 
 
 def plain(value: Any) -> Any:
@@ -246,10 +244,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         parts = [part.strip() for part in key.split(".")]
         if not equals or len(parts) < 2 or not all(parts):
             raise ConfigError(f"--set {text!r}: write it as section.key=value, for example --set cluster.devices=4")
-        change: Any = parse_value(value.strip())
-        for part in reversed(parts):
-            change = {part: change}
-        merge(document, change, "")
+        merge(document, _nested(parts, parse_value(value.strip())), "")
     return document
 
 
@@ -315,11 +310,7 @@ _ALWAYS_PATHS = ("data_root", "history", "import_folder")
 
 
 def make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
-    """Paths of a run file begin at its folder.
-
-    Args:
-        document: the tables; changed in place. folder: of the file.
-    """
+    """Let the paths in the tables of a run file, which change in place, begin at its folder."""
     for table, key in _PATH_KEYS:
         section = document.get(table)
         value = section.get(key) if isinstance(section, dict) else None
@@ -357,55 +348,58 @@ def put_on_path(document: Mapping[str, Any], folder: Path) -> None:
 
     Raises ConfigError where another module of that name was imported before.
     """
-    model = document.get("model")
-    given = model.get("import_folder") if isinstance(model, dict) else None
-    chosen = Path(given) if isinstance(given, str) else folder
+    folder = _import_folder(document, folder)
     for key, name in references(document).items():
-        if holds(chosen, name):
-            _check_not_imported_from_elsewhere(key, name, chosen)
-            if str(chosen) not in sys.path:
-                sys.path.insert(0, str(chosen))
-                importlib.invalidate_caches()
+        if not holds(folder, name):
+            continue
+        module = sys.modules.get(root_of(name))
+        if module is not None:
+            places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", ()))
+            if not any(Path(str(place)).resolve().is_relative_to(folder.resolve()) for place in places):
+                raise ConfigError(
+                    f"{key} = {name!r}: {root_of(name)} lies in {folder}, but this process has already imported "
+                    f"{', '.join(map(str, places)) or 'a built-in module'} under that name; rename one of them, or start a "
+                    "new process"
+                )
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+            importlib.invalidate_caches()
+
+
+def _import_folder(document: Mapping[str, Any], folder: Path) -> Path:
+    """model.import_folder where a run file has it, else its own folder."""
+    model = document.get("model")
+    named = model.get("import_folder") if isinstance(model, dict) else None
+    return Path(named) if isinstance(named, str) else folder
 
 
 ALLOW_VARIABLE = "PARSIM_ALLOW_CODE"
 """Set to 1: run files may name code outside their own folders. What --allow-code sets for one command."""
 
-
-MODEL = "model.name"
 _trusted: set[Path] = set()
 """Folders of run files that this process has read: the configs of their run folders name code there."""
 
 
 def check_trusted(document: Mapping[str, Any], folder: Path, where: str, *, calls_model: bool = True) -> None:
-    """A run file is code as soon as it names some. Its own folder is trusted with it, everything else only if the user says so.
+    """Raise ConfigError for a name "package.module:ROW" outside the folder of a run file, unless the user allows code.
+
+    A run file is code as soon as it names some: its own folder is trusted with it, nothing else is.
 
     Args:
         document: of the file, without what the user has overridden. folder: of the file.
         calls_model: False if its model is not going to be made: of a run that is only looked at.
-
-    Raises:
-        ConfigError: a name "package.module:ROW" of a module outside the folder, unless code is allowed.
     """
-    model = document.get("model")
-    given = model.get("import_folder") if isinstance(model, dict) else None
-    chosen = Path(given) if isinstance(given, str) else folder
-    inside = calls_model and chosen.resolve().is_relative_to(folder.resolve())
-    if inside:
-        _trusted.add(chosen.resolve())
+    imports = _import_folder(document, folder).resolve()
+    if calls_model and imports.is_relative_to(folder.resolve()):
+        _trusted.add(imports)
     for key, name in references(document).items():
-        known = inside or chosen.resolve() in _trusted
-        if (known and holds(chosen, name)) or (key == MODEL and not calls_model) or os.environ.get(ALLOW_VARIABLE) == "1":
+        trusted = imports in _trusted and holds(imports, name)
+        if trusted or (key == "model.name" and not calls_model) or os.environ.get(ALLOW_VARIABLE) == "1":
             continue
         raise ConfigError(
             f"{where}: {key} = {name!r} runs code outside the file's folder ({folder}); if you trust the file and "
             f"that code, give --allow-code (from Python: set {ALLOW_VARIABLE}=1 in the environment)"
         )
-
-
-def allow_code() -> None:
-    """Let every run file that this process and its children read name code anywhere."""
-    os.environ[ALLOW_VARIABLE] = "1"
 
 
 def holds(folder: Path, name: str) -> bool:
@@ -417,17 +411,3 @@ def holds(folder: Path, name: str) -> bool:
 def root_of(name: str) -> str:
     """`package` of "package.module:ROW"."""
     return name.partition(":")[0].split(".")[0]
-
-
-def _check_not_imported_from_elsewhere(key: str, name: str, folder: Path) -> None:
-    root = root_of(name)
-    module = sys.modules.get(root)
-    if module is None:
-        return
-    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", ()))
-    if any(Path(str(place)).resolve().is_relative_to(folder.resolve()) for place in places):
-        return
-    raise ConfigError(
-        f"{key} = {name!r}: {root} lies in {folder}, but this process has already imported "
-        f"{', '.join(map(str, places)) or 'a built-in module'} under that name; rename one of them, or start a new process"
-    )

@@ -50,12 +50,11 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Thoroughness:
-    """How much of its time the demo takes to measure.
+    """How much of its time the demo takes to measure: a quick calibration knows less, and its intervals are wider.
 
     Attributes:
-        quick: whether the calibration is; a quick one knows less, and its intervals are wider.
-        rounds: of the real runs. planning_s, calibrating_s, running_s: what the parts take on two quiet cores, each run one
-            model; they only serve to say how much time is left.
+        quick: the calibration. rounds: of the real runs. planning_s, calibrating_s, running_s: what the parts take on two
+            quiet cores, each run one model; they only serve to say how much time is left.
     """
 
     quick: bool
@@ -115,9 +114,8 @@ class Demo:
 
     def table(self) -> ReportTable:
         """Predicted against measured, one row per run."""
-        return validation_table(
-            [(run.model, run.evaluation.result.plan.summary(), run.comparison.to_dict()) for run in self.runs]
-        )
+        rows = [(run.model, run.evaluation.result.plan.summary(), run.comparison.to_dict()) for run in self.runs]
+        return validation_table(rows)
 
     def lines(self) -> list[str]:
         """What was learnt, which plans are best, and where the report lies."""
@@ -170,8 +168,14 @@ def run_demo(out: Path, nproc: int | None, *, full: bool, show: Callable[[Answer
         real.append((answer, _run_plans(answer, out / model, how)))
     report = out / "report.html"
     with progress("Writing the report"):
-        sections = [_what_if_section(answer) for answer in what_if]
-        sections += [_real_section(answer, runs, ranks, how) for answer, runs in real]
+        no_v100 = "fp32; no V100 was there: costs come from published measurements"
+        sections = [
+            _section(answer, "8 V100s (what if)", f"{answer.question.training.optimizer}, {no_v100}", None)
+            for answer in what_if
+        ]
+        rounds = f"digits; every plan ran {how.rounds} interleaved rounds of {STEPS_PER_ROUND} steps"
+        where = f"{ranks.count_text} of this machine (run for real)"
+        sections += [_section(answer, where, rounds, runs) for answer, runs in real]
         data = ReportData(
             title="parsim demo",
             facts=report_facts(),
@@ -205,10 +209,11 @@ def plans_to_run(answer: Answer) -> list[Evaluation]:
     """The chosen plan and the best of other families, each program once; on one device the plan with other numbers of
     microbatches, since there is nothing to distribute."""
     candidates = answer.search.candidates if answer.search is not None else (answer.evaluation,)
-    programs = {  # two families may meet in one plan: it runs once
-        replace(entry.result.plan, strategy="custom"): entry for entry in reversed(candidates) if entry.result.fits
-    }
-    evaluations = list(reversed(programs.values()))[:PLANS_RUN]
+    programs: dict[Plan, Evaluation] = {}  # two families may meet in one plan: it runs once
+    for evaluation in candidates:
+        if evaluation.result.fits:
+            programs.setdefault(evaluation.result.plan.program, evaluation)
+    evaluations = list(programs.values())[:PLANS_RUN]
     if answer.problem.cluster.size > 1 or not evaluations:
         return evaluations
     chosen = evaluations[0].result.plan
@@ -228,14 +233,15 @@ def run_name(plan: Plan, devices: int) -> str:
 def _run_plans(answer: Answer, path: Path, how: Thoroughness) -> tuple[RealRun, ...]:
     """Train under the chosen plan and the best of other families, interleaved in one launch."""
     question, problem = answer.question, answer.problem
-    evaluations = [every_rank(problem, entry) for entry in plans_to_run(answer)]
+    evaluations = [every_rank(problem, evaluation) for evaluation in plans_to_run(answer)]
     folder = RunFolder(path)
-    folder.write_question(question, problem.model, evaluations[0].result.plan, problem.cluster.profile)
-    named = {run_name(entry.result.plan, problem.cluster.size): entry for entry in evaluations}
+    named = {run_name(evaluation.result.plan, problem.cluster.size): evaluation for evaluation in evaluations}
+    predictions = {name: replace(answer.prediction, evaluation=evaluation) for name, evaluation in named.items()}
+    folder.write_question(next(iter(predictions.values())))
     job = Job(
         output=str(path.resolve()),
         mode="measure",
-        runs=tuple(run_spec(replace(answer.prediction, evaluation=entry), name, folder.model) for name, entry in named.items()),
+        runs=tuple(run_spec(prediction, name, folder.model) for name, prediction in predictions.items()),
         steps=STEPS_PER_ROUND,
         rounds=how.rounds,
         warmup_steps=WARMUP_STEPS,
@@ -244,10 +250,10 @@ def _run_plans(answer: Answer, path: Path, how: Thoroughness) -> tuple[RealRun, 
     with progress(f"Training {question.model.name} for real under {', '.join(named)}") as say:
         launch_job(job, folder, say)
     runs = []
-    for name, entry in named.items():
-        seen = measured(folder, name, entry)
-        comparison = judge(problem, entry, seen)
-        runs.append(RealRun(model=question.model.name, name=name, evaluation=entry, seen=seen, comparison=comparison))
+    for name, evaluation in named.items():
+        seen = measured(folder, name, evaluation)
+        comparison = judge(problem, evaluation, seen)
+        runs.append(RealRun(model=question.model.name, name=name, evaluation=evaluation, seen=seen, comparison=comparison))
     return tuple(runs)
 
 
@@ -256,9 +262,8 @@ def summary_lines(what_if: Sequence[Answer], real: Sequence[tuple[Answer, Sequen
     lines = []
     for answer in what_if:
         if answer.fits:
-            result = answer.evaluation.result
+            result, name = answer.evaluation.result, answer.question.model.name
             step = format_seconds(result.step_s.median)
-            name = answer.question.model.name
             lines.append(f"{name} on 8 V100s: use {plan_in_words(result.plan)}, {step} per step (predicted).")
     return [*lines, *(f"{answer.question.model.name} here: {measured_sentence(runs)}" for answer, runs in real)]
 
@@ -267,37 +272,28 @@ def measured_sentence(runs: Sequence[RealRun]) -> str:
     """Whether the plan that was predicted fastest was the fastest, and how large the errors are."""
     predicted = min(runs, key=lambda run: run.comparison.step.predicted_s)
     fastest = min(runs, key=lambda run: run.comparison.step.measured_s)
-    step_s = predicted.comparison.step.measured_s
-    told = f"{predicted.name} was predicted fastest, and was: {format_seconds(step_s)} per step measured"
+    name, step_s = predicted.name, predicted.comparison.step.measured_s
+    verdict = f"was predicted fastest, and was: {format_seconds(step_s)} per step measured"
     if fastest is not predicted:
         lost = step_s / fastest.comparison.step.measured_s - 1
-        told = (
-            f"{predicted.name} was predicted fastest; measured, {fastest.name} was, and {predicted.name} took {lost:.0%} longer"
-        )
+        verdict = f"was predicted fastest; measured, {fastest.name} was, and {name} took {lost:.0%} longer"
     errors = sorted(abs(run.comparison.step.relative_error or 0.0) for run in runs)
-    return f"{told}. Step times of {len(runs)} plans were off by {format_percent(errors[0])} to {format_percent(errors[-1])}."
+    off = f"{format_percent(errors[0])} to {format_percent(errors[-1])}"
+    return f"{name} {verdict}. Step times of {len(runs)} plans were off by {off}."
 
 
-def _what_if_section(answer: Answer) -> ReportSection:
-    training = answer.question.training
+def _section(answer: Answer, where: str, text: str, runs: Sequence[RealRun] | None) -> ReportSection:
+    """A question of the report, with its runs; None for one that was not run."""
+    name, chosen = answer.question.model.name, answer.evaluation.result.to_dict() if answer.fits else None
+    if runs is not None:
+        shown = [report_run(run.evaluation, run.seen, run.comparison) for run in runs]
+    else:
+        shown = [report_run(answer.evaluation, None, None)] if answer.fits else []
     return ReportSection(
-        model=answer.question.model.name,
-        title=f"{answer.question.model.name} on 8 V100s (what if)",
-        text=f"Global batch {training.global_batch}, {training.optimizer}, {training.precision}; "
-        "no V100 was there: costs come from published measurements.",
+        model=name,
+        title=f"{name} on {where}",
+        text=f"Global batch {answer.question.training.global_batch}, {text}.",
         results=[prediction.result.to_dict() for prediction in answer.candidates],
-        chosen=answer.evaluation.result.to_dict() if answer.fits else None,
-        runs=[report_run(answer.evaluation, None, None)] if answer.fits else [],
-    )
-
-
-def _real_section(answer: Answer, runs: Sequence[RealRun], ranks: ChosenRanks, how: Thoroughness) -> ReportSection:
-    return ReportSection(
-        model=answer.question.model.name,
-        title=f"{answer.question.model.name} on {ranks.count_text} of this machine (run for real)",
-        text=f"Global batch {answer.question.training.global_batch}, digits; every plan ran {how.rounds} interleaved rounds of "
-        f"{STEPS_PER_ROUND} steps.",
-        results=[prediction.result.to_dict() for prediction in answer.candidates],
-        chosen=answer.evaluation.result.to_dict() if answer.fits else None,
-        runs=[report_run(run.evaluation, run.seen, run.comparison) for run in runs],
+        chosen=chosen,
+        runs=shown,
     )

@@ -25,15 +25,14 @@ LEAST_GPU_BYTES = 4 * GIB
 OTHERS_SHARE = 0.1
 """Of a GPU's memory: more than this in use before anything starts is another program's."""
 
-CALIBRATE_ON_GPUS = "calibrate --device cuda"
-"""The name of its line."""
-
+GPUS, CALIBRATE_ON_GPUS = "train on GPUs", "calibrate --device cuda"
+"""Names of their lines."""
 WITH_TORCH = "pip install 'parsim[torch]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """As torch sees it, before this process has used it. capability: its generation, (8, 0) for an A100."""
+    """One GPU before this process has used it. capability: its generation, (8, 0) for an A100."""
 
     name: str
     free_bytes: int
@@ -93,9 +92,14 @@ def examine() -> dict[str, Any]:
 
 def look(environment: dict[str, Any]) -> Found:
     """What this machine has. environment: see `describe_environment`."""
+    numba_error = ""
+    try:
+        import parsim.jit  # noqa: F401
+    except MissingDependencyError as error:
+        numba_error = str(error)
     here = Found(
         transformers=importlib.util.find_spec("transformers") is not None,
-        numba_error=_numba_error(),
+        numba_error=numba_error,
         cores=len(environment["affinity"]),
         memory_bytes=memory_limit_bytes(),
     )
@@ -104,81 +108,74 @@ def look(environment: dict[str, Any]) -> Found:
     import torch
     import torch.distributed as dist
 
-    gpus, error = [], ""
+    gpus, gpu_error = [], ""
     try:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
             gpus.append(Gpu(name=name, free_bytes=free, total_bytes=total, capability=capability))
-    except RuntimeError as failure:  # a driver that is too old, or a GPU that is lost
-        error = str(failure).splitlines()[0]
+    except RuntimeError as error:  # a driver that is too old, or a GPU that is lost
+        gpu_error = str(error).splitlines()[0]
     return replace(
         here,
         torch=torch.__version__,
         cuda_build=torch.version.cuda or "",
         backends=tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
         gpus=tuple(gpus),
-        gpu_error=error,
+        gpu_error=gpu_error,
     )
-
-
-def _numba_error() -> str:
-    try:
-        import parsim.jit  # noqa: F401
-    except MissingDependencyError as error:
-        return str(error)
-    return ""
-
-
-# --- abilities --------------------------------------------------------------------------------------------------------
 
 
 def checks_of(found: Found) -> tuple[Check, ...]:
     """The abilities of this installation, and how to get the missing ones."""
+    what, _, fix = found.numba_error.rpartition("; ")
+    no_torch = "torch is not installed"
+    lacks_gpus = next(_lacks_of_gpus(found), None)
+    if lacks_gpus is not None:
+        gpus = Check(name=GPUS, ok=False, found=lacks_gpus[0], fix=lacks_gpus[1])
+    else:
+        names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
+        free = format_bytes(min(gpu.free_bytes for gpu in found.gpus))
+        gpus = Check(name=GPUS, ok=True, found=f"{len(found.gpus)} x {names}, {free} free, NCCL")
     return (
-        _simulation_check(found),
-        _torch_check(found),
-        _gloo_check(found),
-        _gpu_check(found),
-        _hugging_face_check(found),
-        _cores_check(found),
-        _memory_check(found),
+        _check("simulate and plan", not found.numba_error, what or f"profiles: {', '.join(shipped_profiles())}", fix),
+        _check(
+            "trace models (torch)",
+            bool(found.torch),
+            f"torch {found.torch}" if found.torch else no_torch,
+            f"{WITH_TORCH}; without it, plan built-in models and Models saved as JSON",
+        ),
+        _check(
+            "train on CPU processes",
+            "gloo" in found.backends,
+            "gloo" if "gloo" in found.backends else "no gloo in torch.distributed" if found.torch else no_torch,
+            f"install a torch built with gloo: {WITH_TORCH}",
+        ),
+        gpus,
+        _check(
+            "models from a Hugging Face config.json",
+            found.transformers,
+            "transformers" if found.transformers else "transformers is not installed",
+            "pip install 'parsim[hf]'",
+        ),
+        _check(
+            "one core per process",
+            found.cores >= 2,
+            f"{found.cores} cores; `parsim run --nproc` above that shares them, and each rank slows down accordingly",
+            "two ranks will share one core: expect half the speed, not a wrong answer",
+        ),
+        _check(
+            "memory for the demo",
+            found.memory_bytes >= COMFORTABLE_MEMORY_BYTES,
+            f"{format_bytes(found.memory_bytes)} for this process",
+            f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
+        ),
     )
 
 
-def _simulation_check(found: Found) -> Check:
-    if found.numba_error:
-        what, _, fix = found.numba_error.rpartition("; ")
-        return Check(name="simulate and plan", ok=False, found=what, fix=fix)
-    return Check(name="simulate and plan", ok=True, found=f"profiles: {', '.join(shipped_profiles())}")
-
-
-def _torch_check(found: Found) -> Check:
-    return Check(
-        name="trace models (torch)",
-        ok=bool(found.torch),
-        found=f"torch {found.torch}" if found.torch else "torch is not installed",
-        fix="" if found.torch else f"{WITH_TORCH}; without it, plan built-in models and Models saved as JSON",
-    )
-
-
-def _gloo_check(found: Found) -> Check:
-    there = "gloo" in found.backends
-    return Check(
-        name="train on CPU processes",
-        ok=there,
-        found="gloo" if there else "no gloo in torch.distributed" if found.torch else "torch is not installed",
-        fix="" if there else f"install a torch built with gloo: {WITH_TORCH}",
-    )
-
-
-def _gpu_check(found: Found) -> Check:
-    lacks = next(_lacks_of_gpus(found), None)
-    if lacks is not None:
-        return Check(name="train on GPUs", ok=False, found=lacks[0], fix=lacks[1])
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
-    free = min(gpu.free_bytes for gpu in found.gpus)
-    return Check(name="train on GPUs", ok=True, found=f"{len(found.gpus)} x {names}, {format_bytes(free)} free, NCCL")
+def _check(name: str, ok: bool, found: str, fix: str) -> Check:
+    """A Check whose fix is for a missing ability alone."""
+    return Check(name=name, ok=ok, found=found, fix="" if ok else fix)
 
 
 def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
@@ -201,40 +198,9 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
         yield "no NCCL in torch.distributed", "install a CUDA build of torch for Linux, which brings NCCL"
 
 
-def _hugging_face_check(found: Found) -> Check:
-    return Check(
-        name="models from a Hugging Face config.json",
-        ok=found.transformers,
-        found="transformers" if found.transformers else "transformers is not installed",
-        fix="" if found.transformers else "pip install 'parsim[hf]'",
-    )
-
-
-def _cores_check(found: Found) -> Check:
-    return Check(
-        name="one core per process",
-        ok=found.cores >= 2,
-        found=f"{found.cores} cores; `parsim run --nproc` above that shares them, and each rank slows down accordingly",
-        fix="" if found.cores >= 2 else "two ranks will share one core: expect half the speed, not a wrong answer",
-    )
-
-
-def _memory_check(found: Found) -> Check:
-    enough = found.memory_bytes >= COMFORTABLE_MEMORY_BYTES
-    return Check(
-        name="memory for the demo",
-        ok=enough,
-        found=f"{format_bytes(found.memory_bytes)} for this process",
-        fix="" if enough else f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
-    )
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 def commands_of(found: Found) -> tuple[Check, ...]:
     """Whether each command works here, by what that command needs."""
-    simulation, torch, gloo, memory = _simulation_check(found), _torch_check(found), _gloo_check(found), _memory_check(found)
+    simulation, torch, gloo, gpus, _, _, memory = checks_of(found)
     return (
         _needing(
             "plan, simulate, sweep, compare, explore, cost, report, coverage, profile, import",
@@ -246,86 +212,65 @@ def commands_of(found: Found) -> tuple[Check, ...]:
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run, validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),
-        _on_gpus(found, CALIBRATE_ON_GPUS),
-        _on_gpus(found, "run, validate on GPUs", simulation),
+        _on_gpus(found, CALIBRATE_ON_GPUS, gpus),
+        _on_gpus(found, "run, validate on GPUs", simulation, gpus),
     )
 
 
 def _needing(name: str, *needed: Check, found: str) -> Check:
     lacking = next((check for check in needed if not check.ok), None)
-    return (
-        Check(name=name, ok=True, found=found)
-        if lacking is None
-        else Check(name=name, ok=False, found=lacking.found, fix=lacking.fix)
-    )
+    return Check(name=name, ok=True, found=found) if lacking is None else replace(lacking, name=name)
 
 
 def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
     """A rank per GPU, each with room for a model; the line names a GPU that others use."""
-    if not (check := _needing(name, *needed, found="")).ok:
+    count = len(found.gpus)
+    ranks = f"--nproc up to {count}, a GPU each"
+    check = _needing(name, *needed, found=ranks)
+    if not check.ok:
         return check
-    lacks = next(_lacks_of_gpus(found), None)
-    if lacks is not None:
-        return Check(name=name, ok=False, found=lacks[0], fix=lacks[1])
     room = [gpu for gpu in found.gpus if gpu.free_bytes >= LEAST_GPU_BYTES]
-    if len(room) < len(found.gpus):
+    if len(room) < count:
         least = min(found.gpus, key=lambda gpu: gpu.free_bytes)
-        what = f"{len(found.gpus) - len(room)} of {len(found.gpus)} GPUs have less than {format_bytes(LEAST_GPU_BYTES)} free"
-        return Check(
-            name=name,
-            ok=False,
-            found=f"{what} ({least.name}: {format_bytes(least.free_bytes)} of {format_bytes(least.total_bytes)})",
-            fix="end what else runs on them, or leave them out with CUDA_VISIBLE_DEVICES",
-        )
-    ranks = f"--nproc up to {len(found.gpus)}, a GPU each"
-    if max(gpu.in_use for gpu in found.gpus) > OTHERS_SHARE:
-        most = max(found.gpus, key=lambda gpu: gpu.in_use)
+        what = f"{count - len(room)} of {count} GPUs have less than {format_bytes(LEAST_GPU_BYTES)} free"
+        free = f"{format_bytes(least.free_bytes)} of {format_bytes(least.total_bytes)}"
+        fix = "end what else runs on them, or leave them out with CUDA_VISIBLE_DEVICES"
+        return Check(name=name, ok=False, found=f"{what} ({least.name}: {free})", fix=fix)
+    most = max(found.gpus, key=lambda gpu: gpu.in_use)
+    if most.in_use > OTHERS_SHARE:
         used = f"{format_percent(most.in_use)} of the memory of a {most.name} is in use"
-        return Check(
-            name=name, ok=True, found=f"{ranks}; {used}: what is timed there shares the GPU", fix="end what else runs on it"
-        )
-    return Check(name=name, ok=True, found=ranks)
+        text = f"{ranks}; {used}: what is timed there shares the GPU"
+        return Check(name=name, ok=True, found=text, fix="end what else runs on it")
+    return check
 
 
-# --- for people -------------------------------------------------------------------------------------------------------
+# The findings for people.
 
 
 def sentence(findings: dict[str, Any]) -> str:
     """`All commands work here but calibrate --device cuda: torch 2.13.0+cpu was built without CUDA.`"""
-    missing = [entry for entry in findings["commands"] if not entry["ok"]]
+    missing = [command for command in findings["commands"] if not command["ok"]]
     if not missing:
         return "All commands work here."
-    reasons = "; ".join(dict.fromkeys(entry["found"] for entry in missing))
-    return f"All commands work here but {' and '.join(entry['name'] for entry in missing)}: {reasons}."
+    reasons = "; ".join(dict.fromkeys(command["found"] for command in missing))
+    return f"All commands work here but {' and '.join(command['name'] for command in missing)}: {reasons}."
 
 
 def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:
     """The findings of `examine` for people."""
     environment = findings["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    checks = ReportTable(
-        title=machine_line(environment),
-        columns=(Column(name="ability"), Column(name="ok"), Column(name="found", wraps=True), Column(name="fix", wraps=True)),
-        rows=tuple(
-            (check["name"], "yes" if check["ok"] else "NO", check["found"], check["fix"] or NOTHING)
-            for check in findings["checks"]
-        ),
-        notes=(f"{environment['system']}; {versions}",),
+
+    def table(title: str, what: str, works: str, checks: list[dict[str, Any]], *notes: str) -> ReportTable:
+        columns = (Column(name=what), Column(name=works), Column(name="found", wraps=True), Column(name="fix", wraps=True))
+        rows = ((check["name"], "yes" if check["ok"] else "NO", check["found"], check["fix"] or NOTHING) for check in checks)
+        return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
+
+    system = f"{environment['system']}; {versions}"
+    return (
+        table(machine_line(environment), "ability", "ok", findings["checks"], system),
+        table("Commands", "command", "works here", findings["commands"]),
     )
-    commands = ReportTable(
-        title="Commands",
-        columns=(
-            Column(name="command"),
-            Column(name="works here"),
-            Column(name="found", wraps=True),
-            Column(name="fix", wraps=True),
-        ),
-        rows=tuple(
-            (entry["name"], "yes" if entry["ok"] else "NO", entry["found"], entry["fix"] or NOTHING)
-            for entry in findings["commands"]
-        ),
-    )
-    return checks, commands
 
 
 # Warnings, and progress of work that takes more than two seconds: on stderr, for commands, scripts and notebooks alike.
@@ -355,11 +300,10 @@ def progress(title: str) -> Iterator[Say]:
 
         with Console(stderr=True, highlight=False).status(Text(f"{title} ...")) as status:
             yield lambda text: status.update(Text(f"{title}: {text}"))
-        ending = f"{title}: {format_seconds(time.monotonic() - started)}"
-        print(ending, file=sys.stderr)
+        print(f"{title}: {format_seconds(time.monotonic() - started)}", file=sys.stderr)
         return
     print(f"{title} ...", file=sys.stderr, flush=True)
     yield lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    taken = time.monotonic() - started
-    if taken > QUIET_S:
-        print(f"{title}: {format_seconds(taken)}", file=sys.stderr, flush=True)
+    elapsed_s = time.monotonic() - started
+    if elapsed_s > QUIET_S:
+        print(f"{title}: {format_seconds(elapsed_s)}", file=sys.stderr, flush=True)

@@ -24,10 +24,9 @@ from parsim.app.load import cluster_of, problem_of
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder, forget_results, resumption
-from parsim.errors import ConfigError, DoesNotFitError, ParsimError, PlanError, RankLostError
+from parsim.errors import DoesNotFitError, ParsimError, PlanError, RankLostError
 from parsim.units import format_seconds
 
-MAX_RESTARTS = 3
 TIMES_OUT = 2
 """Deaths of ranks on one device after which it is left out."""
 
@@ -59,69 +58,55 @@ class Survivors:
 
 def restarting(
     attempt: Callable[[Prediction, bool, Sequence[str]], Measured],
-    asked: Prediction,
+    prediction: Prediction,
     folder: RunFolder,
     *,
     steps: int,
-    run: str,
     max_restarts: int,
 ) -> Measured:
     """Train, and go on after ranks have died.
 
     Args:
-        attempt: trains under a prediction, from the latest checkpoint if the second argument is true; the third: what to tell.
-        asked: to begin with. folder: held by the caller. steps: of the whole training. run: name of its records.
-        max_restarts: how often.
+        attempt: trains under a prediction, from the latest checkpoint if the second argument is true; the third: warnings.
+        prediction: to begin with. folder: held by the caller. steps: of the whole training. max_restarts: how often.
 
     Raises:
         RankLostError: the last one, once there were too many. DoesNotFitError, PlanError: no plan on what is left.
     """
-    survivors = Survivors(tuple(device.index for device in asked.problem.cluster.devices))
+    survivors = Survivors(tuple(device.index for device in prediction.problem.cluster.devices))
     restarts: list[dict[str, Any]] = []
-    told: list[str] = []
+    warnings: list[str] = []
     while True:
         try:
-            done = attempt(asked, bool(restarts), told)
+            done = attempt(prediction, bool(restarts), warnings)
         except RankLostError as error:
             text = str(error).partition(" The checkpoint of step ")[0]
             if len(restarts) == max_restarts:
                 more = f" It was restarted {max_restarts} times (--max-restarts)." if max_restarts else ""
                 raise error.with_text(f"{error}{more}") from error
             begun_s = time.monotonic()
-            before = asked.plan
-            left = survivors.after(error.ranks, device_lost=error.device_lost)
-            asked = on_devices(asked, left)
-            begun = resumption(folder, asked.question, steps)
-            if error.raised and restarts and restarts[-1]["step"] == begun.step and restarts[-1]["failure"] == text:
+            before = prediction.plan
+            devices = survivors.after(error.ranks, device_lost=error.device_lost)
+            prediction = on_devices(prediction, devices)
+            step, plan = resumption(folder, prediction.question, steps).step, prediction.plan
+            if error.raised and restarts and restarts[-1]["step"] == step and restarts[-1]["failure"] == text:
                 raise error.with_text(f"{error} It was restarted and failed in the same way.") from error
-            restarts.append(
-                {
-                    "failure": text,
-                    "ranks": list(error.ranks),
-                    "step": begun.step,
-                    "devices": list(left),
-                    "plan": asked.plan.summary(),
-                    "planning_s": time.monotonic() - begun_s,
-                }
-            )
-            told = [_told(restarts[-1], is_same=asked.plan == before, count=len(restarts), most=max_restarts)]
-            warn(told[0])
-            forget_results(folder, run)
+            planning_s = time.monotonic() - begun_s
+            restart = {"failure": text, "ranks": list(error.ranks), "step": step, "devices": list(devices)}
+            restarts.append(restart | {"plan": plan.summary(), "planning_s": planning_s})
+            how = "under the same plan" if plan == before else f"on {len(devices)} devices under {plan.summary()}"
+            warnings = [
+                f"{text.rstrip('.')}. The training continues automatically from step {step}, {how} (restart {len(restarts)} of "
+                f"at most {max_restarts}, decided in {format_seconds(planning_s)})"
+            ]
+            warn(warnings[0])
+            forget_results(folder)
         else:
             return replace(done, document={**done.document, "restarts": restarts})
 
 
-def _told(restart: dict[str, Any], *, is_same: bool, count: int, most: int) -> str:
-    how = "under the same plan" if is_same else f"on {len(restart['devices'])} devices under {restart['plan']}"
-    seconds = format_seconds(restart["planning_s"])
-    return (
-        f"{restart['failure'].rstrip('.')}. The training continues automatically from step {restart['step']}, {how} "
-        f"(restart {count} of at most {most}, decided in {seconds})"
-    )
-
-
 def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
-    """The prediction for these devices: the same one, or that of a plan for fewer.
+    """A prediction on these devices of its cluster: itself, or that of a plan for fewer.
 
     A plan that was given by hand, or a mesh, cannot be kept on fewer: then the best of all families is taken.
 
@@ -136,29 +121,19 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
             f"the plan ({asked.plan.summary()}) has replicas with weights of their own, and {len(devices)} devices are left: "
             "fewer replicas cannot continue with them; continue with --resume on as many devices"
         )
-    table = asked.question.cluster.model_copy(update={"devices": tuple(devices)})
-    config = asked.question.model_copy(update={"cluster": table})
+    config = asked.question.changed(cluster=asked.question.cluster.model_copy(update={"devices": tuple(devices)}))
     try:
         return _planned(asked, config)
     except ParsimError:
-        return _planned(asked, config.model_copy(update={"plan": PlanSection()}))
+        return _planned(asked, config.changed(plan=PlanSection()))
 
 
 def _planned(asked: Prediction, config: Question) -> Prediction:
     """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
     cluster = cluster_of(config.cluster, asked.problem.cluster.profile)
     problem = problem_of(config, model=asked.problem.model, cluster=cluster)
-    problem = replace(problem, loading=asked.problem.loading)
-    found = answer_of(config, problem)
-    if not found.fits:
-        raise DoesNotFitError(found.sentence())
-    check_runnable(found.prediction, None)
-    return with_every_rank(found.prediction)
-
-
-def check_elastic(*, elastic: bool, adaptive: bool, max_restarts: int) -> None:
-    """Raises ConfigError for options that exclude one another."""
-    if elastic and adaptive:
-        raise ConfigError("--adaptive cannot continue a training that ended, and --elastic does; drop one of them")
-    if max_restarts < 0:
-        raise ConfigError(f"max_restarts = {max_restarts}: must be >= 0")
+    answer = answer_of(config, replace(problem, loading=asked.problem.loading))
+    if not answer.fits:
+        raise DoesNotFitError(answer.sentence())
+    check_runnable(answer.prediction, None)
+    return with_every_rank(answer.prediction)

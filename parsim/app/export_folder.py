@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.ask import with_every_rank
 from parsim.app.doctor import warn
 from parsim.app.judging import ask_again
-from parsim.app.launch import check_runnable, device_kind, run_spec
+from parsim.app.launch import check_runnable, job_of
 from parsim.app.prediction import Prediction, recipe_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import check_training, total_steps
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.execute.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_state, restore_one_by_one
 from parsim.execute.cuda.faults import visible_devices
-from parsim.execute.job import Job
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.launch import LOOPBACK, PORT, LaunchFile, TrainedWeights
 from parsim.model.build import build_module
@@ -30,7 +29,6 @@ from parsim.timeline import Timeline
 if TYPE_CHECKING:
     from torch import Tensor
 
-RUN = "run"
 BEST, LAST = "best", "last"
 WEIGHTS = ("trained", "ema")
 _INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
@@ -63,10 +61,10 @@ def export_folder(path: Path, *, format: str, out: Path | None = None, **options
             raise ConfigError(f"{folder.path} holds no {folder.plan.name}; simulate or run again")
         value = recipe_of(row.tool, config, Plan.load(folder.plan))
     elif row.writes == "step":
-        asked = ask_again(folder)
+        prediction = ask_again(folder)
         was_run = folder.job.is_file() and folder.timeline.is_file()
         measured = Timeline.load(folder.timeline) if was_run else None
-        value = EvaluatedStep(problem=asked.problem, evaluation=asked.evaluation, measured=measured)
+        value = EvaluatedStep(problem=prediction.problem, evaluation=prediction.evaluation, measured=measured)
     elif row.writes == "launch":
         value = _launch(folder, **options)
     else:
@@ -92,43 +90,35 @@ def _launch(
         )
     if not 1024 <= port <= 65534:
         raise ConfigError(f"port = {port}: give one from 1024 to 65534")
-    asked = with_every_rank(ask_again(folder))
-    check_runnable(asked, None)
-    check_training(asked.question, asked.problem.model)
-    machines = _machines(asked, nodes)
+    prediction = with_every_rank(ask_again(folder))
+    check_runnable(prediction, None)
+    check_training(prediction.question, prediction.problem.model)
+    machines = _machines(prediction, nodes)
     if interface is None and machines > 1:
         raise PlanError(f"{machines} machines need the interface over which they reach one another: --interface eth0")
-    per_node, device = asked.plan.world_size // machines, device_kind(asked)
-    gpus = [entry.index for entry in asked.problem.cluster.devices[:per_node]]
-    steps = total_steps(asked.question)
-    Job(
-        output=str(folder.path.resolve()),
-        mode="train",
-        runs=(run_spec(asked, RUN, folder.model),),
-        steps=steps,
-        warmup_steps=min(3, max(0, steps - 1)),
-        device=device,
-        checkpoint_every=checkpoint_every,
-        resume=True,
-    ).save(folder.job)
+    per_node = prediction.plan.world_size // machines
+    gpus = [device.index for device in prediction.problem.cluster.devices[:per_node]]
+    steps = total_steps(prediction.question)
+    job = job_of(prediction, folder, steps, checkpoint_every=checkpoint_every, resume=True)
+    job.save(folder.job)
     return LaunchFile(
-        name=asked.problem.model.name,
+        name=prediction.problem.model.name,
         job=folder.job.resolve(),
         nodes=machines,
         per_node=per_node,
         interface=interface or LOOPBACK,
         port=port,
-        device=device,
-        visible=visible_devices(gpus) if device == "cuda" else "",
-        import_folder=str(asked.question.model.import_folder or ""),
+        device=job.device,
+        visible=visible_devices(gpus) if job.device == "cuda" else "",
+        import_folder=str(prediction.question.model.import_folder or ""),
         token=secrets.token_hex(),
     )
 
 
-def _machines(asked: Prediction, nodes: int | None) -> int:
+def _machines(prediction: Prediction, nodes: int | None) -> int:
     """How many. Raises PlanError where the ranks do not divide by it, or lie otherwise on the cluster's nodes."""
-    ranks = asked.plan.world_size
-    by_node = Counter(device.node for device in asked.problem.cluster.devices[:ranks])
+    ranks = prediction.plan.world_size
+    by_node = Counter(device.node for device in prediction.problem.cluster.devices[:ranks])
     count = len(by_node) if nodes is None else nodes
     if count < 1 or ranks % count:
         raise PlanError(f"{ranks} ranks cannot be divided evenly over {count} machines; give --nodes a divisor of {ranks}")

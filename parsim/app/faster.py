@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from parsim.app.answer import Answer
 from parsim.app.ask import ask
 from parsim.app.config import Question
 from parsim.app.doctor import progress
-from parsim.errors import ConfigError, ParsimError
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import Profile, Sourced
+from parsim.errors import ConfigError, DoesNotFitError, ParsimError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.network import Network
+from parsim.hardware.profile import Profile
 
 MORE_GPUS = 1.5
 TIMES = 2.0
+Part = TypeVar("Part", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +66,9 @@ class WhatWould:
         return {"faster": self.faster, "changes": [change.to_dict() for change in self.changes]}
 
     def lines(self) -> list[str]:
-        """The same for people."""
-        enough = [change.what for change in self.changes if change.reaches]
-        said = ", or ".join(enough) if enough else "none of these changes alone"
-        return [
-            f"What would be {self.faster:.0%} faster: {said}.",
-            *(f"  {change.line()}" for change in self.changes),
-        ]
+        """Sentences for people."""
+        enough = ", or ".join(change.what for change in self.changes if change.reaches) or "none of these changes alone"
+        return [f"What would be {self.faster:.0%} faster: {enough}.", *(f"  {change.line()}" for change in self.changes)]
 
 
 def parse_faster(text: str) -> float:
@@ -79,11 +80,6 @@ def parse_faster(text: str) -> float:
         raise ConfigError(f"--faster {text!r}: write a share such as 20% or 0.2") from error
     if value >= 1 and not number.endswith("%"):
         raise ConfigError(f"--faster {text!r} would be {value:.0%}: write {number}%, or a share such as 0.2")
-    return check_faster(value)
-
-
-def check_faster(value: float) -> float:
-    """Raise ConfigError for an aim that cannot be."""
     if not 0 < value < 100:
         raise ConfigError(f"faster = {value:g}: must be > 0 and < 100; 0.2 means 20% more samples per second")
     return value
@@ -96,9 +92,8 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
         answer: to the question as it is. faster: the aim, 0.2 for 20% more samples per second.
 
     Raises:
-        ConfigError: the aim cannot be, or no plan fits as it is.
+        ConfigError: no plan fits as it is, or the cluster has several kinds of GPU.
     """
-    check_faster(faster)
     if answer.question.cluster.group is not None:
         raise ConfigError(
             "--faster changes clusters of one kind of GPU, and [[cluster.group]] names several; change the groups"
@@ -106,47 +101,67 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
     if not answer.fits:
         raise ConfigError("--faster compares with the plan that was chosen, and none fits; change the question first")
     base = answer.prediction.throughput_samples_per_s.median
-    found: list[WhatIf] = []
+    changes = []
     for what, question in _changed(answer):
         try:
             with progress(f"Planning with {what}"):
                 other = ask(question())
+            if not other.fits:
+                raise DoesNotFitError("no plan fits")
         except ParsimError as error:
-            found.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
-            continue
-        if not other.fits:
-            found.append(WhatIf(what=what, faster=None, reaches=False, reason="no plan fits"))
+            changes.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
             continue
         gain = other.prediction.throughput_samples_per_s.median / base - 1
-        found.append(WhatIf(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
-    order = sorted(found, key=lambda change: -1.0 if change.faster is None else change.faster, reverse=True)
-    return WhatWould(faster=faster, changes=tuple(order))
+        changes.append(WhatIf(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
+    changes.sort(key=lambda change: -1.0 if change.faster is None else change.faster, reverse=True)
+    return WhatWould(faster=faster, changes=tuple(changes))
 
 
 def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
+    """Every change by its name, and the function that makes the changed question. Raises ParsimError for one that cannot be."""
     cluster, question = answer.problem.cluster, answer.question
+    profile, network = cluster.profile, cluster.network
     nodes = max(device.node for device in cluster.devices) + 1
+    per_node = len({device.index for device in cluster.devices if device.node == 0})
 
-    def on(other: Callable[[], Cluster]) -> Callable[[], Question]:
-        return lambda: question.sourced(cluster=other())
+    def on(profile: Profile = profile, network: Network | None = network, count: int = nodes) -> Question:
+        first = None if per_node == len(profile.devices) else per_node
+        return question.sourced(cluster=cluster_from_profile(profile, first, nodes=count, network=network))
 
-    if nodes > 1 and cluster.network is not None:
-        yield f"bandwidth between nodes x {TIMES:g}", on(lambda: _with_network(cluster, nodes))
-    if cluster.size > 1 and cluster.profile.links:
-        yield f"bandwidth inside nodes x {TIMES:g}", on(lambda: _again(_faster_links(cluster.profile), cluster, nodes))
-    yield f"memory of a GPU x {TIMES:g}", on(lambda: _again(_more_memory(cluster.profile), cluster, nodes))
-    if cluster.network is not None or nodes > 1:
+    if nodes > 1 and network is not None:
+        card = _faster(network.card, "bandwidth_bytes_per_s")
+        yield f"bandwidth between nodes x {TIMES:g}", lambda: on(network=network.model_copy(update={"card": card}))
+    if cluster.size > 1 and profile.links:
+        links = {name: _faster(kind, "bandwidth_bytes_per_s") for name, kind in profile.link_kinds.items()}
+        yield f"bandwidth inside nodes x {TIMES:g}", lambda: on(profile.model_copy(update={"link_kinds": links}))
+    types = {name: _faster(kind, "memory_bytes") for name, kind in profile.device_types.items()}
+    yield f"memory of a GPU x {TIMES:g}", lambda: on(profile.model_copy(update={"device_types": types}))
+    mesh, batch = question.plan.mesh, question.training.global_batch
+    if network is not None or nodes > 1:
         more = _more_nodes(answer, nodes)
-        table = question.plan.mesh
-        both = "" if table is None or table.dp is None else " and batch"
+        grows = mesh is not None and mesh.dp is not None
 
         def grown() -> Question:
-            config = _with_replicas(question, more / nodes)
-            return config.sourced(cluster=_again(cluster.profile, cluster, more))
+            changed = on(count=more)
+            if mesh is None or mesh.dp is None:
+                return changed
+            dp, samples = Fraction(mesh.dp * more, nodes), Fraction(batch * more, nodes)
+            if dp.denominator > 1 or samples.denominator > 1:
+                raise ConfigError(
+                    f"plan.mesh.dp = {mesh.dp} and global_batch = {batch} times {more / nodes:g} are no whole numbers"
+                )
+            plan = question.plan.model_copy(update={"mesh": mesh.model_copy(update={"dp": int(dp)})})
+            return changed.changed(plan=plan, training=question.training.model_copy(update={"global_batch": int(samples)}))
 
-        yield f"GPUs{both} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
-    batch = question.training.model_copy(update={"global_batch": 2 * question.training.global_batch})
-    yield "global batch x 2", lambda: question.changed(training=batch)
+        yield f"GPUs{' and batch' if grows else ''} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
+    doubled = question.training.model_copy(update={"global_batch": 2 * batch})
+    yield "global batch x 2", lambda: question.changed(training=doubled)
+
+
+def _faster(part: Part, key: str) -> Part:
+    """A part of a machine with TIMES one of its numbers."""
+    number = getattr(part, key)
+    return part.model_copy(update={key: number.model_copy(update={"value": TIMES * number.value})})
 
 
 def _more_nodes(answer: Answer, nodes: int) -> int:
@@ -159,50 +174,3 @@ def _more_nodes(answer: Answer, nodes: int) -> int:
         return dp * count % nodes == 0 and answer.question.training.global_batch % (dp * count // nodes) == 0
 
     return 2 * nodes if not divides(more) and divides(2 * nodes) else more
-
-
-def _again(profile: Profile, cluster: Cluster, nodes: int) -> Cluster:
-    """The same cluster of another profile or another number of nodes. Raises ProfileError."""
-    per_node = len({device.index for device in cluster.devices if device.node == 0})
-    chosen = None if per_node == len(profile.devices) else per_node
-    return cluster_from_profile(profile, chosen, nodes=nodes, network=cluster.network)
-
-
-def _times(number: Sourced) -> Sourced:
-    return number.model_copy(update={"value": TIMES * number.value})
-
-
-def _with_network(cluster: Cluster, nodes: int) -> Cluster:
-    assert cluster.network is not None
-    card = cluster.network.card
-    faster = card.model_copy(update={"bandwidth_bytes_per_s": _times(card.bandwidth_bytes_per_s)})
-    network = cluster.network.model_copy(update={"card": faster})
-    return _again(cluster.profile, replace(cluster, network=network), nodes)
-
-
-def _faster_links(profile: Profile) -> Profile:
-    kinds = {
-        name: kind.model_copy(update={"bandwidth_bytes_per_s": _times(kind.bandwidth_bytes_per_s)})
-        for name, kind in profile.link_kinds.items()
-    }
-    return profile.model_copy(update={"link_kinds": kinds})
-
-
-def _more_memory(profile: Profile) -> Profile:
-    types = {
-        name: kind.model_copy(update={"memory_bytes": _times(kind.memory_bytes)}) for name, kind in profile.device_types.items()
-    }
-    return profile.model_copy(update={"device_types": types})
-
-
-def _with_replicas(config: Question, factor: float) -> Question:
-    """With as many more replicas, and a batch for them, where the mesh names them; other axes stay. Raises ConfigError."""
-    mesh, batch = config.plan.mesh, config.training.global_batch
-    if mesh is None or mesh.dp is None:
-        return config
-    grown = mesh.dp * factor
-    if grown != int(grown) or batch * factor != int(batch * factor):
-        raise ConfigError(f"plan.mesh.dp = {mesh.dp} and global_batch = {batch} times {factor:g} are no whole numbers")
-    plan = config.plan.model_copy(update={"mesh": mesh.model_copy(update={"dp": int(grown)})})
-    training = config.training.model_copy(update={"global_batch": int(batch * factor)})
-    return config.model_copy(update={"plan": plan, "training": training})

@@ -45,34 +45,10 @@ TIMELINE_COLUMNS = (
     "end_s",
     "duration_s",
 )
-PLAN_COLUMNS = (
-    "strategy",
-    "plan",
-    "chosen",
-    "step_s",
-    "step_p05_s",
-    "step_p95_s",
-    "throughput_samples_per_s",
-    "communication_fraction",
-    "communication_busy_fraction",
-    "exposed_communication_s",
-    "bubble_fraction",
-    "peak_memory_bytes",
-    "fits",
-    "fit_probability",
-    "reason",
-)
 
 
 def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFrame:
-    """A table of plans.
-
-    Args:
-        results: in any order. chosen: the number of the chosen one, or None.
-
-    Returns:
-        A DataFrame, one row per plan in the order given; the units stand in the column names.
-    """
+    """One row per plan, in the order given. Args: chosen: the number of the chosen one, or None."""
     rows = [
         {
             "strategy": result.strategy,
@@ -93,24 +69,16 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
         }
         for number, result in enumerate(results)
     ]
-    return frame(rows, PLAN_COLUMNS)
+    return frame(rows, list(rows[0]))
 
 
 def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
-    """A table of seconds by category.
-
-    Returns:
-        A DataFrame, one row per rank, seconds.
-    """
+    """One row per rank, seconds by category."""
     return frame([asdict(rank) | {"step_s": rank.step_s} for rank in breakdown], BREAKDOWN_COLUMNS)
 
 
 def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
-    """A table of memory.
-
-    Returns:
-        A DataFrame, one row per rank and line, bytes.
-    """
+    """One row per rank and line, bytes."""
     rows = []
     for rank in memory:
         spreads = {name: (low, high) for name, low, high in rank.spreads}
@@ -121,11 +89,7 @@ def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
 
 
 def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
-    """A table of spans.
-
-    Returns:
-        A DataFrame, one row per span in order of start, seconds.
-    """
+    """One row per span in order of start, seconds."""
     resources = [parse_resource(name) for name in timeline.resources]
     rows: list[dict[str, Any]] = []
     for number in timeline.start_s.argsort(kind="stable").tolist():
@@ -149,16 +113,11 @@ def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
                 "duration_s": end_s - start_s,
             }
         )
-    whole = frame(rows, TIMELINE_COLUMNS)
-    return whole.astype(dict.fromkeys(("stage", "replica", "microbatch", "bucket"), "Int64"))
+    return frame(rows, TIMELINE_COLUMNS).astype(dict.fromkeys(("stage", "replica", "microbatch", "bucket"), "Int64"))
 
 
 def frame(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """A DataFrame with these columns, also without rows.
-
-    Args:
-        rows: each maps column to value. columns: names in order.
-    """
+    """A DataFrame with these columns in this order, also without rows."""
     import pandas as pd
 
     return pd.DataFrame(list(rows), columns=list(columns))

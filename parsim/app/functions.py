@@ -19,13 +19,13 @@ from parsim.app.ask import ask, check_options, simulate_prediction
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
+from parsim.app.judging import updatable
 from parsim.app.launch import check_launchable
 from parsim.app.load import THIS_MACHINE, cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.prices import CostTable, collective_row, component_rows
 from parsim.app.question import is_run_file, question_from_file, question_of
-from parsim.app.record_validation import updatable
 from parsim.app.sections import MOST_SAMPLES
 from parsim.app.training_checks import check_images_suit
 from parsim.costs.costs import Costs
@@ -51,13 +51,10 @@ Asks = TypeVar("Asks", bound=Callable[..., Any])
 def _takes_keys(function: Asks) -> Asks:
     """A function whose signature lists every key of a run file in place of `**keys`, for help and completion."""
     signature = inspect.signature(function)
-    own = [entry for entry in signature.parameters.values() if entry.kind is not inspect.Parameter.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in KEYS
-        if name not in signature.parameters
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    named = {name: entry for name, entry in signature.parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD}
+    for name in KEYS:
+        named.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    function.__signature__ = signature.replace(parameters=list(named.values()))  # type: ignore[attr-defined]
     return function
 
 
@@ -108,8 +105,7 @@ def plan(
     >>> list(answer.table().columns[:4])
     ['strategy', 'plan', 'chosen', 'step_s']
     """
-    question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, example_inputs)
-    return _ask(question, top=top)
+    return _ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs), top=top)
 
 
 @_takes_keys
@@ -154,7 +150,7 @@ def simulate(
         _check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
         prediction = model.prediction if isinstance(model, Answer) else model
     else:
-        question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, example_inputs)
+        question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
         prediction = _ask(question).prediction
     with progress(f"Simulating {prediction.plan.summary()}"):
         return simulate_prediction(prediction, engine=engine, scenario=path, whole_run=whole_run)
@@ -210,13 +206,15 @@ def run(
         prediction = model.chosen if isinstance(model, Answer) else model
         name = prediction.problem.model.name
     else:
-        question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, None)
+        question = _question(model, cluster, global_batch, settings, keys, overrides)
         check_launchable(question)
         if question.source.model is None:
             check_images_suit(question)
         prediction, name = _ask(question, runs_here=True).prediction, question.source.name
     if steps is not None:
-        training = prediction.question.training.model_copy(update={"steps": _positive("steps", steps)})
+        if steps < 1:
+            raise ConfigError(f"steps = {steps}: must be >= 1")
+        training = prediction.question.training.model_copy(update={"steps": steps})
         prediction = replace(prediction, question=prediction.question.changed(training=training))
     return train(
         prediction,
@@ -268,9 +266,10 @@ def validate(
     if rounds < 4:
         raise ConfigError(f"rounds = {rounds}: the A/A floor splits them into halves of at least 2; measure 4 or more")
     if isinstance(target, Answer | Prediction):
-        asked = target.chosen if isinstance(target, Answer) else target
-        name = asked.problem.model.name
-        asked = asked if place is None else replace(asked, question=with_history(asked.question, place))
+        prediction = target.chosen if isinstance(target, Answer) else target
+        name = prediction.problem.model.name
+        if place is not None:
+            prediction = replace(prediction, question=with_history(prediction.question, place))
     else:
         question = question_from_file(Path(target), overrides)
         if place is not None:
@@ -279,9 +278,9 @@ def validate(
             updatable(question)
         check_launchable(question)
         with progress("Planning"):
-            asked, name = ask(question, runs_here=True).prediction, question.source.name
+            prediction, name = ask(question, runs_here=True).prediction, question.source.name
     return measure(
-        asked,
+        prediction,
         out=None if out is None else Path(out),
         name=f"{name}-validation",
         rounds=rounds,
@@ -338,7 +337,7 @@ def calibrate(
     """
     keys = {"optimizer": optimizer, "args": args, "input_shape": input_shape, "granularity": granularity}
     cluster = None if is_run_file(model) else THIS_MACHINE
-    question = _question(model, cluster, global_batch, _settings(None, keys), (), None)
+    question = _question(model, cluster, global_batch, None, keys)
     path = cache_path(question) if out is None else Path(out)
     if out is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -381,13 +380,16 @@ def cost(
     """
     if (collective is None) == (model is None):
         raise ConfigError("give either collective with size_bytes, or model with batch")
-    where = _priced_cluster(cluster, nodes, network)
-    title = f"Costs on {where.name}"
+    if not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster, nodes=nodes, network=network)
+    elif nodes != 1 or network is not None:
+        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
+    title = f"Costs on {cluster.name}"
     if collective is not None:
         if size_bytes is None:
             raise ConfigError(f"collective = {collective!r} needs size_bytes, the size of the whole array")
-        group = tuple(range(where.size)) if ranks is None else tuple(ranks)
-        document = collective_row(where, collective, size_bytes, group)
+        group = tuple(range(cluster.size)) if ranks is None else tuple(ranks)
+        document = collective_row(cluster, collective, size_bytes, group)
         return CostTable(title=title, rows=(document,), document=document)
     if batch is None:
         raise ConfigError("a model's costs need batch, the local samples that every component sees")
@@ -399,7 +401,8 @@ def cost(
         shape = None if input_shape is None else tuple(input_shape)
         spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
         priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
-    costs = Costs(model=model_in(priced, precision), cluster=where, numerics=Numerics(precision=precision, optimizer=optimizer))
+    numerics = Numerics(precision=precision, optimizer=optimizer)
+    costs = Costs(model=model_in(priced, precision), cluster=cluster, numerics=numerics)
     rows = tuple(component_rows(costs, batch, ways))
     name = priced.name if isinstance(model, Model) else model
     document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
@@ -429,11 +432,10 @@ def trace(
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
     """
-    shape = None if input_shape is None else tuple(input_shape)
     return model_from_module(
         module,
         example_inputs,
-        input_shape=shape,
+        input_shape=None if input_shape is None else tuple(input_shape),
         granularity=granularity,
         loss=loss,
         name=name,
@@ -462,8 +464,8 @@ def load_cluster(
     16
     """
     if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
-        found = machines_of(str(profile))
-        profile, nodes = found.node, found.nodes * nodes
+        machines = machines_of(str(profile))
+        profile, nodes = machines.node, machines.nodes * nodes
     loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
@@ -472,35 +474,12 @@ def _question(
     model: AskedModel,
     cluster: AskedCluster | None,
     global_batch: int | None,
-    settings: Mapping[str, object],
-    overrides: Sequence[str],
-    example_inputs: Any,
+    settings: Mapping[str, object] | None,
+    keys: Mapping[str, object],
+    overrides: Sequence[str] = (),
+    example_inputs: Any = None,
 ) -> Question:
-    return question_of(
-        model,
-        cluster=cluster.path if isinstance(cluster, Calibration) else cluster,
-        global_batch=global_batch,
-        settings=settings,
-        overrides=overrides,
-        example_inputs=example_inputs,
-    )
-
-
-def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
-    with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
-        return ask(question, top=top, runs_here=runs_here)
-
-
-def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> Cluster:
-    if not isinstance(cluster, Cluster):
-        return load_cluster(cluster, nodes=nodes, network=network)
-    if nodes != 1 or network is not None:
-        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
-    return cluster
-
-
-def _settings(settings: Mapping[str, object] | None, keys: Mapping[str, object]) -> dict[str, object]:
-    """Keys without their table, and settings, by "section.key". Raises ConfigError for an unknown key, and one given twice."""
+    """The question that arguments make. Raises ConfigError for a key that is unknown, or given with and without its table."""
     by_path: dict[str, object] = {}
     for name, value in keys.items():
         if name not in KEYS:
@@ -510,7 +489,19 @@ def _settings(settings: Mapping[str, object] | None, keys: Mapping[str, object])
     for key, value in (settings or {}).items():
         if key in by_path:
             raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {by_path[key]!r} was given as an argument; drop one")
-    return {**by_path, **(settings or {})}
+    return question_of(
+        model,
+        cluster=cluster.path if isinstance(cluster, Calibration) else cluster,
+        global_batch=global_batch,
+        settings=by_path | dict(settings or {}),
+        overrides=overrides,
+        example_inputs=example_inputs,
+    )
+
+
+def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
+    with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
+        return ask(question, top=top, runs_here=runs_here)
 
 
 def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:
@@ -525,10 +516,4 @@ def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> N
 def _positive_s(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name} = {value}: must be a number of seconds above 0")
-    return value
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} = {value}: must be >= 1")
     return value

@@ -60,7 +60,7 @@ def import_file(
     Raises:
         ParsimError: ImportedFileError for a file that is damaged, of another kind, or without usable content; ProfileError.
     """
-    given = {
+    keywords = {
         "cluster": cluster,
         "collective": collective,
         "ranks": ranks,
@@ -70,7 +70,7 @@ def import_file(
         "against": against,
         "overrides": overrides or None,
     }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in keywords.items() if value is not None}
     target = None if into is None else Path(into)
     source = read_source(Path(path))
     name, row = format_of(source, kind)

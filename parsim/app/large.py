@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +28,6 @@ BILLION = 1e9
 DEVICE_MTBF_HOURS = 16_384 * 54 * 24 / 419
 """50,700 hours: 419 unexpected interruptions in 54 days on 16,384 H100."""
 MTBF_SOURCE = "419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3, arXiv 2407.21783, section 3.3.4)"
-CHECKPOINT_S = 60.0
-RESTART_S = 600.0
 SELDOM = 0.01
 """Expected failures of a run below which no line is spent on them."""
 
@@ -50,8 +47,8 @@ class RunningCosts:
     busy_power_w: float | None
     device_mtbf_s: float
     mtbf_source: str
-    checkpoint_s: float = CHECKPOINT_S
-    restart_s: float = RESTART_S
+    checkpoint_s: float = 60.0
+    restart_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,56 +117,43 @@ class TrainingRun:
         }
 
     def lines(self) -> list[str]:
-        """The same for people. Failures are left out where less than one in a hundred runs meets one."""
-        losses, days, operation = self.losses, self.days, self.operation
+        """Sentences for people. Failures are left out where less than one in a hundred runs meets one."""
+        losses, days, operation, kwh = self.losses, self.days, self.operation, self.energy_kwh
         price = "price: unknown (set cluster.usd_per_hour)"
         if self.usd is not None:
             price = f"price: {_figure(self.usd)} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
-        energy = (
-            "; energy: unknown (set cluster.busy_power_w)"
-            if self.energy_kwh is None
-            else f"; energy of the GPUs: {_energy(self.energy_kwh)} at busy power"
-        )
-        median, low, high, whole = _durations(days.median, days.p05, days.p95, losses.days)
-        amount = _amount(self.amount)
+        energy = "energy: unknown (set cluster.busy_power_w)"
+        if kwh is not None:
+            energy = f"energy of the GPUs: {f'{kwh / 1e3:,.1f} MWh' if kwh >= 1e3 else f'{kwh:.3g} kWh'} at busy power"
+        durations = (days.median, days.p05, days.p95, losses.days)
+        if days.median < 1:
+            median, low, high, with_failures = (format_seconds(value * DAY_S) for value in durations)
+        else:
+            median, low, high, with_failures = (f"{value:.3g}" for value in durations)
+            median += " days"
+        amount = f"{self.amount:,.0f}"
+        if self.amount >= BILLION:
+            billions = self.amount / BILLION
+            amount = f"{billions:.6g} billion" if billions < 1e3 else f"{billions / 1e3:.6g} trillion"
         lines = [
             f"{amount} {self.unit}: {self.steps:,} steps, {median} (90% interval {low} to {high}), "
-            f"{whole} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
-            f"{price}{energy}",
+            f"{with_failures} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
+            f"{price}; {energy}",
         ]
-        if losses.failures < SELDOM:
-            return lines
-        return [
-            *lines,
-            f"failures: one in {format_seconds(losses.machine_mtbf_s)} on {self.devices} GPUs "
-            f"({operation.device_mtbf_s / HOUR_S:,.0f} hours per GPU: {operation.mtbf_source}), "
-            f"{losses.failures:.3g} expected; a checkpoint every {format_seconds(losses.interval_s)} "
-            f"(Daly; {operation.checkpoint_s:g} s to write, {operation.restart_s:g} s to restart) "
-            f"loses {format_percent(losses.lost_fraction)}",
-        ]
-
-
-def _amount(value: float) -> str:
-    """`12,800,000`; from a billion on `300 billion`, `15 trillion`."""
-    if value < BILLION:
-        return f"{value:,.0f}"
-    return f"{value / BILLION:.6g} billion" if value < 1e3 * BILLION else f"{value / BILLION / 1e3:.6g} trillion"
+        if losses.failures >= SELDOM:
+            lines.append(
+                f"failures: one in {format_seconds(losses.machine_mtbf_s)} on {self.devices} GPUs "
+                f"({operation.device_mtbf_s / HOUR_S:,.0f} hours per GPU: {operation.mtbf_source}), "
+                f"{losses.failures:.3g} expected; a checkpoint every {format_seconds(losses.interval_s)} "
+                f"(Daly; {operation.checkpoint_s:g} s to write, {operation.restart_s:g} s to restart) "
+                f"loses {format_percent(losses.lost_fraction)}"
+            )
+        return lines
 
 
 def _figure(value: float) -> str:
     """Whole from 100 on, below it three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _energy(kwh: float) -> str:
-    return f"{kwh / 1e3:,.1f} MWh" if kwh >= 1e3 else f"{kwh:.3g} kWh"
-
-
-def _durations(first: float, *others: float) -> list[str]:
-    """Days as texts, of which the first alone has the unit; hours and minutes where it is below one day."""
-    if first < 1:
-        return [format_seconds(value * DAY_S) for value in (first, *others)]
-    return [f"{first:.3g} days", *(f"{value:.3g}" for value in others)]
 
 
 def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
@@ -250,7 +234,7 @@ class Quoted:
 
     @property
     def tokens_per_s_per_device(self) -> Interval:
-        return _scaled(self.tokens_per_s, 1 / self.devices)
+        return self.tokens_per_s.times(1 / self.devices)
 
     @property
     def model_flop_per_s_per_device(self) -> float:
@@ -293,7 +277,7 @@ class Quoted:
         }
 
     def lines(self, *, run: bool = True) -> list[str]:
-        """The same for people."""
+        """Sentences for people."""
         rate, each = self.tokens_per_s, self.tokens_per_s_per_device
         tera = self.model_flop_per_s_per_device / 1e12
         masked = f"; MFU {format_percent(self.mfu_causal)} if a causal mask halves the attention scores"
@@ -324,15 +308,14 @@ def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -
     peak = sum(kind.peak_flop_per_s[precision] for kind in used) / len(used)
     mean = "the mean of " if len(kinds) > 1 else ""
     per_sample = model_flop(model)
-    fullest = max(evaluation.memory, key=lambda entry: entry.total_bytes)
+    fullest = max(evaluation.memory, key=lambda rank: rank.total_bytes)
     per_step = tokens * problem.global_batch
-    step_s, operation = evaluation.result.step_s, running_costs(config, problem)
     total = config.training.tokens
     return Quoted(
         devices=plan.world_size,
         parameters=model.parameter_count,
         tokens_per_step=per_step,
-        tokens_per_s=step_s.inverse(per_step),
+        tokens_per_s=evaluation.result.step_s.inverse(per_step),
         flop_per_token=per_sample / tokens,
         causal_flop_per_token=model_flop(model, causal=True) / tokens,
         hardware_flop_per_token=(per_sample + recomputed_flop(model, plan)) / tokens,
@@ -340,46 +323,42 @@ def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -
         peak=f"{peak / 1e12:,.0f} dense {precision} TFLOP/s of {mean}{' and '.join(kinds)}",
         memory=tuple((name, size) for name, size in fullest.lines if size),
         limit_bytes=fullest.limit_bytes,
-        operation=operation,
-        run=None if total is None else _run(total, "tokens", per_step, operation, problem, evaluation),
+        operation=running_costs(config, problem),
+        run=None if total is None else _run(config, problem, evaluation, total, "tokens", per_step),
     )
 
 
 def samples_run(config: Question, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
     """What `training.samples` takes under a plan; None where the question does not have it."""
     samples = config.training.samples
-    if samples is None:
-        return None
-    operation = running_costs(config, problem)
-    return _run(samples, "samples", problem.global_batch, operation, problem, evaluation)
+    return None if samples is None else _run(config, problem, evaluation, samples, "samples", problem.global_batch)
 
 
 def _run(
-    amount: float, unit: str, per_step: int, operation: RunningCosts, problem: PlanningProblem, evaluation: Evaluation
+    config: Question, problem: PlanningProblem, evaluation: Evaluation, amount: float, unit: str, per_step: int
 ) -> TrainingRun:
-    result, paid = evaluation.result, problem.cluster.size
-    return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=result.plan.world_size, paid=paid)
+    result, operation = evaluation.result, running_costs(config, problem)
+    devices, paid = result.plan.world_size, problem.cluster.size
+    return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=devices, paid=paid)
 
 
 def running_costs(config: Question, problem: PlanningProblem) -> RunningCosts:
-    """Of one device of the cluster; the mean over devices where they differ, unknown where it is for one of them."""
+    """What one device of the cluster takes: the mean where devices differ, unknown where it is for one of them."""
     kinds = Counter(device.type.name for device in problem.cluster.devices)
     costs = {name: operation_of(config, name) for name in kinds}
     first = next(iter(costs.values()))
     if len(costs) == 1:
         return first
-    prices = {name: entry.usd_per_hour for name, entry in costs.items()}
-    watts = {name: entry.busy_power_w for name, entry in costs.items()}
-    sources = "; ".join(dict.fromkeys(entry.price_source for entry in costs.values()))
-    price = _mean(prices, kinds)
-    return replace(first, usd_per_hour=price, price_source="" if price is None else sources, busy_power_w=_mean(watts, kinds))
 
+    def mean(key: str) -> float | None:
+        values = {name: getattr(cost, key) for name, cost in costs.items()}
+        if None in values.values():
+            return None
+        return float(sum(value * kinds[name] for name, value in values.items()) / kinds.total())
 
-def _mean(values: Mapping[str, float | None], counts: Mapping[str, int]) -> float | None:
-    known = [(value, counts[name]) for name, value in values.items() if value is not None]
-    if len(known) < len(values):
-        return None
-    return sum(value * count for value, count in known) / sum(counts.values())
+    price = mean("usd_per_hour")
+    sources = "; ".join(dict.fromkeys(cost.price_source for cost in costs.values()))
+    return replace(first, usd_per_hour=price, price_source="" if price is None else sources, busy_power_w=mean("busy_power_w"))
 
 
 def operation_of(config: Question, device: str) -> RunningCosts:
@@ -406,7 +385,3 @@ def operation_of(config: Question, device: str) -> RunningCosts:
         checkpoint_s=table.checkpoint_s,
         restart_s=table.restart_s,
     )
-
-
-def _scaled(interval: Interval, factor: float) -> Interval:
-    return Interval(**{name: factor * value for name, value in interval.to_dict().items()})

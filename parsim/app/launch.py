@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from parsim.app.config import Question
 from parsim.app.doctor import Say, warn
 from parsim.app.load import is_saved_model
 from parsim.app.prediction import Prediction
-from parsim.app.run_folder import RunFolder, what_is_left, write_json
+from parsim.app.run_folder import RUN, RunFolder, what_is_left, write_json
 from parsim.app.training_checks import check_rounds
 from parsim.errors import DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.cuda.gpu import check_gpus
-from parsim.execute.job import EXECUTION, Job, RunSpec
+from parsim.execute.job import EXECUTION, AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import HANG_S, launch
 from parsim.execute.processes.machine import describe_environment, differences_from_here
 from parsim.execute.processes.output import relayed
@@ -56,21 +57,22 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
             "training.global_batch, or another plan.strategy"
         )
+    name = asked.question.model.name
     if asked.question.source.form != "name":
         what = "an nn.Module" if asked.question.source.form == "module" else "a Model"
         raise ModelError(
-            f"{asked.question.model.name} was given as {what}: it can be planned and simulated, but every process of a run "
-            'must build its own. Put the code that makes it into a function and give "package.module:function" as the model'
+            f"{name} was given as {what}: it can be planned and simulated, but every process of a run must build its own. "
+            'Put the code that makes it into a function and give "package.module:function" as the model'
         )
-    if is_transformer(asked.question.model.name):
+    if is_transformer(name):
         raise ModelError(
-            f"{asked.question.model.name} is planned and simulated from its sizes, and parsim holds no module of it to train; "
-            "give the path of its Hugging Face config.json"
+            f"{name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of its "
+            "Hugging Face config.json"
         )
-    if is_saved_model(Path(asked.question.model.name)):
+    if is_saved_model(Path(name)):
         raise ModelError(
-            f"{asked.question.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
-            "name a model of the zoo, package.module:factory or a Hugging Face config.json"
+            f"{name} is a saved Model: it can be planned and simulated, but holds no module to train; name a model of the zoo, "
+            "package.module:factory or a Hugging Face config.json"
         )
     kind = device_kind(asked)
     if not DEVICE_KINDS[kind].backend:
@@ -78,7 +80,14 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"profile {asked.problem.cluster.profile.name} is of devices of kind {kind!r}, which are planned and simulated "
             f"only; to train, use a profile of kind {' or '.join(name for name, row in DEVICE_KINDS.items() if row.backend)}"
         )
-    _check_building(asked, kind)
+    device, weight_bytes = asked.problem.cluster.devices[0].type, asked.problem.model.parameter_bytes
+    follows = asked.question.model_spec.control_flow == EXAMPLE
+    if kind == "cuda" and follows and weight_bytes + device.context_bytes > device.memory_bytes:
+        raise DoesNotFitError(
+            f"the plan fits, but every process follows the example of control_flow = {EXAMPLE!r} on its GPU with all "
+            f"{format_bytes(weight_bytes)} of weights, where {device.name} has {format_bytes(device.memory_bytes)}. Write the "
+            "model without code that depends on the values of tensors; then each process puts only its own part there"
+        )
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
         raise PlanError(
@@ -93,15 +102,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
         )
     check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
-    check_executable(training.precision, training.dtype, device_kind(asked))
+    check_executable(training.precision, training.dtype, kind)
 
 
 def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
-    """A loss that is not a sum over samples, or a module that mixes them, trains on the whole batch at once, unless the user
-    allows another.
-
-    Raises PlanError with how the plan divides the batch.
-    """
+    """Raise PlanError for a plan that divides the batch of a loss that is no sum over samples, unless the user allows it."""
     smallest = min(PlanIndex(plan, model).local_samples(component.name) for component in model.components)
     if model.loss_form not in (COUPLED, ADDED_UP, MIXING) or allowed or smallest == plan.global_batch:
         return
@@ -119,21 +124,8 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
     )
 
 
-def _check_building(asked: Prediction, kind: str) -> None:
-    """Raise DoesNotFitError where an example cannot be followed on a GPU: each process computes it there with all weights."""
-    device = asked.problem.cluster.devices[0].type
-    whole = asked.problem.model.parameter_bytes
-    follows = asked.question.model_spec.control_flow == EXAMPLE
-    if kind == "cuda" and follows and whole + device.context_bytes > device.memory_bytes:
-        raise DoesNotFitError(
-            f"the plan fits, but every process follows the example of control_flow = {EXAMPLE!r} on its GPU with all "
-            f"{format_bytes(whole)} of weights, where {device.name} has {format_bytes(device.memory_bytes)}. Write the model "
-            "without code that depends on the values of tensors; then each process puts only its own part there"
-        )
-
-
 def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
-    """The answer's plan as the executor takes it."""
+    """One plan as the executor takes it."""
     training = asked.question.training
     return RunSpec(
         name=name,
@@ -156,19 +148,43 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
     )
 
 
+def job_of(
+    asked: Prediction,
+    folder: RunFolder,
+    steps: int,
+    *,
+    mode: Literal["train", "measure"] = "train",
+    rounds: int = 1,
+    checkpoint_every: int = 0,
+    resume: bool = False,
+    adaptive: AdaptiveSpec | None = None,
+) -> Job:
+    """The job of one plan in a folder; options as in `Job`."""
+    return Job(
+        output=str(folder.path.resolve()),
+        mode=mode,
+        runs=(run_spec(asked, RUN, folder.model),),
+        steps=steps,
+        rounds=rounds,
+        warmup_steps=min(3, max(0, steps - 1)) if mode == "train" else 2,
+        device=device_kind(asked),
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        adaptive=adaptive,
+    )
+
+
 def device_kind(asked: Prediction) -> str:
     """A row of DEVICE_KINDS, as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
 
 
 def warn_of_profile(asked: Prediction) -> list[str]:
-    """Changes of the machine since the profile was measured, also printed on stderr, because the run is compared with its
-    predictions.
-    """
-    warnings = differences_from_here(asked.problem.cluster.profile)
+    """Changes of the machine since the profile was measured, which spoil the comparison of a run; printed on stderr, too."""
+    warnings = list(differences_from_here(asked.problem.cluster.profile))
     for warning in warnings:
         warn(warning)
-    return list(warnings)
+    return warnings
 
 
 def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None = None, *, hang_s: float = HANG_S) -> list[str]:
@@ -190,32 +206,27 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     environment = describe_environment()
     write_json(folder.environment, environment)
     warnings: list[str] = []
+    env: dict[str, str] = {}
+    if job.device == "cuda" and asked is not None:  # the GPUs that the plan uses, where they are not the first ones
+        gpus = [device.index for device in asked.problem.cluster.devices[: job.world_size]]
+        if visible := visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+            env["CUDA_VISIBLE_DEVICES"] = visible
 
-    def told(text: str) -> None:
+    def on_warning(text: str) -> None:
         warnings.append(text)
         warn(text)
 
-    trains = job.mode == "train"
     try:
-        launch(folder.job, job.world_size, on_line=relayed(say, told), hang_s=hang_s, env=_visible(job, asked))
+        launch(folder.job, job.world_size, on_line=relayed(say, on_warning), hang_s=hang_s, env=env)
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
-        hints += [what_is_left(folder, job.steps)] if trains else []
-        said = str(error)
-        text = " ".join([said if said.endswith("?") else f"{said.rstrip('.')}.", *filter(None, hints)])
+        hints += [what_is_left(folder, job.steps)] if job.mode == "train" else []
+        reason = str(error) if str(error).endswith("?") else f"{str(error).rstrip('.')}."
+        text = " ".join([reason, *filter(None, hints)])
         raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
     execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
     return warnings
-
-
-def _visible(job: Job, asked: Prediction | None) -> dict[str, str]:
-    """On GPUs: those that the plan uses, where they are not the first ones."""
-    if job.device != "cuda" or asked is None:
-        return {}
-    wanted = [device.index for device in asked.problem.cluster.devices[: job.world_size]]
-    found = visible_devices(wanted, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return {"CUDA_VISIBLE_DEVICES": found} if found else {}
 
 
 def nearest_that_fits(asked: Prediction) -> str:
@@ -223,7 +234,8 @@ def nearest_that_fits(asked: Prediction) -> str:
     if not asked.among:
         return ""
     failed = max(asked.evaluation.result.peak_memory_bytes)
-    smaller = [entry.result for entry in asked.among if entry.result.fits and max(entry.result.peak_memory_bytes) < failed]
+    results = [evaluation.result for evaluation in asked.among]
+    smaller = [result for result in results if result.fits and max(result.peak_memory_bytes) < failed]
     if not smaller:
         return "None of the plans that were compared needs less memory."
     best = min(smaller, key=lambda result: result.step_s.median)

@@ -11,7 +11,7 @@ from torch import nn
 
 from parsim.app.config import Question
 from parsim.data.datasets import dataset_for, target_of
-from parsim.data.samples import BatchOrder, Samples
+from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, DataError, ModelError
 from parsim.execute.stage import seeded_module
 from parsim.model.model import Model
@@ -51,11 +51,7 @@ class Learner:
         return LocalTraining(module, self.problem, optimizer)
 
     def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
-        """Steps over seeds at the best learning rate.
-
-        Args:
-            target: score. plan: of the rule, with its replicas or stages. rule: of synchronisation. seeds: of weights and
-                order. most_steps: at most.
+        """Steps to a score over seeds (of weights and order), at the best learning rate, under a plan of the rule.
 
         Raises:
             AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
@@ -99,8 +95,8 @@ def learner_of(question: Question, model: Model, replicas: int) -> Learner:
     training, batch = question.training, question.training.global_batch
     why = why_not(question, replicas)
     if not why:
-        given = [f"training.{key}" for key in LEFT_OUT if getattr(training, key)]
-        left_out = f" without its {' and '.join(given)}" if given else ""
+        keys = [f"training.{key}" for key in LEFT_OUT if getattr(training, key)]
+        left_out = f" without its {' and '.join(keys)}" if keys else ""
         return Learner(
             words=f"{question.model.name} on digits, the model asked for{left_out}",
             problem=own_problem(question),
@@ -117,11 +113,9 @@ def learner_of(question: Question, model: Model, replicas: int) -> Learner:
             f"{replicas} replicas share {len(problem)} samples of digits, and each needs one a step: use fewer"
         )
     width = "-".join(map(str, (problem.features, *HIDDEN, problem.outputs)))
+    stand_in = f"the digits MLP ({width}), {each * replicas} samples a step, sgd: a stand-in for {question.model.name}"
     return Learner(
-        words=(
-            f"the digits MLP ({width}), {each * replicas} samples a step, sgd: a stand-in for {question.model.name}, "
-            f"because {why}"
-        ),
+        words=f"{stand_in}, because {why}",
         problem=problem,
         question=None,
         model=None,
@@ -176,17 +170,17 @@ def own_problem(question: Question) -> LearningProblem:
     spec = question.model_spec
     if target_of(spec).task != "classify":
         raise DataError(f"{spec.name} does not classify images")
-    train, test = (_tensors(dataset_for(spec, "digits", root=None, split=split)) for split in ("train", "test"))
+    tensors: list[torch.Tensor] = []
+    for split in ("train", "test"):
+        data = dataset_for(spec, "digits", root=None, split=split)
+        values = data.values(np.arange(len(data)))
+        tensors += [torch.from_numpy(values["input:0"]).float(), torch.from_numpy(values["target"]).long()]
+    inputs, targets, test_inputs, test_targets = tensors
     return LearningProblem(
         name="digits",
-        inputs=train[0],
-        targets=train[1],
-        test_inputs=test[0],
-        test_targets=test[1],
-        outputs=int(train[1].max()) + 1,
+        inputs=inputs,
+        targets=targets,
+        test_inputs=test_inputs,
+        test_targets=test_targets,
+        outputs=int(targets.max()) + 1,
     )
-
-
-def _tensors(data: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    values = data.values(np.arange(len(data)))
-    return torch.from_numpy(values["input:0"]).float(), torch.from_numpy(values["target"]).long()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.app.config import SWITCHES, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
-from parsim.app.sections import ClusterSection, TrainingSection
+from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
 from parsim.costs.loading import UnmeasuredLoading
 from parsim.data import DATASETS
@@ -57,45 +56,40 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
         PlanError for a mesh that the devices do not make.
     """
+    plan, training = config.plan, config.training
     cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), config.training.recipe.groups)
-    if config.training.tokens is not None and not tokens_per_sample(model):
+    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
+    if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
-            f"training.tokens = {config.training.tokens:g}: {model.name} is not a language model, so its samples have no "
-            "tokens; give training.samples (--samples N), the samples of all epochs together"
+            f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
+            "give training.samples (--samples N), the samples of all epochs together"
         )
-    if config.plan.mesh is not None:
-        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
-    check_groups_fill(config.plan.dp_shard, cluster.size)
-    pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
+    if plan.mesh is not None:
+        check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+    check_groups_fill(plan.dp_shard, cluster.size)
+    pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
+    scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
         model=model,
         cluster=cluster,
-        global_batch=config.training.global_batch,
-        numerics=config.training.numerics,
-        update_calls=2 if config.training.no_weight_decay else 1,
-        scored=scored_of(config.training),
-        clip_gradients=config.training.clip_norm is not None,
-        loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[config.training.dataset].is_own else None,
+        global_batch=training.global_batch,
+        numerics=training.numerics,
+        update_calls=2 if training.no_weight_decay else 1,
+        scored="" if training.evaluation is None else scored,
+        clip_gradients=training.clip_norm is not None,
+        loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
-        fit_probability=config.plan.fit_probability,
-        zero_stage=config.plan.zero_stage,
-        recompute=recompute_by_pattern(config.plan.recompute, model),
-        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not config.plan.activation_offload,
-        optimizer_offload=config.plan.optimizer_offload or False,
-        activation_offload=offload_by_pattern(config.plan.activation_offload or False, model),
-        constraints=constraints_of(config.plan),
+        fit_probability=plan.fit_probability,
+        zero_stage=plan.zero_stage,
+        recompute=recompute_by_pattern(plan.recompute, model),
+        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
+        optimizer_offload=plan.optimizer_offload or False,
+        activation_offload=offload_by_pattern(plan.activation_offload or False, model),
+        constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=config.plan.capacity_factor or 0.0,
-        forbids=forbids_by_pattern(config.plan.forbid, model, pins),
+        capacity_factor=plan.capacity_factor or 0.0,
+        forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
-
-
-def scored_of(training: TrainingSection) -> Scored:
-    """What a run validates on the way, which takes memory (`parsim.predict.memory`)."""
-    if training.evaluation is None:
-        return ""
-    return "averages" if training.ema is not None and training.ema.evaluate else "weights"
 
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:
@@ -106,7 +100,7 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
     if table.group is not None:
-        groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
+        groups = [NodeGroup(**dict(group)) for group in table.group]
         mixed = mixed_cluster(groups, network, devices=devices, link=table.link, profile=profile)
         return replace(mixed, profile=with_host_memory(mixed.profile, table))
     assert profile is not None
@@ -115,16 +109,16 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
 
 def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
     """The profile with what the run file says of the host's memory; the same one where it says nothing."""
-    given = {
+    values = {
         "memory_bytes": table.host_memory_bytes,
         "bandwidth_bytes_per_s": table.host_memory_bandwidth_bytes_per_s,
         "link_bytes_per_s": table.host_link_bytes_per_s,
     }
-    given = {key: value for key, value in given.items() if value is not None}
-    if not given:
+    values = {key: value for key, value in values.items() if value is not None}
+    if not values:
         return profile
-    known = {} if profile.host_memory is None else profile.host_memory.model_dump(exclude={"source"})
-    host = HostMemory(**{**known, **given, "source": GIVEN})
+    measured = {} if profile.host_memory is None else profile.host_memory.model_dump(exclude={"source"})
+    host = HostMemory(**{**measured, **values, "source": GIVEN})
     sources = {**profile.sources, GIVEN: SourceEntry(kind="assumption", text="[cluster] of the run file")}
     return profile.model_copy(update={"host_memory": host, "sources": sources})
 
@@ -237,10 +231,24 @@ def on_this_machine(config: Question) -> Question:
         return config
     if config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes = {config.cluster.nodes}: {THIS_MACHINE} is one machine; set cluster.nodes = 1")
-    model = config.source.model
-    path = _found(config, model) or _made(config, model)
+    path = _kept_profile(config)
+    if path is None:
+        path = cache_path(config)
+        if importlib.util.find_spec("torch") is None:
+            raise MissingDependencyError(
+                f"{THIS_MACHINE} needs a calibration, and that needs torch, which is not installed; pip install "
+                "'parsim[torch]', or name a shipped profile"
+            )
+        if config.source.model is not None:
+            raise ConfigError(
+                f"{config.model.name} was given as a value, and no profile in {path.parent} has measured it. A calibration "
+                'builds the model in every process; give "package.module:function" as the model, or the path of a profile as '
+                "the cluster"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        measure_machine(calibration_request([config], device=device_here(), quick=True), path)
     print(f"{THIS_MACHINE}: {path}", file=sys.stderr, flush=True)
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": str(path)})})
+    return config.changed(cluster=config.cluster.model_copy(update={"profile": str(path)}))
 
 
 def cache_path(config: Question) -> Path:
@@ -262,66 +270,40 @@ def cache_path(config: Question) -> Path:
     return profiles_folder() / f"{THIS_MACHINE}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}.json"
 
 
-def _found(config: Question, model: Model | None) -> Path | None:
-    """The newest profile in the cache that serves the question."""
-    asked: Model | None = None
-    own = cache_path(config) if model is None else None
-    for path, profile in _kept_profiles():
-        if profile.device_types[profile.devices[0].type].kind != device_here() or differences_from_here(profile):
-            continue
-        asked = asked or model or model_of(config)
-        if path == own or serves(profile, config, asked):
-            return path
-    return None
-
-
-def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
-    """The readable profiles in the cache, the newest first; one that is broken is named on stderr."""
-    folder = profiles_folder()
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+def _kept_profile(config: Question) -> Path | None:
+    """The newest profile in the cache that serves the question; one that is broken is named on stderr."""
+    model = config.source.model
+    made_for_it = cache_path(config) if model is None else None
+    for path in sorted(profiles_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            yield path, load_profile(str(path))
+            profile = load_profile(str(path))
         except ProfileError as error:
             warn(error)
+            continue
+        if profile.device_types[profile.devices[0].type].kind != device_here() or differences_from_here(profile):
+            continue
+        model = model or model_of(config)
+        if path == made_for_it or serves(profile, config, model):
+            return path
+    return None
 
 
 def serves(profile: Profile, config: Question, model: Model) -> bool:
     """Whether the profile has measured what the question's plans compute, on as many devices as it asks for."""
     devices = config.devices
-    wanted = len(devices) if isinstance(devices, list) else devices or 0
-    if len(profile.devices) < wanted:
+    if len(profile.devices) < (len(devices) if isinstance(devices, list) else devices or 0):
         return False
     if not {point.optimizer for point in profile.compute.optimizers}.issuperset(config.training.optimizers):
         return False
     samples: dict[str, set[int]] = {}
-    computed = config.training.precision if device_here() == "cuda" else "fp32"
+    precision = config.training.precision if device_here() == "cuda" else "fp32"
     for point in profile.compute.components:
-        if point.precision != computed:
-            continue
-        samples.setdefault(point.fingerprint, set()).add(point.samples)
+        if point.precision == precision:
+            samples.setdefault(point.fingerprint, set()).add(point.samples)
     batches = local_batches(config.training.global_batch)
-    low, high = min(batches), max(batches)
     return all(
-        (seen := samples.get(component.fingerprint)) is not None and min(seen) <= low and max(seen) >= high
+        (measured := samples.get(component.fingerprint)) is not None
+        and min(measured) <= min(batches)
+        and max(measured) >= max(batches)
         for component in model.components
     )
-
-
-def _made(config: Question, model: Model | None) -> Path:
-    """Calibrate quickly for this question."""
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError(
-            f"{THIS_MACHINE} needs a calibration, and that needs torch, which is not installed; pip install 'parsim[torch]', "
-            "or name a shipped profile"
-        )
-    path = cache_path(config)
-    if model is not None:
-        raise ConfigError(
-            f"{config.model.name} was given as a value, and no profile in {path.parent} has measured it. A calibration builds "
-            'the model in every process; give "package.module:function" as the model, or the path of a profile as the cluster'
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    measure_machine(calibration_request([config], device=device_here(), quick=True), path)
-    return path

@@ -9,31 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.export_folder import export_folder
 from parsim.app.frames import breakdown_frame, frame, timeline_frame
-from parsim.app.judging import typical_step
+from parsim.app.judging import diagnosed, judge, measured, typical_step
 from parsim.app.prediction import Prediction
+from parsim.app.run_folder import RUN, RunFolder
 from parsim.costs.diagnosis import Diagnosis
 from parsim.formats.exports import Exported
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.report.notebook import table_html
-from parsim.report.tables import format_error, kind_table, to_text, validation_table
+from parsim.report.tables import ReportTable, format_error, kind_table, to_text, validation_table
 from parsim.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.measurement import Measurement
-
-
-KIND_COLUMNS = (
-    "kind",
-    "tasks",
-    "predicted_s",
-    "measured_s",
-    "relative_error",
-    "median_absolute_relative_error",
-    "within_interval",
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,53 +109,30 @@ class Measured:
         one step, a task on several ranks counted once), relative_error, median_absolute_relative_error (over single tasks),
         within_interval (the measured seconds lie in the predicted 90% interval).
         """
-        step = self.comparison.step
-        rows: list[dict[str, Any]] = [
-            {
-                "kind": "step",
-                "tasks": len(self.comparison.tasks),
-                "predicted_s": step.predicted_s,
-                "measured_s": step.measured_s,
-                "relative_error": step.relative_error,
-                "median_absolute_relative_error": None,
-                "within_interval": step.within_interval,
-            }
+        columns = ("predicted_s", "measured_s", "relative_error", "median_absolute_relative_error", "within_interval")
+        comparison = self.comparison
+        named = [
+            ("step", len(comparison.tasks), comparison.step),
+            *((kind.kind, kind.count, kind) for kind in comparison.kinds),
         ]
-        rows += [
-            {
-                "kind": row.kind,
-                "tasks": row.count,
-                "predicted_s": row.predicted_s,
-                "measured_s": row.measured_s,
-                "relative_error": row.relative_error,
-                "median_absolute_relative_error": row.median_absolute_relative_error,
-                "within_interval": row.within_interval,
-            }
-            for row in self.comparison.kinds
+        rows = [
+            {"kind": name, "tasks": tasks, **{column: getattr(part, column, None) for column in columns}}
+            for name, tasks, part in named
         ]
-        return frame(rows, KIND_COLUMNS)
+        return frame(rows, ("kind", "tasks", *columns))
 
     def breakdown(self) -> pd.DataFrame:
         """Where the measured step of each rank went; columns as `Prediction.breakdown`."""
-        graph = self.prediction.evaluation.graph
-        return breakdown_frame(breakdown(graph, self.seen.timelines[typical_step(self.seen)]))
+        return breakdown_frame(breakdown(self.prediction.evaluation.graph, typical_step(self.seen)))
 
     def memory(self) -> pd.DataFrame:
         """Peak of live tensors. Columns: rank, predicted_bytes, measured_bytes, relative_error."""
-        rows = [
-            {
-                "rank": row.rank,
-                "predicted_bytes": row.predicted_bytes,
-                "measured_bytes": row.measured_bytes,
-                "relative_error": row.relative_error,
-            }
-            for row in self.comparison.memory
-        ]
-        return frame(rows, ("rank", "predicted_bytes", "measured_bytes", "relative_error"))
+        columns = ("rank", "predicted_bytes", "measured_bytes", "relative_error")
+        return frame([{column: getattr(row, column) for column in columns} for row in self.comparison.memory], columns)
 
     def timeline(self) -> pd.DataFrame:
         """The measured step whose length is the median of the recorded ones; columns as `Prediction.timeline`."""
-        return timeline_frame(self.prediction.evaluation.graph, self.seen.timelines[typical_step(self.seen)])
+        return timeline_frame(self.prediction.evaluation.graph, typical_step(self.seen))
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.document)
@@ -184,11 +151,26 @@ class Measured:
         return f"Measured({self.headline()}; folder {self.folder})"
 
     def __str__(self) -> str:
-        document = self.comparison.to_dict()
-        row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
-        return "\n".join(to_text(table) for table in (validation_table([row]), kind_table(document))).rstrip()
+        return "\n".join(map(to_text, self._tables())).rstrip()
 
     def _repr_html_(self) -> str:
+        return "".join(map(table_html, self._tables()))
+
+    def _tables(self) -> tuple[ReportTable, ReportTable]:
         document = self.comparison.to_dict()
         row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
-        return table_html(validation_table([row])) + table_html(kind_table(document))
+        return validation_table([row]), kind_table(document)
+
+
+def compared(folder: RunFolder, prediction: Prediction, run: str = RUN) -> Measured:
+    """What the ranks of a run wrote down, beside its prediction; the document is left to the caller."""
+    seen = measured(folder, run, prediction.evaluation)
+    comparison = judge(prediction.problem, prediction.evaluation, seen)
+    return Measured(
+        folder=folder.path,
+        prediction=prediction,
+        comparison=comparison,
+        seen=seen,
+        diagnosis=diagnosed(prediction, seen, comparison),
+        document={},
+    )

@@ -23,7 +23,15 @@ from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
 from parsim.report.notebook import table_html
-from parsim.report.tables import breakdown_table, format_rate, interval_texts, memory_table, strategy_table, to_text
+from parsim.report.tables import (
+    ReportTable,
+    breakdown_table,
+    format_rate,
+    interval_texts,
+    memory_table,
+    strategy_table,
+    to_text,
+)
 from parsim.report.trace import task_label
 from parsim.units import format_bytes
 
@@ -159,14 +167,11 @@ class Prediction:
         return samples_run(self.question, self.problem, self.evaluation)
 
     def export(self, format: str, *, out: str | Path) -> Exported:
-        """Write the plan or its timeline as a file of another tool.
+        """Write the plan or its timeline as a file of another tool; returns what was written and what is `left_out`.
 
         Args:
             format: "deepspeed", "torchtitan", "megatron", "chakra" or "chrome" (docs/export.md).
             out: the file, or the folder of several.
-
-        Returns:
-            What was written, and what the format cannot express (`left_out`).
 
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
@@ -184,12 +189,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
-        loading = self.problem.loading
-        return describe(self.evaluation) | {
-            "quoted": None if self.quoted is None else self.quoted.to_dict(),
-            "samples_run": None if self.samples_run is None else self.samples_run.to_dict(),
-            "loading": None if loading is None else loading.to_dict(),
-        }
+        parts = {"quoted": self.quoted, "samples_run": self.samples_run, "loading": self.problem.loading}
+        return describe(self.evaluation) | {key: None if part is None else part.to_dict() for key, part in parts.items()}
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
@@ -206,54 +207,51 @@ class Prediction:
         return f"Prediction({self.plan.summary()}: {self.headline()})"
 
     def __str__(self) -> str:
-        document = self.to_dict()
+        lines = ["\n".join(map(to_text, self._tables())) + self.evaluation.alone_text()]
+        if self.scenario is not None:
+            lines.append(f"Under {self.scenario['file']}: {self.headline()}")
+        if self.problem.loading is not None:
+            lines.append(self.problem.loading.text())
+        for figures in (self.quoted, self.samples_run):
+            lines += [] if figures is None else figures.lines()
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        strategies, breakdown, _ = self._tables()
+        return table_html(strategies) + table_html(breakdown)
+
+    def _tables(self) -> tuple[ReportTable, ReportTable, ReportTable]:
+        """The plan, the categories of its step, and its memory."""
+        document = describe(self.evaluation)
         title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
-        tables = (
+        return (
             strategy_table([self.result.to_dict()], title=title),
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
         )
-        played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
-        text = "\n".join(to_text(table) for table in tables) + self.evaluation.alone_text() + played
-        text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
-        figures = [] if self.quoted is None else self.quoted.lines()
-        whole = [] if self.samples_run is None else self.samples_run.lines()
-        return "\n".join([text, *figures, *whole])
-
-    def _repr_html_(self) -> str:
-        title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
-        rows = [asdict(rank) | {"step_s": rank.step_s} for rank in self.evaluation.breakdown]
-        return table_html(strategy_table([self.result.to_dict()], title=title)) + table_html(breakdown_table(rows))
 
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
     """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
-    return evaluation.result.to_dict() | {
-        "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
-        "memory": [
-            {
-                "rank": rank.rank,
-                "lines": dict(rank.lines),
-                "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
-                "total_bytes": rank.total_bytes,
-                "p05_bytes": rank.low_bytes,
-                "p95_bytes": rank.high_bytes,
-                "limit_bytes": rank.limit_bytes,
-                "fits": rank.fits,
-                "fit_probability": rank.fit_probability,
-                **(
-                    {
-                        "host_lines": dict(rank.host_lines),
-                        "host_bytes": rank.host_bytes,
-                        "host_limit_bytes": rank.host_limit_bytes,
-                    }
-                    if rank.host_lines
-                    else {}
-                ),
-            }
-            for rank in evaluation.memory
-        ],
-    }
+    memory = []
+    for rank in evaluation.memory:
+        row = {
+            "rank": rank.rank,
+            "lines": dict(rank.lines),
+            "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
+            "total_bytes": rank.total_bytes,
+            "p05_bytes": rank.low_bytes,
+            "p95_bytes": rank.high_bytes,
+            "limit_bytes": rank.limit_bytes,
+            "fits": rank.fits,
+            "fit_probability": rank.fit_probability,
+        }
+        if rank.host_lines:
+            row |= {"host_lines": dict(rank.host_lines)}
+            row |= {"host_bytes": rank.host_bytes, "host_limit_bytes": rank.host_limit_bytes}
+        memory.append(row)
+    breakdown = [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown]
+    return evaluation.result.to_dict() | {"breakdown": breakdown, "memory": memory}
 
 
 def recipe_of(framework: str, config: Question, plan: Plan) -> PlannedRecipe:

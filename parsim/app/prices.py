@@ -81,10 +81,8 @@ def _phase_rows(costs: Costs, component: str, samples: int, rule: str = "", ways
     rows = []
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         work = Compute(component=component, phase=phase, samples=samples, rule=rule, ways=ways)
-        shard = {"rule": rule, "ways": ways} if rule else {}
-        rows.append(
-            {"component": component, "phase": phase.value, "samples": samples, **shard, **_priced(costs.estimate(work, 0))}
-        )
+        row = {"component": component, "phase": phase.value, "samples": samples}
+        rows.append(row | ({"rule": rule, "ways": ways} if rule else {}) | _priced(costs.estimate(work, 0)))
     return rows
 
 
@@ -132,8 +130,8 @@ class CostTable:
             rows.append(plain | {"seconds": interval["median"], "seconds_p05": interval["p05"], "seconds_p95": interval["p95"]})
         last = ("seconds", "seconds_p05", "seconds_p95")
         names = list(dict.fromkeys(key for row in rows for key in row if key not in last))
-        found = [name for name in names if name not in ("source", "detail", "extrapolated")]
-        return frame(rows, [*found, *last, "source", "detail", "extrapolated"])
+        names = [name for name in names if name not in ("source", "detail", "extrapolated")]
+        return frame(rows, [*names, *last, "source", "detail", "extrapolated"])
 
     def explain(self) -> pd.DataFrame:
         """How every price is made, one row per term in the order in which they apply.
@@ -152,10 +150,10 @@ class CostTable:
 
     def __repr__(self) -> str:
         lines = str(self).splitlines()
-        if len(lines) <= LINES_SHOWN:
-            return "\n".join(lines)
-        more = len(lines) - LINES_SHOWN + 1
-        return "\n".join([*lines[: LINES_SHOWN - 1], f"... {more} more lines: print it, or table()"])
+        if len(lines) > LINES_SHOWN:
+            more = len(lines) - LINES_SHOWN + 1
+            lines[LINES_SHOWN - 1 :] = [f"... {more} more lines: print it, or table()"]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return table_html(cost_table(self.rows, title=self.title))

@@ -22,7 +22,6 @@ from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import is_framework_file, read_recipe
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.devices import DeviceType
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
@@ -46,23 +45,31 @@ USUAL_OPTIMIZER = "adamw_fused"
 USUAL_PRECISIONS = ("bf16", "amp_fp16", "amp_bf16")
 """Of a transformer: the first that the device has a peak for."""
 
-_PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
-    ("training", "precision", "precision {}"),
-    ("training", "optimizer", "optimizer {}"),
-    ("cluster", "nodes", "{} node"),
-    ("model", "granularity", "granularity {}"),
-    ("plan", "strategy", "strategy {}"),
-    ("plan", "zero_stage", "zero_stage {}"),
-    ("plan", "recompute", "recompute {}"),
-)
+_PREDICTED_FROM = {
+    "training.precision": "precision {}",
+    "training.optimizer": "optimizer {}",
+    "cluster.nodes": "{} node",
+    "model.granularity": "granularity {}",
+    "plan.strategy": "strategy {}",
+    "plan.zero_stage": "zero_stage {}",
+    "plan.recompute": "recompute {}",
+}
 """Keys whose defaults change what is predicted, and how they are shown."""
 
 
 def assumed_text(assumed: Mapping[str, Any]) -> str:
     """`assumed: precision fp32, optimizer sgd_momentum, ...`; empty where nothing was left open."""
-    texts = {f"{table}.{key}": text for table, key, text in _PREDICTED_FROM}
-    told = [_told(key, value, texts) for key, value in assumed.items()]
-    return f"assumed: {', '.join(told)}" if told else ""
+    texts = []
+    for key, value in assumed.items():
+        if key == DEVICES:
+            texts.append(f"all {value} devices" if value != 1 else "1 device")
+        elif key == "model.input_shape":
+            texts.append(f"input_shape {list(value)}")
+        elif key.startswith("model.args."):
+            texts.append(f"{key.removeprefix('model.args.')} {value}")
+        else:
+            texts.append(_PREDICTED_FROM[key].format(value))
+    return f"assumed: {', '.join(texts)}" if texts else ""
 
 
 def precision_text(assumed: Mapping[str, Any], peak_flop_per_s: Mapping[str, float]) -> str:
@@ -83,23 +90,20 @@ def loss_text(model: Model) -> str:
     return f"loss: {model.loss or 'as the saved Model was traced'}{f' ({note})' if note else ''}"
 
 
+_LOSS_NOTES = {
+    COUPLED: "not a sum over samples: the loss of a batch, or its gradient, is not the mean of those of its samples, so data "
+    "parallelism and microbatches change it",
+    ADDED_UP: "a scalar that is the sum over the batch, and a scalar is taken as the mean: replicas and microbatches make its "
+    "gradients smaller; return the mean, or one number per sample",
+    MIXING: "the module mixes the samples of a batch: its loss changes where the batch is divided, so data parallelism and "
+    "microbatches train another model than one process",
+}
+
+
 def loss_note(model: Model) -> str:
     """What is assumed of a loss that is the user's own; empty for parsim's, which are sums over samples."""
-    if model.loss_form == COUPLED:
-        return (
-            "not a sum over samples: the loss of a batch, or its gradient, is not the mean of those of its samples, so data "
-            "parallelism and microbatches change it"
-        )
-    if model.loss_form == ADDED_UP:
-        return (
-            "a scalar that is the sum over the batch, and a scalar is taken as the mean: replicas and microbatches make its "
-            "gradients smaller; return the mean, or one number per sample"
-        )
-    if model.loss_form == MIXING:
-        return (
-            "the module mixes the samples of a batch: its loss changes where the batch is divided, so data parallelism and "
-            "microbatches train another model than one process"
-        )
+    if model.loss_form in _LOSS_NOTES:
+        return _LOSS_NOTES[model.loss_form]
     form = model.loss_form.removesuffix("unchecked").strip()
     text = {"mean": "a scalar, taken as the mean over the batch", "per sample": "one number per sample, added up"}.get(form, "")
     if model.loss_form.endswith("unchecked"):
@@ -112,16 +116,6 @@ def constant_text(model: Model) -> str:
     values = [model.value[name] for name in model.inputs if name in model.value]
     names = [value.name for value in values if not value.bytes_per_sample and value.fixed_bytes]
     return f"constant inputs: {', '.join(names)} (dim 0 is not the batch)" if names else ""
-
-
-def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
-    if key == DEVICES:
-        return f"all {value} devices" if value != 1 else "1 device"
-    if key == "model.input_shape":
-        return f"input_shape {list(value)}"
-    if key.startswith("model.args."):
-        return f"{key.removeprefix('model.args.')} {value}"
-    return texts[key].format(value)
 
 
 def question_from_file(path: Path, overrides: Sequence[str] = (), *, settings: Mapping[str, object] | None = None) -> Question:
@@ -165,24 +159,30 @@ def question_of(
         form, name = "model", model.name
     elif isinstance(model, str | Path):
         form, name = "name", str(model)
-        _check_known(name)
+        if ":" not in name and not is_config(name) and not is_known(name):
+            try:
+                zoo_row(name)
+            except ModelError as error:
+                raise ModelError(f"{error}, or a run file (RUN{FILE_SUFFIX})") from error
     else:
         name = type(model).__name__
     if cluster is None or global_batch is None:
-        raise ConfigError(_missing_text(name, cluster, global_batch))
-    if isinstance(cluster, str | Path):
-        profile, cluster_value = str(cluster), None
-        table = _cluster_table(profile, changes_of(settings, overrides))
+        missing = ["--on CLUSTER (cluster=)"] * (cluster is None) + ["--batch N (global_batch=)"] * (global_batch is None)
+        raise ConfigError(
+            f"{name} alone is not a question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for "
+            f"example `{EXAMPLE}`, or give a run file"
+        )
+    if isinstance(cluster, Cluster):
+        profile, table = cluster.profile.name, {"profile": cluster.profile.name}
     else:
-        profile, cluster_value = cluster.profile.name, cluster
-        table = {"profile": profile}
+        profile, table = str(cluster), _cluster_table(str(cluster), changes_of(settings, overrides))
     document = {"model": {"name": name}, "cluster": table, "training": {"global_batch": global_batch}}
     question = question_from(document, overrides, settings=settings, where=f"{name} on {profile}")
     stem = Path(name).stem if name.endswith(".json") else name
     question = importable(question, Path.cwd()).sourced(
-        name=re.sub(r"[^A-Za-z0-9._-]+", "-", stem), cluster=cluster_value, form=form
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", stem), cluster=cluster if isinstance(cluster, Cluster) else None, form=form
     )
-    if cluster_value is not None:
+    if isinstance(cluster, Cluster):
         _check_untouched("cluster", question.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
     if isinstance(model, str | Path):
         return with_usual(question)
@@ -190,9 +190,7 @@ def question_of(
         _check_untouched("model", question.model.model_fields_set - {"name"}, "was given as a finished Model")
         return question.sourced(model=model)
     _check_untouched("model", question.model.model_fields_set - MODULE_KEYS, "was given as a module")
-    traced = traced_model(model, example_inputs, question)
-    _check_weights(model, question.training.precision)
-    return question.sourced(model=traced)
+    return question.sourced(model=_traced_model(model, example_inputs, question))
 
 
 def _question_of_recipe(
@@ -249,10 +247,13 @@ def is_run_file(name: str | Path) -> bool:
     return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
 
 
-def traced_model(module: Any, example_inputs: Any, question: Question) -> Model:
-    """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
-    spec = question.model_spec
-    return model_from_module(
+def _traced_model(module: Any, example_inputs: Any, question: Question) -> Model:
+    """The Model of an nn.Module, with its loss, from example inputs or model.input_shape.
+
+    Raises ModelError, TraceError; ConfigError for weights of another type than the precision has, as they are recorded.
+    """
+    spec, precision = question.model_spec, question.training.precision
+    model = model_from_module(
         module,
         example_inputs,
         input_shape=spec.input_shape,
@@ -262,19 +263,14 @@ def traced_model(module: Any, example_inputs: Any, question: Question) -> Model:
         output=spec.output,
         control_flow=spec.control_flow,
     )
-
-
-def _check_weights(module: Any, precision: str) -> None:
-    """A module is recorded with its weights in the type it has them in. Raises ConfigError for a precision of another one."""
-    wanted = recorded_weights(precision)
-    other = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters() if tensor.is_floating_point()} - {
-        wanted
-    }
-    if other:
+    weights = recorded_weights(precision)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters() if tensor.is_floating_point()}
+    if dtypes - {weights}:
         raise ConfigError(
-            f"training.precision = {precision!r} keeps weights in {wanted}, and the module has them in "
-            f"{', '.join(sorted(other))}; give module.to(torch.{wanted}), or another precision"
+            f"training.precision = {precision!r} keeps weights in {weights}, and the module has them in "
+            f"{', '.join(sorted(dtypes - {weights}))}; give module.to(torch.{weights}), or another precision"
         )
+    return model
 
 
 def taken_defaults(question: Question, devices: int | None = None) -> dict[str, Any]:
@@ -283,18 +279,16 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
     Args:
         devices: how many the loaded cluster has, for a question that names none.
     """
-    taken: dict[str, Any] = {}
     source = question.source
+    values = {"plan": question.plan.plan_path, "model": source.model, "cluster": source.cluster}
+    taken: dict[str, Any] = {}
     if source.cluster is None and question.cluster.devices is None:
         taken[DEVICES] = devices
-    for table, key, _ in _PREDICTED_FROM:
+    for path in _PREDICTED_FROM:
+        table, key = path.split(".")
         section = getattr(question, table)
-        if table == "plan" and question.plan.plan_path is not None:
-            continue
-        if (table == "model" and source.model is not None) or (table == "cluster" and source.cluster is not None):
-            continue
-        if key not in section.model_fields_set:
-            taken[f"{table}.{key}"] = getattr(section, key)
+        if values.get(table) is None and key not in section.model_fields_set:
+            taken[path] = getattr(section, key)
     name = question.model.name
     if source.model is None and (name in ZOO or is_transformer(name)):
         spec = resolve(question.model_spec)
@@ -308,10 +302,7 @@ def importable(question: Question, folder: Path) -> Question:
     """Put the folder that holds the module of a name "package.module:ROW" first on the import path.
 
     Args:
-        folder: of the run file, or the current directory for a question without a file.
-
-    Returns:
-        The question, with `model.import_folder` filled in where `folder` holds the module of one of its names.
+        folder: of the run file, or the current directory; it becomes `model.import_folder` if it holds such a module.
 
     Raises:
         ConfigError: another module of that name was imported before, so this process would use it instead.
@@ -332,68 +323,40 @@ def importable(question: Question, folder: Path) -> Question:
 
 
 def with_usual(question: Question) -> Question:
-    """The question with the defaults of a transformer, which still count as left open; the same for any other model.
+    """The question with the defaults of a transformer, which still count as left open; itself for any other model.
 
     Raises:
         ProfileError: the cluster that the question names cannot be read.
         ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
     """
-    question = _filled_in(question)
+    name, plan, training = question.model.name, question.plan, question.training
+    row = named(name)
+    by_name = row is not None and row.shape is not None
+    if by_name:
+        check_splits(question)
+        cut = plan.strategy not in ("single", "dp") and (plan.mesh is None or plan.mesh.tp != 1)
+        question = question.changed(model=_filled(question.model, granularity="sublayer" if cut else "block"))
+    if by_name or (takes_usual(name) and not (is_config(name) and is_saved_model(Path(name)))):
+        device = None  # this machine may not have been calibrated yet
+        if (cluster := question.source.cluster) is not None or question.cluster.machine != "this-machine":
+            device = (cluster or cluster_of(question.cluster)).devices[0].type
+        if by_name or (device is not None and device.kind != "cpu"):
+            precision = training.precision
+            if device is not None and training.dtype == "float32":
+                precision = next((name for name in USUAL_PRECISIONS if name in device.peak_flop_per_s), precision)
+            question = question.changed(training=_filled(training, optimizer=USUAL_OPTIMIZER, precision=precision))
     check_widths(question.training)
     return question
 
 
-def _filled_in(question: Question) -> Question:
-    name = question.model.name
-    row = named(name)
-    if row is None or row.shape is None:
-        if not takes_usual(name) or (is_config(name) and is_saved_model(Path(name))):
-            return question
-        device = _first_device(question)
-        if device is None or device.kind == "cpu":
-            return question
-        return question.changed(training=_filled(question.training, _usual_training(question)))
-    check_splits(question)
-    mesh = question.plan.mesh
-    cut = question.plan.strategy not in ("single", "dp") and (mesh is None or mesh.tp != 1)
-    return question.changed(
-        training=_filled(question.training, _usual_training(question)),
-        model=_filled(question.model, {"granularity": "sublayer" if cut else "block"}),
-    )
-
-
-def _usual_training(question: Question) -> dict[str, Any]:
-    training = question.training
-    precision = training.precision
-    if "precision" not in training.model_fields_set and training.dtype == "float32":
-        device = _first_device(question)
-        peaks = device.peak_flop_per_s if device is not None else {}
-        precision = next((name for name in USUAL_PRECISIONS if name in peaks), precision)
-    return {"optimizer": USUAL_OPTIMIZER, "precision": precision}
-
-
-def _first_device(question: Question) -> DeviceType | None:
-    """The first device's type; None for this machine, which may not have been calibrated yet."""
-    cluster = question.source.cluster
-    if cluster is None and question.cluster.machine == "this-machine":
-        return None
-    return (cluster or cluster_of(question.cluster)).devices[0].type
-
-
-def _filled(section: Any, values: dict[str, Any]) -> ConfigSection:
+def _filled(section: ConfigSection, **values: Any) -> ConfigSection:
     """A section with values for keys that were left out; they stay left out for whoever asks what was given."""
-    given = set(section.model_fields_set)
-    new = {key: value for key, value in values.items() if key not in given}
-    filled: ConfigSection = type(section).model_construct(_fields_set=given, **{**dict(section), **new})
-    return filled
+    left_out = {key: value for key, value in values.items() if key not in section.model_fields_set}
+    return type(section).model_construct(_fields_set=set(section.model_fields_set), **{**dict(section), **left_out})
 
 
 def check_splits(question: Question) -> None:
-    """Check the axes of plan.mesh against the heads, layers and experts of a transformer by name; any other model passes.
-
-    Raises:
-        ConfigError: with the nearest axis that divides.
-    """
+    """Raise ConfigError where an axis of plan.mesh does not divide a transformer by name; any other model passes."""
     name, mesh = question.model.name, question.plan.mesh
     row = named(name)
     if row is None or row.shape is None or mesh is None:
@@ -401,30 +364,23 @@ def check_splits(question: Question) -> None:
     args = dict(question.model.args)
     shape, input_shape = shape_of(name, args), question.model.input_shape
     tokens = input_shape[0] if input_shape else sequence_of(name, args)
-    if mesh.tp is not None:
-        _check_divides("tp", mesh.tp, "heads", shape.heads, name)
-        _check_divides("tp", mesh.tp, "inside of the MLP", shape.inner, name)
-        if question.plan.sequence_parallel is not False and args.get("sequence_parallel", True):
-            _check_divides("tp", mesh.tp, "tokens of a sample", tokens, name)
-    if mesh.pp is not None:
-        chunks = question.plan.chunks or 1
-        if mesh.pp * chunks > shape.layers:
-            raise ConfigError(
-                f"plan.mesh.pp = {mesh.pp} with {chunks} chunks are {mesh.pp * chunks} stages, and {name} has "
-                f"{shape.layers} layers; the nearest: pp * chunks <= {shape.layers}"
-            )
-    if mesh.ep is not None and shape.experts:
-        _check_divides("ep", mesh.ep, "experts", shape.experts, name)
-    if mesh.cp is not None:
-        _check_divides("cp", mesh.cp, "tokens of a sample", tokens, name)
-
-
-def _check_divides(axis: str, ways: int, what: str, size: int, name: str) -> None:
-    if size % ways:
+    chunks = question.plan.chunks or 1
+    if mesh.pp is not None and mesh.pp * chunks > shape.layers:
         raise ConfigError(
-            f"plan.mesh.{axis} = {ways} must divide the {what} ({size:,}) of {name}; the nearest that do: "
-            f"{nearest_divisors(size, ways)}"
+            f"plan.mesh.pp = {mesh.pp} with {chunks} chunks are {mesh.pp * chunks} stages, and {name} has "
+            f"{shape.layers} layers; the nearest: pp * chunks <= {shape.layers}"
         )
+    divided = [("tp", "heads", shape.heads), ("tp", "inside of the MLP", shape.inner), ("ep", "experts", shape.experts)]
+    if question.plan.sequence_parallel is not False and args.get("sequence_parallel", True):
+        divided.append(("tp", "tokens of a sample", tokens))
+    divided.append(("cp", "tokens of a sample", tokens))
+    for axis, what, size in divided:
+        ways = getattr(mesh, axis) or 1
+        if size % ways:
+            raise ConfigError(
+                f"plan.mesh.{axis} = {ways} must divide the {what} ({size:,}) of {name}; the nearest that do: "
+                f"{nearest_divisors(size, ways)}"
+            )
 
 
 def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
@@ -433,42 +389,15 @@ def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
         return  # said where it is read
     if path.is_dir() and (config := path / "config.json").is_file():
         raise ConfigError(f"{path} is a folder; for the Hugging Face model in it give {config}")
-    given = [
-        (option, key, value)
-        for option, key, value in (
-            ("--on or --gpus (cluster=)", "[cluster]", cluster),
-            ("--batch (global_batch=)", "training.global_batch", global_batch),
-        )
-        if value is not None
-    ]
-    if given:
-        option, key, value = given[0]
-        how = f"--set {key}={value}" if key != "[cluster]" else "--set cluster.profile=... (or cluster.gpu, cluster.nodes)"
-        raise ConfigError(
-            f"{option} is for a question without a file, but {path} is a run file, which says {key} itself; drop it, or "
-            f"override the file: {how}"
-        )
-
-
-def _check_known(name: str) -> None:
-    """A name without a colon or a .json at its end is one of the zoo."""
-    if ":" not in name and not is_config(name) and not is_known(name):
-        try:
-            zoo_row(name)
-        except ModelError as error:
-            raise ModelError(f"{error}, or a run file (RUN{FILE_SUFFIX})") from error
-
-
-def _missing_text(name: str, cluster: object, global_batch: object) -> str:
-    missing = [
-        text
-        for text, value in (("--on CLUSTER (cluster=)", cluster), ("--batch N (global_batch=)", global_batch))
-        if value is None
-    ]
-    return (
-        f"{name} alone is not a question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for example "
-        f"`{EXAMPLE}`, or give a run file"
-    )
+    for option, key, value, how in (
+        ("--on or --gpus (cluster=)", "[cluster]", cluster, "cluster.profile=... (or cluster.gpu, cluster.nodes)"),
+        ("--batch (global_batch=)", "training.global_batch", global_batch, f"training.global_batch={global_batch}"),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{option} is for a question without a file, but {path} is a run file, which says {key} itself; drop it, or "
+                f"override the file: --set {how}"
+            )
 
 
 def _check_untouched(table: str, keys: set[str], what: str) -> None:

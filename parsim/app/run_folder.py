@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
 import shutil
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 
 from parsim.app.config import Question, load_config
 from parsim.app.config_text import references
-from parsim.costs.history import NO_HISTORY, SUFFIX, History, read_history
+from parsim.app.prediction import Prediction
+from parsim.costs.history import SUFFIX
 from parsim.costs.loading import OwnLoading, own_loading_from
 from parsim.errors import ConfigError, CostError
 from parsim.execute.checkpoint.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
@@ -33,108 +35,68 @@ from parsim.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from parsim.hardware.compose import load_profile
-from parsim.hardware.profile import Profile, save_profile
-from parsim.model.model import Model
-from parsim.model.spec import ModelSpec
-from parsim.plans.plan import Plan
+from parsim.hardware.profile import save_profile
 
 # The folder a run leaves: everything needed to judge it again, without the machine it ran on.
 
 
-@dataclass(frozen=True, slots=True)
+RUN = "run"
+"""Name of the only run of a job; that of the folder of its records."""
+
+
+class FileBelow:
+    """An attribute of a folder: the path of a file below its `path`."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, folder: Any, owner: type) -> Path:
+        return Path(folder.path, *self.parts)
+
+
+@dataclass(frozen=True)
 class RunFolder:
-    """Names of the files of one run below `path`."""
+    """Names of the files of one run below `path`.
+
+    `loading` says what reading a dataset of the user's own costs, `timeline` is the measured step that is the median of the
+    recorded ones, `best` the checkpoint with the best validation score.
+    """
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def history(self) -> Path:
-        return self.path / f"profile{SUFFIX}"
-
-    @property
-    def loading(self) -> Path:
-        """What reading a dataset of the user's own costs; only of such a run."""
-        return self.path / "loading.json"
-
-    @property
-    def job(self) -> Path:
-        return self.path / "job.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def timeline(self) -> Path:
-        """The measured step that is the median of the recorded ones."""
-        return self.path / "timeline.json.gz"
-
-    @property
-    def predicted_timeline(self) -> Path:
-        return self.path / "predicted-timeline.json.gz"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """The checkpoint with the best validation score."""
-        return self.path / "best" / "checkpoints"
+    config = FileBelow("config.toml")
+    model = FileBelow("model.json")
+    plan = FileBelow("plan.json")
+    profile = FileBelow("profile.json")
+    history = FileBelow(f"profile{SUFFIX}")
+    loading = FileBelow("loading.json")
+    job = FileBelow("job.json")
+    result = FileBelow("result.json")
+    timeline = FileBelow("timeline.json.gz")
+    predicted_timeline = FileBelow("predicted-timeline.json.gz")
+    trace = FileBelow("trace.json")
+    report = FileBelow("report.html")
+    environment = FileBelow("environment.json")
+    checkpoints = FileBelow("checkpoints")
+    best = FileBelow("best", "checkpoints")
 
     def records(self, run: str) -> Path:
         """What the ranks wrote down of one run of the job."""
         return self.path / run
 
-    def write_question(
-        self,
-        config: Question,
-        model: Model,
-        plan: Plan,
-        profile: Profile,
-        history: History = NO_HISTORY,
-        loading: OwnLoading | None = None,
-    ) -> None:
+    def write_question(self, prediction: Prediction) -> None:
         """Write the question, with the profile and plan that answer it, before anything runs."""
+        problem = prediction.problem
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.config, config.to_toml())
-        model.save(self.model)
-        plan.save(self.plan)
-        save_profile(profile, self.profile)
-        history.save(self.history)
-        if loading is None:
+        write_text_atomically(self.config, prediction.question.to_toml())
+        problem.model.save(self.model)
+        prediction.plan.save(self.plan)
+        save_profile(problem.cluster.profile, self.profile)
+        problem.history.save(self.history)
+        if problem.loading is None:
             self.loading.unlink(missing_ok=True)
         else:
-            write_json(self.loading, loading.to_dict())
+            write_json(self.loading, problem.loading.to_dict())
 
     def read_config(self) -> Question:
         """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is not a run folder."""
@@ -143,9 +105,6 @@ class RunFolder:
                 f"{self.path} is not a run folder: it holds no {self.config.name}; give the --out of `parsim run`"
             )
         return load_config(self.config, calls_model=False)
-
-    def read_profile(self) -> Profile:
-        return load_profile(str(self.profile))
 
     def read_loading(self) -> OwnLoading | None:
         """What was known of loading when the question was asked. Raises ConfigError for a file that was changed."""
@@ -157,10 +116,6 @@ class RunFolder:
             except CostError as error:
                 raise ValueError(str(error)) from error
 
-    def read_history(self, profile: Profile) -> History:
-        """The validations that were known when the folder's question was asked."""
-        return read_history(self.history, profile)
-
 
 def new_folder(path: Path | None, name: str) -> RunFolder:
     """`path`, or runs/NAME, runs/NAME-2, ... that is made here. Raises ConfigError if `path` holds something."""
@@ -168,14 +123,12 @@ def new_folder(path: Path | None, name: str) -> RunFolder:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} exists and is not empty; give another --out, or --resume to continue it")
         return RunFolder(path)
-    number = 1
-    while True:
+    for number in itertools.count(1):
         candidate = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             candidate.mkdir(parents=True)
-            return RunFolder(candidate)
-        except FileExistsError:
-            number += 1
+            break
+    return RunFolder(candidate)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -185,7 +138,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
 """Keys of [training] with which another training begins."""
-TOLD = (
+MENTIONED = (
     "learning_rate",
     "groups",
     "precision",
@@ -254,111 +207,87 @@ def resumption(folder: RunFolder, config: Question, steps: int) -> Resumption:
     remove_partial_files(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = latest_checkpoint(folder.checkpoints)
-    told = [str(entry.message) for entry in caught]
-    if found is None and has_checkpoints(folder.checkpoints):
+        checkpoint = latest_checkpoint(folder.checkpoints)
+    texts = [str(warning.message) for warning in caught]
+    if checkpoint is None and has_checkpoints(folder.checkpoints):
         raise ConfigError(
-            f"no checkpoint in {folder.checkpoints} can be read ({told[0] if told else 'none is complete'}); to start "
+            f"no checkpoint in {folder.checkpoints} can be read ({texts[0] if texts else 'none is complete'}); to start "
             "again, give another --out, or remove that folder"
         )
-    for key in TOLD:
-        then, now = getattr(before.training, key), getattr(config.training, key)
-        if then != now:
-            told.append(f"training.{key} was {then}, and is {now} from here on")
-    told += _other_length(before, config)
-    if found is None:
-        told.append(f"{folder.path} holds no checkpoint yet: the training starts at step 0")
-        return Resumption(step=0, is_finished=False, warnings=tuple(told))
-    if found.step > steps:
-        raise ConfigError(
-            f"the training in {folder.path} has made {found.step} steps already, and {steps} are asked for; set training.steps "
-            f"above {found.step} to continue, or give another --out"
+    then, now = before.training, config.training
+    for key in MENTIONED:
+        if getattr(then, key) != getattr(now, key):
+            texts.append(f"training.{key} was {getattr(then, key)}, and is {getattr(now, key)} from here on")
+    # A schedule over the whole training has other rates where the training has become longer.
+    was, length = (f"{part.epochs} epochs" if part.steps is None else f"{part.steps} steps" for part in (then, now))
+    over = "" if now.schedule is None else SCHEDULES[now.schedule.name].length
+    if now.schedule is not None and over and over not in dict(now.schedule.arguments) and was != length:
+        texts.append(
+            f"training.schedule.{over} is left out: {now.schedule.name} was over {was}, and is over {length} from here on, "
+            "with other rates; set it to keep them"
         )
-    is_finished = folder.result.is_file() and (found.step == steps or _stopped_at(folder) == found.step)
+    if checkpoint is None:
+        texts.append(f"{folder.path} holds no checkpoint yet: the training starts at step 0")
+        return Resumption(step=0, is_finished=False, warnings=tuple(texts))
+    step = checkpoint.step
+    if step > steps:
+        raise ConfigError(
+            f"the training in {folder.path} has made {step} steps already, and {steps} are asked for; set training.steps "
+            f"above {step} to continue, or give another --out"
+        )
+    is_finished = folder.result.is_file() and step == steps
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # an early stop is in the result, where it can be read
+        is_finished |= parse_json(read_regular(folder.result), allow_nan=True).get("stopped_early_at") == step
     if is_finished:
-        told.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to continue it")
-    return Resumption(step=found.step, is_finished=is_finished, warnings=tuple(told))
-
-
-def _stopped_at(folder: RunFolder) -> int | None:
-    """The step at which the finished training of a folder stopped early."""
-    try:
-        found = parse_json(read_regular(folder.result), allow_nan=True).get("stopped_early_at")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) else None
+        texts.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to continue it")
+    return Resumption(step=step, is_finished=is_finished, warnings=tuple(texts))
 
 
 def _check_same(folder: RunFolder, before: Question, config: Question) -> None:
-    changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
-    changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
-    then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
-    changed.append(("training.groups (parameters and optimizer)", then, now))
-    changed.append(("training.evaluation.monitor", _followed(before), _followed(config)))
-    changed += _changed_model(before.model_spec, config.model_spec)
-    other = [(key, then, now) for key, then, now in changed if then != now]
-    if other:
-        said = "; ".join(f"{key} was {_text(then)}, now {_text(now)}" for key, then, now in other)
+    """Raise ConfigError where a training of something else begins, with every key that differs."""
+    old, new = _identity(before), _identity(config)
+    if before.model.name == config.model.name:  # two models of one name differ in arguments or inputs
+        for identity, question in ((old, before), (new, config)):
+            identity |= {f"model.{key}": value for key, value in question.model_spec.to_dict().items()}
+    changes = [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
+    if before.model.name != config.model.name:
+        changes.append(f"model was {before.model.name}, now {config.model.name}")
+    if changes:
         raise ConfigError(
-            f"{folder.path} holds another training ({said}); give the same settings to continue, or give another --out"
+            f"{folder.path} holds another training ({'; '.join(changes)}); give the same settings to continue, or give another "
+            "--out"
         )
 
 
-def _changed_model(before: ModelSpec, now: ModelSpec) -> list[tuple[str, Any, Any]]:
-    """What the two specs say differently, by key: two models of one name differ in arguments or inputs."""
-    if before.name != now.name:
-        return [("model", before, now)]
-    then_said, now_said = before.to_dict(), now.to_dict()
-    keys = dict.fromkeys([*then_said, *now_said])
-    return [(f"model.{key}", then_said.get(key), now_said.get(key)) for key in keys]
+def _identity(question: Question) -> dict[str, Any]:
+    """What of [training] decides which training this is: the samples, the optimizers, and the score of the best checkpoint."""
+    training, looks = question.training, question.training.evaluation
+    validation = monitor = "not asked for"
+    if looks is not None:
+        validation = "left out" if looks.validation is None else f"{looks.validation:g}"
+        averaged = ", of the averaged weights" if training.ema is not None and training.ema.evaluate else ""
+        monitor = f"{looks.monitor} ({'max' if looks.larger_is_better else 'min'}{averaged})"
+    return {
+        **{f"training.{key}": getattr(training, key) for key in SAME},
+        "training.evaluation.validation": validation,
+        "training.groups (parameters and optimizer)": training.optimizer_of_group,
+        "training.evaluation.monitor": monitor,
+    }
 
 
-def _held_out(config: Question) -> str:
-    """What decides on which samples a training trains."""
-    looks = config.training.evaluation
-    if looks is None:
-        return "not asked for"
-    return "left out" if looks.validation is None else f"{looks.validation:g}"
-
-
-def _followed(config: Question) -> str:
-    """The score that decides which checkpoint is the best."""
-    looks = config.training.evaluation
-    if looks is None:
-        return "not asked for"
-    averaged = config.training.ema is not None and config.training.ema.evaluate
-    return f"{looks.monitor} ({'max' if looks.larger_is_better else 'min'}{', of the averaged weights' if averaged else ''})"
-
-
-def _other_length(before: Question, config: Question) -> list[str]:
-    """A schedule over the whole training has other rates where the training has become longer."""
-    schedule = config.training.schedule
-    then, now = (
-        f"{entry.training.epochs} epochs" if entry.training.steps is None else f"{entry.training.steps} steps"
-        for entry in (before, config)
-    )
-    length = "" if schedule is None else SCHEDULES[schedule.name].length
-    if schedule is None or not length or length in dict(schedule.arguments) or then == now:
-        return []
-    return [
-        f"training.schedule.{length} is left out: {schedule.name} was over {then}, and is over {now} from here on, with other "
-        f"rates; set it to keep them"
-    ]
-
-
-def _text(value: Any) -> str:
-    return value.name if hasattr(value, "name") else repr(value)
-
-
-def forget_results(folder: RunFolder, run: str) -> None:
+def forget_results(folder: RunFolder) -> None:
     """Remove what an earlier part of the training left: times and results of a plan that may be another from here on."""
-    shutil.rmtree(folder.records(run), ignore_errors=True)
+    shutil.rmtree(folder.records(RUN), ignore_errors=True)
     for path in (folder.result, folder.path / SCORE, folder.path / "decisions.json"):
         path.unlink(missing_ok=True)
 
 
 def remove_partial_files(folder: RunFolder) -> None:
-    """Of processes that were killed while they wrote into the folder. Called while it is held, and nobody writes."""
+    """Remove what killed processes left half written in the folder. Called while it is held, and nobody writes."""
     for path in (*folder.path.glob(f".*{PARTIAL}"), *folder.path.glob(f"*/.*{PARTIAL}")):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -371,11 +300,11 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
     remove_partial_files(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Checkpoint | None = latest_checkpoint(folder.checkpoints)
-    allowed: list[str] = []
-    if found is None:
+        checkpoint: Checkpoint | None = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
         return f"No checkpoint was written: {folder.path} holds no checkpoint to continue from (see --checkpoint-every)."
+    command = ["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume"]
     with contextlib.suppress(OSError, ValueError):
-        allowed = ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
-    command = shlex.join(["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume", *allowed])
-    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; continue with: {command}"
+        command += ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
+    where = f"The checkpoint of step {checkpoint.step} of {steps} is in {checkpoint.folder}"
+    return f"{where}; continue with: {shlex.join(command)}"

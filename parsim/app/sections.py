@@ -11,10 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError
-from parsim.execute.job import PLATEAU, Argument, EmaRule, EvaluationRule, Schedule, TrainingRecipe, UpdateGroup, WeightDecay
+from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
-from parsim.hardware.records import ConfigSection, Count, Name, sorted_pairs
+from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf, as_key_error
@@ -26,18 +26,8 @@ MOST_TRAINED = 1e18
 GroupName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Dtype = Literal["float32", "float64"]
 
-TORCH_NAMES = {
-    "SGD": "sgd",
-    "Adam": "adam",
-    "AdamW": "adamw",
-    "RMSprop": "rmsprop",
-    "Adagrad": "adagrad",
-    "RAdam": "radam",
-    "Adamax": "adamax",
-    "Adadelta": "adadelta",
-    "NAdam": "nadam",
-    "ASGD": "asgd",
-}
+_OF_TORCH = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta", "NAdam", "ASGD")
+TORCH_NAMES = {name: name.lower() for name in _OF_TORCH}
 """Optimizers by torch's names; with a momentum, those that take one are the row of that name with "_momentum"."""
 OWN_ROW = "write a row of your own (docs/extending.md) where you need it, or take another optimizer"
 NOT_BY_ELEMENT = "and ZeRO and tensor parallelism give a rank only some of its elements; take AdamW"
@@ -53,13 +43,12 @@ REFUSED = {
 
 def _named_as_rows(document: Any) -> Any:
     """torch's name of an optimizer as that of a row. One of REFUSED raises the reason."""
-    asked = document.get("optimizer") if isinstance(document, Mapping) else None
-    if isinstance(asked, str) and asked in REFUSED:
-        raise _rule(f"optimizer = {asked!r}: torch's {asked} {REFUSED[asked]}")
-    if not isinstance(document, Mapping) or document.get("optimizer") not in TORCH_NAMES:
+    optimizer = document.get("optimizer") if isinstance(document, Mapping) else None
+    if isinstance(optimizer, str) and optimizer in REFUSED:
+        raise _rule(f"optimizer = {optimizer!r}: torch's {optimizer} {REFUSED[optimizer]}")
+    if not isinstance(optimizer, str) or optimizer not in TORCH_NAMES:
         return document
-    name = TORCH_NAMES[document["optimizer"]]
-    arguments = document.get("optimizer_args")
+    name, arguments = TORCH_NAMES[optimizer], document.get("optimizer_args")
     has_momentum = isinstance(arguments, Mapping) and bool(arguments.get("momentum"))
     with_momentum = f"{name}_momentum"
     return {**document, "optimizer": with_momentum if has_momentum and with_momentum in OPTIMIZERS else name}
@@ -69,8 +58,8 @@ def _rule(text: str) -> PydanticCustomError:
     return PydanticCustomError("described", "{rule}", {"rule": text})
 
 
-class TrainingSection(ConfigSection):
-    """[training]: how it is trained, whatever the plan."""
+class TrainingSection(TrainingRecipe):
+    """[training]: how it is trained, whatever the plan. Groups may leave out what `recipe` fills in."""
 
     global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
@@ -80,8 +69,6 @@ class TrainingSection(ConfigSection):
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
-    optimizer_args: dict[Name, Argument] = {}
-    """Of torch's optimizer in place of its defaults: betas = [0.9, 0.95], eps = 1e-6, nesterov = true."""
     groups: dict[
         GroupName,
         Annotated[
@@ -91,29 +78,6 @@ class TrainingSection(ConfigSection):
             PlainSerializer(UpdateGroup.to_table),
         ],
     ] = {}
-    """By name: parameters with an optimizer or a rate of their own, such as the two players of a GAN."""
-    weight_decay: WeightDecay | None = None
-    """Left out: the optimizer's own default (0.01 for adamw, else 0)."""
-    no_weight_decay: tuple[Name, ...] = ()
-    """Parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*")."""
-    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; left out: any."""
-    ema: EmaRule | None = None
-    """Moving averages of the weights (`parsim export --weights ema`); left out: none are kept."""
-    tensorboard: StrictBool = False
-    """Write what metrics.jsonl has for TensorBoard too, into RUN_DIR/tensorboard."""
-    evaluation: Annotated[EvaluationRule, WrapValidator(as_key_error)] | None = None
-    """On the way; left out: only the test samples are scored, at the end."""
-    schedule: (
-        Annotated[
-            Schedule,
-            BeforeValidator(Schedule.from_table),
-            WrapValidator(as_key_error),
-            PlainSerializer(Schedule.to_table),
-        ]
-        | None
-    ) = None
-    """Of the learning rate; left out: it stays."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Left out: what the optimizer's row says."""
     dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
@@ -161,7 +125,7 @@ class TrainingSection(ConfigSection):
                 f"no_weight_decay = {list(self.no_weight_decay)} excludes from a weight decay that is not given; set "
                 "weight_decay too, for example weight_decay = 0.1"
             )
-        if "weight_decay" in self.optimizer_args:
+        if "weight_decay" in dict(self.optimizer_args):
             raise _rule("optimizer_args.weight_decay: weight decay has a key of its own; set training.weight_decay")
         if self.ema is not None and self.ema.evaluate and self.evaluation is None:
             raise _rule("ema.evaluate scores the averages at every validation; add [training.evaluation]")
@@ -171,24 +135,16 @@ class TrainingSection(ConfigSection):
 
     @property
     def recipe(self) -> TrainingRecipe:
-        """What the executor does beside the optimizer's own rule."""
-        return TrainingRecipe(
-            groups=tuple(self._group(name, group) for name, group in sorted(self.groups.items())),
-            optimizer_args=sorted_pairs(self.optimizer_args),
-            weight_decay=self.weight_decay,
-            no_weight_decay=self.no_weight_decay,
-            clip_norm=self.clip_norm,
-            evaluation=self.evaluation,
-            schedule=self.schedule,
-            ema=self.ema,
-            tensorboard=self.tensorboard,
-        )
+        """What the executor does beside the optimizer's own rule: these keys, with all that groups leave out filled in."""
+        keys = {name: getattr(self, name) for name in TrainingRecipe.model_fields}
+        groups = {name: self._group(name, group) for name, group in sorted(self.groups.items())}
+        return TrainingRecipe.model_construct(**{**keys, "groups": groups})
 
     def _group(self, name: str, group: UpdateGroup) -> UpdateGroup:
         same = group.optimizer in ("", self.optimizer)
         optimizer = group.optimizer or self.optimizer
         rate = self.resolved_learning_rate if same else OPTIMIZERS[optimizer].learning_rate
-        usual = sorted_pairs(self.optimizer_args) if same else ()
+        usual = self.optimizer_args if same else ()
         return replace(
             group,
             name=name,
@@ -201,12 +157,12 @@ class TrainingSection(ConfigSection):
     @property
     def optimizer_of_group(self) -> dict[str, tuple[tuple[str, ...], str]]:
         """By group its patterns and its optimizer: with others, another training begins."""
-        return {group.name: (group.parameters, group.optimizer) for group in self.recipe.groups}
+        return {name: (group.parameters, group.optimizer) for name, group in self.recipe.groups.items()}
 
     @property
     def optimizers(self) -> tuple[str, ...]:
         """Every row of OPTIMIZERS that updates some parameter, the usual one first."""
-        return tuple(dict.fromkeys((self.optimizer, *(group.optimizer for group in self.recipe.groups))))
+        return tuple(dict.fromkeys((self.optimizer, *(group.optimizer for group in self.recipe.update_groups))))
 
     @property
     def keeps_master_weights(self) -> bool:
@@ -315,12 +271,11 @@ class ClusterSection(ConfigSection):
         groups = document.get("group") if isinstance(document, dict) else None
         if not isinstance(groups, (list, tuple)) or not groups:
             return document
-        counts = [entry.get("nodes", 1) if isinstance(entry, dict) else getattr(entry, "nodes", 1) for entry in groups]
+        counts = [group.get("nodes", 1) if isinstance(group, dict) else getattr(group, "nodes", 1) for group in groups]
         if not all(isinstance(count, int) and 1 <= count <= MOST_NODES for count in counts):
             return document
         if document.get("nodes", sum(counts)) != sum(counts):
-            rule = f"the groups have {sum(counts)} nodes, and nodes = {document['nodes']}; drop nodes"
-            raise PydanticCustomError("described", "{rule}", {"rule": rule})
+            raise _rule(f"the groups have {sum(counts)} nodes, and nodes = {document['nodes']}; drop nodes")
         return {**document, "nodes": sum(counts)}
 
     @property
@@ -360,9 +315,9 @@ def check_machine(cluster: ClusterSection) -> None:
             raise ConfigError(f"[[cluster.group]] {what}")
         return
     if (cluster.profile is None) == (cluster.gpu is None):
-        given = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
+        both = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
         raise ConfigError(
-            f'[cluster] needs exactly one of profile and gpu, and {given}: profile = "dgx1-v100-32gb" names a machine, '
+            f'[cluster] needs exactly one of profile and gpu, and {both}: profile = "dgx1-v100-32gb" names a machine, '
             'gpu = "h100-sxm" makes one of parts'
         )
     for key in ("gpus_per_node", "link"):

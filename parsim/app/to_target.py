@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.config import Question
 from parsim.app.doctor import Say
 from parsim.errors import ConfigError, ParsimError
-from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.evaluate import Evaluation, simulated_step
 from parsim.predict.problem import PlanningProblem
@@ -18,7 +17,6 @@ from parsim.search.relaxed import relaxed_search
 from parsim.units import format_seconds
 
 if TYPE_CHECKING:
-    from parsim.app.learners import Learner
     from parsim.relaxed.to_target import LearntSteps
 
 
@@ -58,11 +56,11 @@ class Contender:
             raise ConfigError(f"{self.rule} has no plan: {self.reason}")
         if not self.phases:
             return steps * self.result.step_s.median
-        seconds, left = 0.0, steps
+        seconds, remaining = 0.0, steps
         for lasts, step_s in self.phases[:-1]:
-            seconds += min(left, lasts) * step_s
-            left -= min(left, lasts)
-        return seconds + left * self.phases[-1][1]
+            seconds += min(remaining, lasts) * step_s
+            remaining -= min(remaining, lasts)
+        return seconds + remaining * self.phases[-1][1]
 
     @property
     def seconds(self) -> float | None:
@@ -120,30 +118,25 @@ class TargetRanking:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, under `to_target`."""
-        return {
-            "target_accuracy": self.target,
-            "learner": self.learner,
-            "contenders": [entry.to_dict() for entry in self.contenders],
-        }
+        contenders = [contender.to_dict() for contender in self.contenders]
+        return {"target_accuracy": self.target, "learner": self.learner, "contenders": contenders}
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Sentences for people."""
         first = self.contenders[0]
-        said = f"{first.rule} first" if first.seconds is not None else "no way reaches it"
-        return [
-            f"Time to test accuracy {self.target:g}: {said}. Steps were counted on {self.learner}.",
-            *(f"  {entry.line()}" for entry in self.contenders),
-        ]
+        winner = f"{first.rule} first" if first.seconds is not None else "no way reaches it"
+        heading = f"Time to test accuracy {self.target:g}: {winner}. Steps were counted on {self.learner}."
+        return [heading, *(f"  {contender.line()}" for contender in self.contenders)]
 
     def figure(self) -> Any:
         """Accuracy over simulated seconds, a plotly Figure."""
         import plotly.graph_objects as go
 
         figure = go.Figure()
-        for entry in self.contenders:
-            points = entry.curve()
-            if points:
-                figure.add_scatter(x=[x for x, _ in points], y=[y for _, y in points], name=str(entry.rule), mode="lines")
+        for contender in self.contenders:
+            if points := contender.curve():
+                seconds, scores = zip(*points, strict=True)
+                figure.add_scatter(x=list(seconds), y=list(scores), name=str(contender.rule), mode="lines")
         figure.add_hline(y=self.target, line_dash="dash")
         return figure.update_layout(
             title=f"Test accuracy of {self.learner}", xaxis_title="simulated seconds", yaxis_title="test accuracy"
@@ -173,7 +166,7 @@ def to_target(
     """
     from parsim.app.learners import learner_of
 
-    wanted = [ALL_REDUCE, *asked_rules(target, rules)]
+    compared = [ALL_REDUCE, *asked_rules(target, rules)]
     if seeds < 1:
         raise ConfigError(f"steps are counted over at least one seed, got {seeds}")
     if problem.constraints.synchronisation.is_relaxed:
@@ -181,31 +174,30 @@ def to_target(
             f"the question asks for synchronisation {problem.constraints.synchronisation} already; leave "
             "plan.synchronisation out, or add --set plan.synchronisation=all_reduce, and every way is compared"
         )
-    planned = [_planned(problem, best, rule, most_steps) for rule in wanted]
-    replicas = max((entry.result.plan.mesh.dp for entry in planned if entry.result is not None), default=1)
+    planned = [_planned(problem, best, rule, most_steps) for rule in compared]
+    replicas = max((contender.result.plan.mesh.dp for contender in planned if contender.result is not None), default=1)
     learner = learner_of(question, problem.model, replicas)
     contenders = []
-    for number, entry in enumerate(planned, 1):
-        contenders.append(_learnt(entry, learner, target, range(seeds), most_steps))
+    for number, contender in enumerate(planned, 1):
+        if contender.result is not None:
+            try:
+                learnt = learner.steps_to(target, contender.result.plan, contender.rule, range(seeds), most_steps)
+                contender = replace(contender, learnt=learnt)
+            except ParsimError as error:
+                contender = replace(contender, result=None, reason=str(error))
+        contenders.append(contender)
         if say is not None:
-            say(f"{number} of {len(planned)} ways: {contenders[-1].line()}")
+            say(f"{number} of {len(planned)} ways: {contender.line()}")
 
-    def place(entry: Contender) -> tuple[bool, float, bool, float]:
-        score = 0.0 if entry.learnt is None else entry.learnt.best.best
-        return entry.seconds is None, entry.seconds or 0.0, entry.result is None, -score
+    def place(contender: Contender) -> tuple[bool, float, bool, float]:
+        score = 0.0 if contender.learnt is None else contender.learnt.best.best
+        return contender.seconds is None, contender.seconds or 0.0, contender.result is None, -score
 
     return TargetRanking(target=target, learner=learner.words, contenders=tuple(sorted(contenders, key=place)))
 
 
 def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
-    """The rules to compare, each once. A command calls it before it plans.
-
-    Args:
-        target: test accuracy. rules: as `plan.synchronisation` takes them.
-
-    Raises:
-        ConfigError: a target that is none. PlanError: a rule that is none.
-    """
+    """The relaxed rules to compare, each once; arguments and errors as `to_target`. A command calls it before it plans."""
     if not 0 < target < 1:
         raise ConfigError(f"a target accuracy lies between 0 and 1, got {target:g}; give 0.95 for 95%")
     return list(dict.fromkeys(rule for text in rules if (rule := parse_synchronisation(text)).is_relaxed))
@@ -213,40 +205,22 @@ def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
 
 def _planned(problem: PlanningProblem, best: Evaluation, rule: Synchronisation, most_steps: int) -> Contender:
     """The fastest plan of a rule that fits."""
-    if not rule.is_relaxed:
-        if not best.result.fits:
-            return Contender(rule=rule, reason="no plan fits")
-        return Contender(rule=rule, result=best.result)
-    relaxed = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
-    try:
-        search = relaxed_search(relaxed, ("adaptive",), samples=0)
-    except ParsimError as error:
-        return Contender(rule=rule, reason=str(error))
-    if search.chosen is None:
+    chosen: Evaluation | None = best
+    if rule.is_relaxed:
+        problem = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
+        try:
+            chosen = relaxed_search(problem, ("adaptive",), samples=0).chosen
+        except ParsimError as error:
+            return Contender(rule=rule, reason=str(error))
+    if chosen is None or not chosen.result.fits:
         return Contender(rule=rule, reason="no plan fits")
-    result = search.chosen.result
-    return Contender(rule=rule, result=result, phases=_phases(relaxed, result.plan, most_steps))
-
-
-def _phases(problem: PlanningProblem, plan: Plan, most_steps: int) -> tuple[tuple[int, float], ...]:
-    """Of Ada per graph how many steps it lasts, and the seconds of its step: a target may be reached on its first ones.
-
-    Graphs that begin after `most_steps` are left out, since no training comes to them.
-    """
-    rule = plan.synchronisation
-    found: list[tuple[int, float]] = []
+    plan = chosen.result.plan
+    # Of Ada per graph how many steps it lasts, and the seconds of its step: a target may be reached on its first graphs.
+    # Graphs that begin after `most_steps` are left out, since no training comes to them.
+    phases: list[tuple[int, float]] = []
     for rounds, graph in rule.mixing.phases(plan.mesh.dp) if rule.graph else ():
-        if sum(steps for steps, _ in found) >= most_steps:
+        if sum(steps for steps, _ in phases) >= most_steps:
             break
-        own = replace(plan, synchronisation=replace(rule, graph=graph))
-        found.append((rounds * rule.period_steps, simulated_step(problem, own).step_s))
-    return tuple(found)
-
-
-def _learnt(entry: Contender, learner: Learner, target: float, seeds: Sequence[int], most_steps: int) -> Contender:
-    if entry.result is None:
-        return entry
-    try:
-        return replace(entry, learnt=learner.steps_to(target, entry.result.plan, entry.rule, seeds, most_steps))
-    except ParsimError as error:
-        return replace(entry, result=None, reason=str(error))
+        step_s = simulated_step(problem, replace(plan, synchronisation=replace(rule, graph=graph))).step_s
+        phases.append((rounds * rule.period_steps, step_s))
+    return Contender(rule=rule, result=chosen.result, phases=tuple(phases))

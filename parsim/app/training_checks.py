@@ -46,10 +46,9 @@ def check_training(config: Question, model: Model) -> None:
     training, recipe = config.training, config.training.recipe
     order = _order(config)
     check_real(build_fake(config.model_spec))
-    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
-    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
-    for optimizer, _, own in rules:
-        check_states(optimizer, own)
+    check_states(training.optimizer, recipe)
+    for group in recipe.update_groups:
+        check_states(group.optimizer, recipe.of(group.name))
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     if recipe.evaluation is not None:
         _check_metrics(config, recipe.evaluation.metrics)
@@ -58,8 +57,7 @@ def check_training(config: Question, model: Model) -> None:
     steps = total_steps(config)
     if recipe.tensorboard:
         check_tensorboard()
-    for optimizer, rate, own in rules:
-        check_schedule(optimizer, rate, own, steps=steps, order=order)
+    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
 
 
 SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
@@ -112,11 +110,7 @@ def total_steps(config: Question) -> int:
 
 
 def samples_not_taken(config: Question, steps: int) -> str:
-    """A warning for whoever gives the samples of a whole training and expects a run of so many; "" where there is no doubt.
-
-    Args:
-        config: of the run. steps: that it takes.
-    """
+    """A warning for whoever gives the samples of a whole training and expects a run of so many; "" where there is no doubt."""
     training = config.training
     if training.samples is None or training.steps is not None:
         return ""
@@ -132,7 +126,7 @@ def steps_per_epoch(config: Question) -> int:
 
 
 def _order(config: Question) -> Order:
-    """In which training reads its samples, the first of which is looked at."""
+    """The order in which training reads its samples, the first of which is looked at."""
     data, held_out, order = training_data(config)
     for samples, first in ((held_out, 0), (data, int(order.indices(0)[0]))):
         if samples is not None:
@@ -143,20 +137,19 @@ def _order(config: Question) -> Order:
 def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     """The samples of the training, those that it validates with (None: it does not), and the order in which it reads.
 
-    Raises:
-        DataError: data that do not suit the model or the batch.
+    Raises DataError: data that do not suit the model or the batch.
     """
     training = config.training
 
     def load(split: str) -> Samples:
         return dataset_for(config.model_spec, training.dataset, root=training.data_root, split=split, seed=training.seed)
 
-    looks = training.recipe.evaluation
+    data: Samples
     held_out: Samples | None = None
-    if looks is None:
+    if training.evaluation is None:
         data = load("train")
     else:
-        data, held_out = train_and_validation(load, looks.validation, training.seed)
+        data, held_out = train_and_validation(load, training.evaluation.validation, training.seed)
     return data, held_out, order_of(data, training.global_batch, training.seed)
 
 
@@ -166,12 +159,8 @@ def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
 def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None:
     """Relaxed replicas and stages hold their weights in the type in which they are updated, and agree on no loss scale.
 
-    Args:
-        plan: to run. precision: as in RUN.toml. evaluates: whether the mean weights are validated on the way.
-
-    Raises:
-        PlanError: the plan is relaxed, and the precision keeps other copies of the weights, or a loss scale. Or mean weights
-            are validated that no rank has whole.
+    Raises PlanError: the plan is relaxed, and the precision keeps other copies of the weights or a loss scale; or `evaluates`
+    asks for the score of mean weights that no rank has whole.
     """
     if evaluates and plan.synchronisation.mixes and plan.mesh.pp * plan.mesh.tp > 1:
         raise PlanError(
@@ -196,11 +185,8 @@ def check_adaptive(plan: Plan) -> None:
 
 
 def steps_per_round(plan: Plan, usual: int) -> int:
-    """Steps of a validation that are timed together: at least `usual`, and whole cycles of a plan whose steps differ.
-
-    Args:
-        plan: to measure, on one graph (`on_first_graph`). usual: steps.
-    """
+    """Steps of a validation that are timed together: at least `usual`, and whole cycles of a plan (on one graph) whose steps
+    differ."""
     rule = plan.synchronisation
     if not rule.mixes:
         return usual
@@ -224,21 +210,20 @@ def on_first_graph(plan: Plan) -> Plan:
 
 def rounds_in_words(plan: Plan, steps: int) -> list[str]:
     """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says."""
-    rule, told = plan.synchronisation, []
+    rule, warnings = plan.synchronisation, []
     if rule.mixes and steps < rule.period_steps:
-        told.append(
+        warnings.append(
             f"plan.synchronisation.period_steps = {rule.period_steps} is beyond the {steps} steps of this training: the "
             f"replicas never meet, and checkpoints hold the mean of {plan.mesh.dp} separate trainings; set {steps} at most"
         )
     if changes_graph(plan):
-        phases = rule.mixing.phases(plan.mesh.dp)
-        whole = rule.period_steps * sum(rounds for rounds, _ in phases)
-        if steps != whole:
-            told.append(
-                f"the predicted step is the mean over the {whole} steps that {rule.graph} has; this training makes {steps}, "
-                "with the graphs in other shares, so its mean step is another"
+        all_steps = rule.period_steps * sum(rounds for rounds, _ in rule.mixing.phases(plan.mesh.dp))
+        if steps != all_steps:
+            warnings.append(
+                f"the predicted step is the mean over the {all_steps} steps that {rule.graph} has; this training makes "
+                f"{steps}, with the graphs in other shares, so its mean step is another"
             )
-    return told
+    return warnings
 
 
 def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
@@ -280,10 +265,9 @@ def loading_of(question: Question, cluster: Cluster, *, runs_here: bool) -> OwnL
 
 def with_loading(asked: Prediction) -> Prediction:
     """The prediction of a plan that will run here, with its dataset timed where it was not yet."""
-    config, problem = asked.question, asked.problem
-    known = problem.loading
-    is_known = isinstance(known, MeasuredLoading) or (known is not None and known.tried)
-    if is_known or not DATASETS[config.training.dataset].is_own:
+    config, problem, loading = asked.question, asked.problem, asked.problem.loading
+    is_measured = isinstance(loading, MeasuredLoading) or (loading is not None and loading.tried)
+    if is_measured or not DATASETS[config.training.dataset].is_own:
         return asked
     problem = replace(problem, loading=measured_loading(config, problem.cluster))
     result = asked.evaluation.result
@@ -299,13 +283,8 @@ def measured_loading(config: Question, cluster: Cluster) -> OwnLoading:
     from parsim.execute.load_timing import ReaderRequest, timed_loading
 
     training = config.training
-
-    def load() -> tuple[Samples, Order]:
-        data, _, order = training_data(config)
-        return data, order
-
     request = ReaderRequest(
-        load=load,
+        load=lambda: training_data(config)[::2],
         dtype=getattr(torch, training.dtype),
         global_batch=training.global_batch,
         readers=max(1, min(cluster.size, len(available_cores()), training.global_batch)),

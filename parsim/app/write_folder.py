@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from parsim.app.judging import ask_again, judge, measured, reopen, typical_step
+from parsim.app.judging import ask_again, reopen, typical_step
+from parsim.app.measured import Measured, compared
 from parsim.app.prediction import Prediction, describe
-from parsim.app.record_validation import diagnosed
 from parsim.app.run_folder import RunFolder, write_json
-from parsim.costs.diagnosis import Diagnosis
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words
@@ -28,40 +26,30 @@ if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
 
 
-def write_run_files(
-    folder: RunFolder,
-    asked: Prediction,
-    seen: Measurement | None = None,
-    comparison: Comparison | None = None,
-    diagnosis: Diagnosis | None = None,
-) -> None:
-    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz.
-
-    Args:
-        diagnosis: whether the run went as predicted, for the head of the report.
-    """
+def write_run_files(folder: RunFolder, asked: Prediction, run: Measured | None = None) -> None:
+    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz."""
     evaluation, problem = asked.evaluation, asked.problem
     timelines = {"predicted": evaluation.timeline}
     evaluation.timeline.save(folder.predicted_timeline)
-    if seen is not None:
-        timelines["measured"] = seen.timelines[typical_step(seen)]
+    if run is not None:
+        timelines["measured"] = typical_step(run.seen)
         timelines["measured"].save(folder.timeline)
     save_chrome_trace(folder.trace, evaluation.graph, timelines)
     section = ReportSection(
         model=problem.model.name,
         title=f"{problem.model.name} on {problem.cluster.name}",
         text=f"Global batch {problem.global_batch}, {problem.numerics.optimizer}, {problem.numerics.precision}.",
-        results=_results(asked),
+        results=[candidate.result.to_dict() for candidate in asked.among or (evaluation,)],
         chosen=evaluation.result.to_dict(),
-        runs=(report_run(evaluation, seen, comparison),),
+        runs=(report_run(evaluation, None, None) if run is None else report_run(evaluation, run.seen, run.comparison),),
     )
     history = problem.history.records
     data = ReportData(
         title=f"{problem.model.name}: {' and '.join(timelines)}",
-        facts=report_facts(None if timelines.keys() != {"predicted"} else problem.cluster),
+        facts=report_facts(problem.cluster if run is None else None),
         summary=(
             f"{problem.model.name} on {problem.cluster.name}: {plan_in_words(evaluation.result.plan)}, {asked.headline()}.",
-            *(() if diagnosis is None else (f"{line[0].upper()}{line[1:]}." for line in diagnosis.lines())),
+            *(() if run is None else (f"{line[0].upper()}{line[1:]}." for line in run.diagnosis.lines())),
         ),
         sections=(section,),
         extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
@@ -70,13 +58,9 @@ def write_run_files(
     write_report(data, folder.report)
 
 
-def _results(asked: Prediction) -> Sequence[dict[str, object]]:
-    return [candidate.result.to_dict() for candidate in asked.among or (asked.evaluation,)]
-
-
 def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
     """One plan for the report, with its measurement if there is one."""
-    step = None if seen is None else seen.timelines[typical_step(seen)]
+    step = None if seen is None else typical_step(seen)
     return ReportRun(
         label=evaluation.result.strategy,
         plan=evaluation.result.plan.to_dict(),
@@ -116,11 +100,8 @@ def report_facts(cluster: Cluster | None = None) -> tuple[tuple[str, str], ...]:
 
 def write_prediction(folder: RunFolder, asked: Prediction) -> None:
     """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
-    evaluation, problem = asked.evaluation, asked.problem
-    folder.write_question(
-        asked.question, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
-    )
-    write_json(folder.result, describe(evaluation))
+    folder.write_question(asked)
+    write_json(folder.result, describe(asked.evaluation))
     write_json(folder.environment, describe_environment())
     write_run_files(folder, asked)
 
@@ -135,6 +116,4 @@ def redraw(folder: RunFolder) -> None:
         write_run_files(folder, ask_again(folder))
         return
     folder, asked, name = reopen(folder.path)
-    seen = measured(folder, name, asked.evaluation)
-    comparison = judge(asked.problem, asked.evaluation, seen)
-    write_run_files(folder, asked, seen, comparison, diagnosed(asked, seen, comparison))
+    write_run_files(folder, asked, compared(folder, asked, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,9 +33,6 @@ from parsim.files import write_text_atomically
 from parsim.plans.plan import plan_in_words
 from parsim.report.more_tables import price_tables
 from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
-
-if TYPE_CHECKING:
-    from parsim.app.to_target import TargetRanking
 
 
 def plan(
@@ -103,7 +100,10 @@ def plan(
     ranking = None
     if target_accuracy is not None:
         ranking = answer.to_target(target_accuracy, rules=rules or None, most_steps=most_steps or MOST_STEPS)
-        _keep(ranking, document, curves)
+        document["to_target"] = ranking.to_dict()
+        if curves is not None:
+            curves.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(curves, ranking.figure().to_html(include_plotlyjs=True))
     would = None if aim is None else what_would(answer, aim)
     if would is not None:
         document["what_would"] = would.to_dict()
@@ -117,21 +117,13 @@ def plan(
         return
     print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
-    for told in (answer, would, ranking):
-        for line in [] if told is None else told.lines():
+    for part in (answer, would, ranking):
+        for line in [] if part is None else part.lines():
             print(line)
     if certify:
         from parsim.search.placement.certificate import certificate_text
 
         print(certificate_text(document["certificate"]))
-
-
-def _keep(ranking: TargetRanking, document: dict[str, Any], curves: Path | None) -> None:
-    """Put a ranking by time to accuracy into the document, and its curves into a page."""
-    document["to_target"] = ranking.to_dict()
-    if curves is not None:
-        curves.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(curves, ranking.figure().to_html(include_plotlyjs=True))
 
 
 # `parsim simulate`: one plan, one step, task by task.
@@ -170,7 +162,7 @@ def simulate(
 
     folder = None if out is None else new_folder(out, "")
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
-    found = predict(
+    prediction = predict(
         asked,
         cluster=where,
         global_batch=batch,
@@ -180,41 +172,39 @@ def simulate(
         whole_run=whole_run,
         overrides=changes,
     )
-    problem = found.problem
-    document, labels, happening = found.to_dict(), found.critical_path(), found.scenario
-    document |= {"engine": engine, "critical_path": labels, "assumed": found.assumed}
+    problem, evaluation, played = prediction.problem, prediction.evaluation, prediction.scenario
+    document, labels = prediction.to_dict(), prediction.critical_path()
+    document |= {"engine": engine, "critical_path": labels, "assumed": prediction.assumed}
     document |= {"loss": problem.model.loss or None, "loss_note": loss_note(problem.model) or None}
-    if happening is not None:
-        document["scenario"] = happening
+    if played is not None:
+        document["scenario"] = played
     if folder is not None:
-        write_prediction(folder, found)
-        if happening is not None:
-            write_json(folder.path / "scenario.json", dict(happening))
+        write_prediction(folder, prediction)
+        if played is not None:
+            write_json(folder.path / "scenario.json", dict(played))
     if as_json:
         print_json(document)
         return
     question = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
-    print(f"{question}: {plan_in_words(found.plan)}, {found.headline()}.", end="\n\n")
+    print(f"{question}: {plan_in_words(prediction.plan)}, {prediction.headline()}.", end="\n\n")
     print_tables(
         [
-            strategy_table([alone(found.result.to_dict())], title=""),
+            strategy_table([alone(prediction.result.to_dict())], title=""),
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
-            *([] if happening is None else scenario_tables(dict(happening))),
+            *([] if played is None else scenario_tables(dict(played))),
         ]
     )
-    evaluation = found.evaluation
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(evaluation.alone_text())
-    for line in [] if found.quoted is None else found.quoted.lines():
-        print(line)
-    for line in [] if found.samples_run is None else found.samples_run.lines():
-        print(line)
+    for figures in (prediction.quoted, prediction.samples_run):
+        for line in [] if figures is None else figures.lines():
+            print(line)
     if isinstance(problem.loading, MeasuredLoading):
         print(problem.loading.text())
     print(loss_text(problem.model))
-    if found.assumed:
-        print(assumed_text(found.assumed))
+    if prediction.assumed:
+        print(assumed_text(prediction.assumed))
     if folder is not None:
         print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
 

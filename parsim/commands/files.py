@@ -120,7 +120,7 @@ def export(
     """Write a run folder as a file of another tool: its weights, its launch script, its plan or its timeline."""
     from parsim.app.export_folder import export_folder
 
-    given = {
+    keywords = {
         "checkpoint": checkpoint,
         "weights": weights,
         "interface": interface,
@@ -128,7 +128,7 @@ def export(
         "port": port,
         "checkpoint_every": checkpoint_every,
     }
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in keywords.items() if value is not None}
     done = export_folder(run_folder, format=format, out=out, **options)
     if as_json:
         print_json(done.to_dict())

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, known_parts, measure_machine, new_profile
+from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure_machine, new_profile
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
 from parsim.errors import ConfigError
+from parsim.hardware.network import shipped_networks
+from parsim.hardware.parts import shipped_gpus, shipped_links
+from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
 from parsim.report.more_tables import calibration_table
 
@@ -63,12 +66,20 @@ def calibrate(
     A calibration that was stopped continues when the same command is given again.
     """
     from calibration.rounds.calibrate import refit as fit_again
+    from calibration.rounds.refresh import refresh as measure_speed
+    from calibration.rounds.refresh import refreshed_text
     from parsim.app.question import question_from_file
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:
             raise typer.BadParameter("--refresh measures only the machine's speed: give only the profile")
-        _refresh(refresh, as_json)
+        with progress(f"Measuring the speed of the cores for {refresh}"):
+            profile = measure_speed(refresh)
+        if as_json:
+            document = {"profile": str(refresh), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)}
+            print_json(document)
+        else:
+            print(f"{refresh}: {refreshed_text(profile)}")
         return
     if refit is not None:
         if out is not None or files or models:
@@ -97,34 +108,20 @@ def calibrate(
     _show(profile, out, as_json)
 
 
-def _refresh(path: Path, as_json: bool) -> None:
-    from calibration.rounds.refresh import refresh, refreshed_text
-
-    with progress(f"Measuring the speed of the cores for {path}"):
-        profile = refresh(path)
-    if as_json:
-        print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})
-    else:
-        print(f"{path}: {refreshed_text(profile)}")
-
-
 def _show(profile: Profile, out: Path, as_json: bool) -> None:
     warnings = profile.provenance.warnings
     if as_json:
-        print_json({"profile": str(out), "name": profile.name, "points": _points(profile), "warnings": warnings})
+        points = {
+            "components": len(profile.compute.components),
+            "optimizers": len(profile.compute.optimizers),
+            "collectives": len(profile.communication.points),
+        }
+        print_json({"profile": str(out), "name": profile.name, "points": points, "warnings": warnings})
         return
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
     if warnings:
         print(f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them")
-
-
-def _points(profile: Profile) -> dict[str, int]:
-    return {
-        "components": len(profile.compute.components),
-        "optimizers": len(profile.compute.optimizers),
-        "collectives": len(profile.communication.points),
-    }
 
 
 # `parsim profile`: machines made of parts. `new` writes a short commented profile; `list` shows what there is.
@@ -143,7 +140,12 @@ def profile(
 ) -> None:
     """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
     if action == "list":
-        document = known_parts()
+        document = {
+            "gpus": shipped_gpus(),
+            "links": shipped_links(),
+            "networks": shipped_networks(),
+            "profiles": shipped_profiles(),
+        }
         if as_json:
             print_json(document)
             return

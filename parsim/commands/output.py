@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsim.app.config_text import allow_code, changes_of
+from parsim.app.config_text import ALLOW_VARIABLE, changes_of
 from parsim.errors import ConfigError
 from parsim.files import finite
 from parsim.hardware.parts import machines_of
@@ -29,8 +30,9 @@ Overrides = Annotated[
 
 
 def _allow(wanted: bool) -> None:
+    """For this process and its children."""
     if wanted:
-        allow_code()
+        os.environ[ALLOW_VARIABLE] = "1"
 
 
 AllowCode = Annotated[
@@ -129,11 +131,11 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def print_verdict(document: Mapping[str, Any]) -> None:
     """Whether a run went as predicted, what was different, what loading was predicted from, and where it is recorded."""
-    found = document["diagnosis"]
+    diagnosis = document["diagnosis"]
     begins = {True: "The run went ", False: "The run did not go ", None: ""}
-    print(begins[found["as_predicted"]] + found["text"].removeprefix("not "))
+    print(begins[diagnosis["as_predicted"]] + diagnosis["text"].removeprefix("not "))
     if document.get("loading") is not None:
         print(document["loading"]["text"])
-    for finding in found["findings"]:
+    for finding in diagnosis["findings"]:
         print(f"  {finding['text']}; {finding['advice']}")
     print(f"history: {document['history']['text']}")

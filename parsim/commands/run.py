@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,38 +76,26 @@ def run(
         return
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
-    _print_decisions(document["decisions"])
-    print(f"{_data(done.prediction.question.training.dataset, document)}{_moved(document)}, {_scored(document)}")
+    for decision in document["decisions"]:
+        what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
+        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
+    print(training_text(done.prediction.question.training.dataset, document))
     print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 
-def _data(dataset: str, document: dict[str, Any]) -> str:
-    """On what was trained: a module of one's own takes the default where the question names no data."""
-    return f"trained on {dataset} for {len(document['losses'])} steps: " if document["losses"] else ""
-
-
-def _moved(document: dict[str, Any]) -> str:
-    """The first and the last loss, and from which step on where those of earlier parts are not there any more."""
+def training_text(dataset: str, document: dict[str, Any]) -> str:
+    """The data (a module of one's own takes the default where none are named), the first and the last loss, and the score."""
     losses, first = document["losses"], document.get("losses_from_step", 1)
-    if not losses:
-        return "no step was left to train"
-    return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" + (f" (from step {first} on)" if first > 1 else "")
-
-
-def _scored(document: dict[str, Any]) -> str:
+    text = "no step was left to train"
+    if losses:
+        text = f"trained on {dataset} for {len(losses)} steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        text += f" (from step {first} on)" if first > 1 else ""  # the losses of earlier parts are not there any more
     if "test_loss" not in document:
-        return str(document.get("not_scored", "no test samples"))
-    accuracy = document.get("test_accuracy")
-    scored = "no accuracy: the targets are not classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
-    tested = "not finite" if document["test_loss"] is None else f"{document['test_loss']:.4f}"
-    return f"test loss {tested}, {scored}"
-
-
-def _print_decisions(decisions: Sequence[dict[str, Any]]) -> None:
-    for decision in decisions:
-        what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
-        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
+        return f"{text}, {document.get('not_scored', 'no test samples')}"
+    accuracy, loss = document.get("test_accuracy"), document["test_loss"]
+    score = "no accuracy: the targets are not classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
+    return f"{text}, test loss {'not finite' if loss is None else f'{loss:.4f}'}, {score}"
 
 
 # `parsim coverage`: how often the intervals of a profile held, by model and by run, and how new ones are corrected.
@@ -131,46 +118,45 @@ def coverage(
     path = history_path(profile, None if history is None else str(history))
     if path is None:
         raise ConfigError(f"{profile} is a shipped profile and has no history of its own; name one: --history FILE")
-    known = read_history(path, loaded)
-    tables = coverage_tables(known.records)
+    validations = read_history(path, loaded)
+    tables = coverage_tables(validations.records)
     if out is not None:
-        title = f"Coverage of {loaded.name}"
-        figures = coverage_figures(known.records)
-        summary = (known.correction.describe(), *known.notes)
-        write_report(
-            ReportData(title=title, facts=report_facts(), summary=summary, extra_tables=tables, extra_figures=figures), out
+        data = ReportData(
+            title=f"Coverage of {loaded.name}",
+            facts=report_facts(),
+            summary=(validations.correction.describe(), *validations.notes),
+            extra_tables=tables,
+            extra_figures=coverage_figures(validations.records),
         )
+        write_report(data, out)
     if as_json:
-        print_json(coverage_document(known) | {"profile": loaded.name})
+        print_json(coverage_document(validations) | {"profile": loaded.name})
         return
     print_tables(tables)
-    for note in known.notes:
+    for note in validations.notes:
         print(f"warning: {note}")
-    if not known.records:
+    if not validations.records:
         print(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
     if out is not None:
         print(f"Report: {out}")
 
 
-def coverage_document(known: History) -> dict[str, Any]:
+def coverage_document(history: History) -> dict[str, Any]:
     """A History as JSON: how new intervals are corrected, and coverage in all, by model and by run (None without records)."""
-    rows = judged_split(known.records)
+    rows = judged_split(history.records)
     return {
-        "history": None if known.path is None else str(known.path),
-        "records": len(known.records),
-        "interval_correction": known.correction.to_dict(),
+        "history": None if history.path is None else str(history.path),
+        "records": len(history.records),
+        "interval_correction": history.correction.to_dict(),
         "coverage": coverage_of(rows).to_dict() if rows else None,
-        "models": {name: entry.to_dict() for name, entry in coverage_by(rows, lambda record: record.model).items()},
-        "runs": {name: entry.to_dict() for name, entry in coverage_by(rows, lambda record: record.run).items()},
-        "left_out": list(known.left_out),
-        "warnings": list(known.notes),
+        "models": {name: held.to_dict() for name, held in coverage_by(rows, lambda record: record.model).items()},
+        "runs": {name: held.to_dict() for name, held in coverage_by(rows, lambda record: record.run).items()},
+        "left_out": list(history.left_out),
+        "warnings": list(history.notes),
     }
 
 
 # `parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds.
-
-
-ROUNDS = 10
 
 
 def validate(
@@ -178,7 +164,7 @@ def validate(
     out: Annotated[Path | None, typer.Option(help="With a RUN.toml: folder of the new run.")] = None,
     rounds: Annotated[
         int, typer.Option(min=4, help="With a RUN.toml: rounds to measure. Halves of them give the A/A floor (noise).")
-    ] = ROUNDS,
+    ] = 10,
     tasks: Annotated[bool, typer.Option("--tasks", help="List every task in the JSON, not only the largest errors.")] = False,
     history: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
@@ -213,13 +199,9 @@ def validate(
     if as_json:
         print_json(document)
         return
-    summary, found = asked.plan.summary(), done.comparison.to_dict()
-    print_tables(
-        [
-            validation_table([(asked.problem.model.name, summary, found)]),
-            kind_table(found),
-        ]
-    )
+    comparison = done.comparison.to_dict()
+    row = (asked.problem.model.name, asked.plan.summary(), comparison)
+    print_tables([validation_table([row]), kind_table(comparison)])
     if speed is not None:
         print(f"speed: {speed['text']}")
         if speed["warning"]:

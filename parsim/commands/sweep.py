@@ -77,10 +77,14 @@ def sweep(
     """Answer a question at many points. Points that were evaluated before are reused."""
     from parsim.app.sweep.sweep import sweep as sweep_over
 
-    scheduler, cluster = split_on(on or [])
+    addresses = [text for text in on or [] if "://" in text]  # of Dask schedulers; a cluster has none
+    clusters = [text for text in on or [] if "://" not in text]
+    if len(addresses) > 1 or len(clusters) > 1:
+        raise typer.BadParameter("give --on once for the cluster of a MODEL, and once for a Dask scheduler (tcp://HOST:PORT)")
+    cluster = next(iter(clusters), None)
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     folder = out or Path("runs") / f"{Path(asked).stem or 'model'}-sweep"
-    found = sweep_over(
+    answers = sweep_over(
         asked,
         over or [],
         cluster=where,
@@ -92,25 +96,16 @@ def sweep(
         goal=goal,
         samples_per_epoch=samples_per_epoch,
         jobs=jobs,
-        on=scheduler,
+        on=next(iter(addresses), None),
         out=folder,
     )
     if as_json:
-        print_json(found.to_dict())
+        print_json(answers.to_dict())
         return
-    print_lines([*found.heading(), ""])
-    print_tables([found.report()])
-    print_lines(found.lines())
+    print_lines([*answers.heading(), ""])
+    print_tables([answers.report()])
+    print_lines(answers.lines())
     print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
-
-
-def split_on(given: list[str]) -> tuple[str | None, str | None]:
-    """The Dask scheduler and the cluster that --on names: an address has ://, a cluster has none."""
-    addresses = [text for text in given if "://" in text]
-    clusters = [text for text in given if "://" not in text]
-    if len(addresses) > 1 or len(clusters) > 1:
-        raise typer.BadParameter("give --on once for the cluster of a MODEL, and once for a Dask scheduler (tcp://HOST:PORT)")
-    return next(iter(addresses), None), next(iter(clusters), None)
 
 
 def compare(
@@ -121,11 +116,11 @@ def compare(
     """Show the differences between two answers, and their causes."""
     from parsim.app.sweep.difference import compare_answers
 
-    found = compare_answers(first, second)
+    difference = compare_answers(first, second)
     if as_json:
-        print_json(found.to_dict())
+        print_json(difference.to_dict())
     else:
-        print_lines(found.lines())
+        print_lines(difference.lines())
 
 
 def explore(

@@ -122,12 +122,8 @@ class Steering:
         self._shown = 0 if self.ends(step) else recorded
         if not recorded:
             return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)
-        seconds = np.array(
-            [
-                task_durations_s(len(graph.tasks), merge_times([times[number] for times in gathered]))
-                for number in range(recorded)
-            ]
-        )
+        timelines = [merge_times([times[number] for times in gathered]) for number in range(recorded)]
+        seconds = np.array([task_durations_s(len(graph.tasks), timeline) for timeline in timelines])
         self._windows += 1
         seen = observation_of(
             graph,
@@ -145,27 +141,14 @@ class Steering:
         if decided.planned:
             planning_s = time.monotonic() - began
             self._controller = replace(self._controller, planning_s=planning_s)
+        decision = Decision(step=step, reason=decided.reason, plan=None, step_s=step_s, planning_s=planning_s)
         if isinstance(decided, Keep):
-            return Decision(
-                step=step,
-                reason=decided.reason,
-                plan=None,
-                step_s=step_s,
-                planning_s=planning_s,
-                look_after=decided.look_after,
-            )
+            return replace(decision, look_after=decided.look_after)
         self._shown = 0
-        return Decision(
-            step=step,
-            reason=decided.reason,
-            plan=decided.plan.to_json(),
-            step_s=step_s,
-            planning_s=planning_s,
-            predicted_switch_s=decided.cost_s,
-        )
+        return replace(decision, plan=decided.plan.to_json(), predicted_switch_s=decided.cost_s)
 
     def has_switched(self, seconds: float) -> None:
-        """The last decision is carried out. Args: seconds: that it took on this rank."""
+        """The last decision is carried out, which took so many seconds on this rank."""
         self.decisions[-1] = replace(self.decisions[-1], switch_s=seconds)
 
 
@@ -174,8 +157,7 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
 
     Where they leave the ZeRO stage or recomputation open, those of the running plan are kept.
 
-    Raises:
-        ExecutionError: a constraint is about a component that the model does not have.
+    Raises ExecutionError: a constraint is about a component that the model does not have.
     """
     devices = None if spec.devices is None else list(spec.devices)
     asked, recipe, model = spec.asked, run.recipe, Model.load(Path(run.model_path))

@@ -1,14 +1,16 @@
-"""What follows from the validation scores of a training: the best checkpoint, and when to stop.
+"""How good weights are, and what follows from that in a training: the best checkpoint, and when to stop.
 
-best/ holds the best checkpoint and those that were the best when the last checkpoints were written, since a training may
-continue from one of these.
+Loss and metrics over samples: at validations on all ranks, at the end of a training in one process. At a validation every rank
+takes whole weights and scores its share of the batches. It holds them beside its own part, and no activations of the training.
+Predicted as the line `evaluation` (`parsim.predict.memory`). The sums of batches are joined exactly (`math.fsum`), so a score
+depends on no number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from parsim.execute.checkpoint.reshard import whole_weights
 from parsim.execute.job import EvaluationRule, RunSpec
 from parsim.execute.loading import batch_to_score
 from parsim.execute.metrics import LOSS_NAME, METRICS
+from parsim.execute.numerics import DTYPES
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.heartbeat import Doing, pulse
@@ -34,13 +37,6 @@ from parsim.execute.stage import seeded_module
 from parsim.model.interface import interface_of
 from parsim.model.objective import CLASSES, TARGET, choose_output
 from parsim.model.total_loss import entries, output_kinds, total_loss
-
-# How good weights are: loss and metrics over samples, at validations on all ranks and at the end of a training in one process.
-#
-# At a validation every rank takes whole weights and scores its share of the batches. It holds them beside its own part, and no
-# activations of the training. Predicted as the line `evaluation` (`parsim.predict.memory`). The sums of batches are joined
-# exactly (`math.fsum`), so a score depends on no number of ranks.
-
 
 BATCH = 64
 """Samples of a forward, at most."""
@@ -54,14 +50,10 @@ def score(
 ) -> dict[str, float]:
     """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
 
-    Args:
-        state: whole; running statistics are those of the first replica. at_once: samples of a forward.
+    state: whole; running statistics are those of the first replica. at_once: samples of a forward.
     """
-    module = _module(run, device)
-    checkpoint.restore_one_by_one(dict(module.named_parameters()), state.weights)
-    checkpoint.restore_one_by_one(dict(module.named_buffers()), state.buffers)
     metrics = (ACCURACY,) if interface_of(run.model).objective.row.targets == CLASSES else ()
-    means = _joined(list(_batch_sums(run, module, data, metrics, device=device, at_once=at_once, doing="scoring")))
+    means = scores(run, state.weights, state.buffers, data, metrics, device=device, at_once=at_once, doing="scoring")
     result = {"test_loss": means[LOSS_NAME]}
     return result if math.isnan(means.get(ACCURACY, math.nan)) else {**result, "test_accuracy": means[ACCURACY]}
 
@@ -76,87 +68,66 @@ def scores(
     device: torch.device,
     rank: int = 0,
     ranks: int = 1,
+    at_once: int | None = None,
+    doing: str = "validating",
 ) -> dict[str, float]:
-    """The mean loss and the metrics over all samples, the same on every rank. With several, all of them call it at once.
+    """The mean loss and the metrics (rows of METRICS) over all samples, the same on all ranks, which call it at once.
 
     Args:
-        weights, buffers: whole, by name. data: of the validation. metrics: rows of METRICS.
-        rank, ranks: which share of the batches is scored here.
+        weights, buffers: whole, by name. rank, ranks: each rank scores every ranks-th batch.
+        at_once: samples of a forward; None: those of a microbatch, at most BATCH. doing: for messages.
     """
     random = checkpoint.rng_state(str(device))
-    at_once = max(1, min(BATCH, run.plan.microbatch_samples))
+    size = at_once or max(1, min(BATCH, run.plan.microbatch_samples))
     try:
-        module = _module(run, device)
+        module = seeded_module(run.model, run.seed, DTYPES[run.dtype], device).eval()
         for name, value in module.named_parameters():
             if name in weights:
                 value.data = weights[name].to(device=device, dtype=value.dtype)  # not a copy: it would be one more whole model
         checkpoint.restore_tensors({name: value for name, value in module.named_buffers() if name in buffers}, buffers)
-        share = rank, ranks
-        own = list(_batch_sums(run, module, data, metrics, device=device, at_once=at_once, doing="validating", share=share))
+        sums = []
+        for start in range(rank * size, len(data), ranks * size):
+            indices = np.arange(start, min(start + size, len(data)), dtype=np.int64)
+            values = batch_to_score(data, indices, DTYPES[run.dtype], device, doing=doing)
+            sums.append(_batch_sums(run, module, values, len(indices), metrics))
     finally:
         checkpoint.restore_rng(random, str(device))
-    everyone: list[list[Sums]] = gather_values(own) if ranks > 1 else [own]
+    everyone: list[list[Sums]] = gather_values(sums) if ranks > 1 else [sums]
     return _joined([batch for batches in everyone for batch in batches])
 
 
-def _module(run: RunSpec, device: torch.device) -> nn.Module:
-    dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    return seeded_module(run.model, run.seed, dtype, device).eval()
-
-
-def _batch_sums(
-    run: RunSpec,
-    module: nn.Module,
-    data: Samples,
-    metrics: Sequence[str],
-    *,
-    device: torch.device,
-    at_once: int,
-    doing: str,
-    share: tuple[int, int] = (0, 1),
-) -> Iterator[Sums]:
-    """The sums of every batch; `share`: (rank, ranks), of which each scores every ranks-th batch."""
-    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+@torch.no_grad()
+def _batch_sums(run: RunSpec, module: nn.Module, values: dict[str, Tensor], count: int, metrics: Sequence[str]) -> Sums:
+    """The sums over one batch of `count` samples."""
     interface = interface_of(run.model)
-    objective, names = interface.objective, [entry.name for entry in interface.inputs]
-    rank, ranks = share
-    with torch.no_grad():
-        for start in range(rank * at_once, len(data), ranks * at_once):
-            indices = np.arange(start, min(start + at_once, len(data)), dtype=np.int64)
-            values = batch_to_score(data, indices, dtype, device, doing=doing)
-            target = values.pop(TARGET, None)
-            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
-            output = module(*args, **kwargs)
-            total = float(total_loss(objective, output, target, len(indices), run.model.name))
-            sums: Sums = {LOSS_NAME: ([total], [float(len(indices))])}
-            if metrics and target is not None:  # a model that takes its targets itself has none
-                sums |= _metric_sums(output, target, objective, run.model.name, metrics)
-            yield sums
-
-
-def _metric_sums(output: Any, target: Tensor, objective: Any, name: str, metrics: Sequence[str]) -> Sums:
-    tensors = entries(output)
-    read = tensors[choose_output(name, output_kinds(tensors), objective.output)]
-    classes = objective.classes_dim
-    dim = -1 if classes is None else classes + 1 if classes >= 0 else classes
-    sums: Sums = {}
-    for metric in metrics:
-        above, below = METRICS[metric].sums(read, target, dim)
-        sums[metric] = above.double().reshape(-1).tolist(), below.double().reshape(-1).tolist()
+    objective = interface.objective
+    target = values.pop(TARGET, None)
+    names = [entry.name for entry in interface.inputs]
+    args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
+    output = module(*args, **kwargs)
+    sums: Sums = {LOSS_NAME: ([float(total_loss(objective, output, target, count, run.model.name))], [float(count)])}
+    if metrics and target is not None:  # a model that takes its targets itself has none
+        tensors = entries(output)
+        read = tensors[choose_output(run.model.name, output_kinds(tensors), objective.output)]
+        classes = objective.classes_dim
+        dim = -1 if classes is None else classes + 1 if classes >= 0 else classes
+        for metric in metrics:
+            above, below = METRICS[metric].sums(read, target, dim)
+            sums[metric] = above.double().reshape(-1).tolist(), below.double().reshape(-1).tolist()
     return sums
 
 
 def _joined(batches: Sequence[Sums]) -> dict[str, float]:
     """The mean loss and every metric over all batches."""
+
+    def added(parts: Sequence[Sequence[float]]) -> list[float]:
+        return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
+
     result = {}
     for name in batches[0]:
-        above, below = (_added([batch[name][place] for batch in batches]) for place in (0, 1))
+        above, below = (added([batch[name][place] for batch in batches]) for place in (0, 1))
         result[name] = above[0] / below[0] if name == LOSS_NAME else METRICS[name].value(above, below)
     return result
-
-
-def _added(parts: Sequence[Sequence[float]]) -> list[float]:
-    return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
 
 
 STATE = "validation"
@@ -201,11 +172,10 @@ class BestSoFar:
 class Validation:
     """The validation of one training on this rank.
 
-    Attributes: rule: of the run file. folder: of the best checkpoint. every: steps between two validations. steps: of the
-        whole training. seen: the scores of this part of the training, by step.
-
     The folder holds the best checkpoint, and those that were the best when the last checkpoints of the training were written:
     it may go on from one of these.
+
+    Attributes: every: steps between two validations. steps: of the whole training. seen: the scores of this part of it.
     """
 
     rule: EvaluationRule
@@ -222,24 +192,21 @@ class Validation:
         saved = entry.notes.get(STATE)
         if saved is not None:
             self.best = BestSoFar.from_tensor(saved)
-        if not value_of_rank_0(done_by_rank_0(place, self._has_best)):
+        if not value_of_rank_0(done_by_rank_0(place, self._tidied)):
             if place.rank == 0:
                 text = f"the best checkpoint (step {self.best.step}) cannot be read in {self.folder}"
                 warnings.warn(f"{text}: the next validation is the best so far", stacklevel=1)
             self.best = BestSoFar(since=self.best.since)
         entry.notes[STATE] = self.best.to_tensor()
 
-    def _has_best(self) -> bool:
-        """Remove what is not among the bests up to here; says whether the best one can be read."""
+    def _tidied(self) -> bool:
+        """Remove what is not among the bests up to here; says whether the best one, if any, can be read."""
         keep_only(self.folder, range(self.best.step + 1))
         self._known = tuple(map(step_of, step_folders(self.folder)))[-KNOWN:]  # of checkpoints from before, which may be needed
-        if not self.best.step:
-            return True
         try:
-            checkpoint_at(self.folder, self.best.step)
+            return not self.best.step or bool(checkpoint_at(self.folder, self.best.step))
         except ExecutionError:
             return False
-        return True
 
     def has_saved(self, place: ProcessPlace) -> None:
         """After a checkpoint of the training: it knows the best one so far."""
@@ -255,8 +222,8 @@ class Validation:
         """Score the weights on all ranks, keep them if they are the best so far; says whether the training ends here."""
         pulse().begin(Doing.PREPARING, "validating")
         if self._data is None:
-            found = run_dataset(entry.run, "validation")
-            self._data = found.whole() if isinstance(found, StreamSamples) else found
+            samples = run_dataset(entry.run, "validation")
+            self._data = samples.whole() if isinstance(samples, StreamSamples) else samples
         ema = entry.run.recipe.ema
         weights, buffers = whole_weights(entry.stage, averaged=ema is not None and ema.evaluate)
         if entry.mixing is not None:  # those above are the first replica's
@@ -283,8 +250,8 @@ class Validation:
             if place.rank == 0:  # other ranks may still write the new one
                 keep_only(self.folder, {*self._known, before.step, self.best.step})
         if place.rank == 0:
-            told = {f"validation {name}": f"{value:.4f}" for name, value in result.items()}
-            write_progress({"step": f"{done}/{self.steps}", **told, "best": f"{self.best.score:.4f} at step {self.best.step}"})
+            texts = {f"validation {name}": f"{value:.4f}" for name, value in result.items()}
+            write_progress({"step": f"{done}/{self.steps}", **texts, "best": f"{self.best.score:.4f} at step {self.best.step}"})
         return self.best.stops(self.rule)
 
     def to_dict(self, stopped: int | None) -> dict[str, Any]:

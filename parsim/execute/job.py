@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, WrapValidator
 
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, ExecutionError, near_matches
 from parsim.execute.metrics import LOSS_NAME, METRICS
 from parsim.files import read_json, reading, version_problem, write_text_atomically
-from parsim.hardware.records import Name, Number, PairsOf
+from parsim.hardware.records import ConfigSection, Name, Number, PairsOf
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
@@ -25,16 +24,14 @@ from parsim.plans.constraints import UNCONSTRAINED, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.records import check_types
-from parsim.registry import Registry, RowOf
+from parsim.registry import Registry, RowOf, as_key_error
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
 
-# Learning-rate schedules by torch's names: which arguments each takes. A new one is one row.
-#
-# Nothing here imports torch, so a run file is checked without it; a row's `make` imports it.
+# Learning-rate schedules by torch's names; a new one is one row. Nothing here imports torch: a run file is checked without it.
 
 
 PLATEAU = "ReduceLROnPlateau"
@@ -60,20 +57,17 @@ class ScheduleKind:
     peak: str = ""
 
 
-def _torch_schedule(name: str, optimizer: Optimizer, **arguments: Any) -> LRScheduler:
-    from torch.optim import lr_scheduler
-
-    made: LRScheduler = getattr(lr_scheduler, name)(optimizer, **arguments)
-    return made
-
-
 def _row(name: str, arguments: str, required: str = "", *, length: str = "", peak: str = "") -> ScheduleKind:
+    """The schedule of that name in torch; names of arguments stand between blanks."""
+
+    def make(optimizer: Optimizer, **values: Any) -> LRScheduler:
+        from torch.optim import lr_scheduler
+
+        schedule: LRScheduler = getattr(lr_scheduler, name)(optimizer, **values)
+        return schedule
+
     return ScheduleKind(
-        make=partial(_torch_schedule, name),
-        arguments=tuple(arguments.split()),
-        required=tuple(required.split()),
-        length=length,
-        peak=peak,
+        make=make, arguments=tuple(arguments.split()), required=tuple(required.split()), length=length, peak=peak
     )
 
 
@@ -105,19 +99,6 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
         PLATEAU: _row(PLATEAU, "mode factor patience threshold threshold_mode cooldown min_lr eps"),
     },
 )
-
-
-def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that the schedule does not take, or lacks."""
-    row = SCHEDULES[name]
-    unknown = [key for key in arguments if key not in row.arguments]
-    if unknown:
-        near = near_matches(unknown[0], row.arguments)
-        listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(row.arguments)})"
-        raise ConfigError(f"{name} has no argument {unknown[0]!r}{near}{listing}")
-    missing = [key for key in row.required if key not in arguments]
-    if missing:
-        raise ConfigError(f"{name} needs {missing[0]}; it takes: {', '.join(row.arguments)}")
 
 
 # What goes with an update beside the optimizer's own rule: schedule, weight decay. Plain data, without torch.
@@ -157,8 +138,17 @@ class Schedule:
     warmup_start_factor: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
 
     def __post_init__(self) -> None:
-        check_arguments(self.name, dict(self.arguments))
-        if self.name == "ConstantLR" and not self.arguments:
+        name, arguments, row = self.name, dict(self.arguments), SCHEDULES[self.name]
+        takes = ", ".join(row.arguments)
+        for key in arguments:
+            if key not in row.arguments:
+                near = near_matches(key, row.arguments)
+                listing = "" if near.startswith("; known") else f" ({name} takes: {takes})"
+                raise ConfigError(f"{name} has no argument {key!r}{near}{listing}")
+        for key in row.required:
+            if key not in arguments:
+                raise ConfigError(f"{name} needs {key}; it takes: {takes}")
+        if name == "ConstantLR" and not arguments:
             object.__setattr__(self, "arguments", (("factor", 1.0),))
 
     @property
@@ -170,9 +160,9 @@ class Schedule:
         """Arguments among the other keys, as a run file has them, put together."""
         if not isinstance(table, Mapping) or "arguments" in table:
             return table
-        own = {entry.name for entry in fields(Schedule)}
-        others = {key: value for key, value in table.items() if key not in own}
-        return {**{key: value for key, value in table.items() if key in own}, "arguments": others}
+        keys = {field.name for field in fields(Schedule)} & table.keys()
+        arguments = {key: value for key, value in table.items() if key not in keys}
+        return {**{key: table[key] for key in table if key in keys}, "arguments": arguments}
 
     def to_table(self) -> dict[str, Any]:
         """Inverse of `from_table`."""
@@ -228,8 +218,7 @@ class EvaluationRule:
 class EmaRule:
     """training.ema: exponential moving averages of the weights, as torch.optim.swa_utils keeps them.
 
-    Attributes:
-        decay: ema = decay * ema + (1 - decay) * weight after every update. evaluate: validations score the averages.
+    Attributes: decay: ema = decay * ema + (1 - decay) * weight after every update. evaluate: validations score the averages.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -269,26 +258,51 @@ class UpdateGroup:
         return table | ({} if self.optimizer_args is None else {"optimizer_args": dict(self.optimizer_args)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecipe:
-    """Attributes:
-    groups: parameters that are updated by another optimizer, or at another rate.
-    optimizer_args: of torch's optimizer, in place of its defaults.
-    weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
-    schedule: of the learning rate; None: it stays.
-    clip_norm: the largest norm of all gradients together; None: any. evaluation: on the way; None: none.
-    ema: moving averages of the weights; None: none. tensorboard: write its event files too.
+def _by_name(groups: Any) -> Any:
+    """Groups that were given in a sequence, by their names."""
+    return {group.name: group for group in groups} if isinstance(groups, tuple) else groups
+
+
+class TrainingRecipe(ConfigSection):
+    """The keys of [training] that the executor takes beside the optimizer's own rule.
+
+    Attributes:
+        groups: by name: parameters that are updated by another optimizer, or at another rate, such as the two players of a GAN.
+        optimizer_args: of torch's optimizer, in place of its defaults: betas = [0.9, 0.95], eps = 1e-6, nesterov = true.
+        weight_decay: None: the optimizer's own default (0.01 for adamw, else 0).
+        no_weight_decay: parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*").
+        clip_norm: the largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; None:
+            any.
+        ema: moving averages of the weights (`parsim export --weights ema`); None: none are kept.
+        tensorboard: write what metrics.jsonl has for TensorBoard too, into RUN_DIR/tensorboard.
+        evaluation: on the way; None: only the test samples are scored, at the end. schedule: of the learning rate; None: it
+            stays.
     """
 
-    groups: tuple[UpdateGroup, ...] = ()
+    groups: Annotated[dict[str, UpdateGroup], BeforeValidator(_by_name)] = {}  # noqa: RUF012 - pydantic copies it
     optimizer_args: Arguments = ()
     weight_decay: WeightDecay | None = None
-    no_weight_decay: tuple[str, ...] = ()
-    schedule: Schedule | None = None
-    clip_norm: float | None = None
-    evaluation: EvaluationRule | None = None
+    no_weight_decay: tuple[Name, ...] = ()
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     ema: EmaRule | None = None
-    tensorboard: bool = False
+    tensorboard: StrictBool = False
+    evaluation: Annotated[EvaluationRule, WrapValidator(as_key_error)] | None = None
+    schedule: (
+        Annotated[
+            Schedule,
+            BeforeValidator(Schedule.from_table),
+            WrapValidator(as_key_error),
+            PlainSerializer(Schedule.to_table),
+        ]
+        | None
+    ) = None
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @property
+    def update_groups(self) -> tuple[UpdateGroup, ...]:
+        return tuple(self.groups.values())
 
     @property
     def group_settings(self) -> dict[str, Argument]:
@@ -298,31 +312,61 @@ class TrainingRecipe:
 
     def of(self, group: str) -> TrainingRecipe:
         """What goes with the updates of one group; "" for the parameters in none."""
-        for own in self.groups:
-            if own.name == group:
-                return replace(self, groups=(), optimizer_args=own.optimizer_args or (), weight_decay=own.weight_decay)
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> TrainingRecipe:
-        """Inverse of `to_dict`. Raises ExecutionError for anything else."""
-        try:
-            return _reader().validate_python(document)
-        except (TypeError, ValueError, ConfigError) as error:
-            raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
-
-
-@cache
-def _reader() -> TypeAdapter[TrainingRecipe]:
-    return TypeAdapter(TrainingRecipe)
+        rule = self.groups.get(group)
+        if rule is None:
+            return self
+        changes: dict[str, Any] = {"groups": {}, "optimizer_args": rule.optimizer_args or (), "weight_decay": rule.weight_decay}
+        return self.model_copy(update=changes)
 
 
 PLAIN = TrainingRecipe()
 """Nothing beside the optimizer's own rule."""
+
+
+# Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.
+#
+# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that; the
+# rates and arguments stay in the recipe, which the executor reads.
+
+
+def group_of(name: str, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
+    """The group of a parameter; None where no pattern matches its name. Raises ConfigError: it is in two groups."""
+    matching = [group for group in groups if any(fnmatchcase(name, pattern) for pattern in group.parameters)]
+    if len(matching) > 1:
+        raise ConfigError(
+            f"parameter {name} is in training.groups.{matching[0].name} and in training.groups.{matching[1].name}; one "
+            "optimizer updates a parameter: make the patterns narrower"
+        )
+    return matching[0] if matching else None
+
+
+def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
+    """The model with the group and optimizer of each trainable parameter, in place of those it had; itself if that is the same.
+
+    model: any; tied weights have their first name in it.
+
+    Raises ConfigError: a parameter in two groups, or a pattern that matches none.
+    """
+    if not groups and not any(parameter.group for parameter in model.parameters):
+        return model
+    names = [parameter.name for parameter in model.parameters]
+    for group in groups:
+        for pattern in group.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"training.groups.{group.name}: no parameter matches {pattern!r}{near_matches(pattern, names)}; write a "
+                    f'pattern of names, such as "{names[0].partition(".")[0] if names else "generator"}.*"'
+                )
+
+    def grouped(component: Component) -> Component:
+        changed = []
+        for parameter in component.parameters:
+            group = group_of(parameter.name, groups) if parameter.trainable else None
+            name, optimizer = ("", "") if group is None else (group.name, group.optimizer)
+            changed.append(replace(parameter, group=name, optimizer=optimizer))
+        return component if tuple(changed) == component.parameters else replace(component, parameters=tuple(changed))
+
+    return replace(model, components=tuple(grouped(component) for component in model.components))
 
 
 SCHEMA_VERSION = 1
@@ -468,6 +512,7 @@ class Job:
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
+            entry["recipe"] = run.recipe.model_dump(mode="json")
         if self.adaptive is not None:
             document["adaptive"]["asked"] = self.adaptive.asked.to_dict()
         document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
@@ -480,89 +525,32 @@ class Job:
             if problem := version_problem(document, SCHEMA_VERSION):
                 raise ExecutionError(f"{path}: {problem}; or run again")
             document.pop("schema_version", None)
-            document["runs"] = tuple(
-                RunSpec(
-                    **{
-                        **run,
-                        "model": ModelSpec.from_dict(run["model"]),
-                        "plan": Plan.from_json(run["plan"]),
-                        "predicted_memory": tuple(run.get("predicted_memory", ())),
-                        "recipe": TrainingRecipe.from_dict(run.get("recipe", {})),
-                    }
-                )
-                for run in document["runs"]
-            )
+            document["runs"] = tuple(_run_from(run) for run in document["runs"])
             document["switches"] = tuple(
                 Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
             )
             adaptive = document["adaptive"]
             if adaptive is not None:
-                devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
-                measured = adaptive.get("loading")
-                loading = None if measured is None else MeasuredLoading.from_dict(measured)
-                asked = SearchConstraints.from_dict(adaptive["asked"])
-                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices, "loading": loading, "asked": asked})
-            found = cls(**document)
-            check_types(found, "job")
-            return found
+                adaptive["devices"] = None if adaptive["devices"] is None else tuple(adaptive["devices"])
+                loading = adaptive.get("loading")
+                adaptive["loading"] = None if loading is None else MeasuredLoading.from_dict(loading)
+                adaptive["asked"] = SearchConstraints.from_dict(adaptive["asked"])
+                document["adaptive"] = AdaptiveSpec(**adaptive)
+            job = cls(**document)
+            check_types(job, "job")
+            return job
 
 
-# Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.
-#
-# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that; the
-# rates and arguments stay in the recipe, which the executor reads.
-
-
-def group_of(name: str, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
-    """The group of a parameter; None where no pattern matches its name.
-
-    Raises:
-        ConfigError: it is in two groups.
-    """
-    found = [group for group in groups if any(fnmatchcase(name, pattern) for pattern in group.parameters)]
-    if len(found) > 1:
-        raise ConfigError(
-            f"parameter {name} is in training.groups.{found[0].name} and in training.groups.{found[1].name}; one optimizer "
-            "updates a parameter: make the patterns narrower"
-        )
-    return found[0] if found else None
-
-
-def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
-    """The model with the group and optimizer of each trainable parameter, in place of those it had; itself if that is the same.
-
-    Args:
-        model: any; tied weights have their first name in it.
-
-    Raises:
-        ConfigError: a parameter in two groups, or a pattern that matches none.
-    """
-    if not groups and not any(parameter.group for parameter in model.parameters):
-        return model
-    check_patterns((parameter.name for parameter in model.parameters), groups)
-
-    def grouped(component: Component) -> Component:
-        changed = []
-        for parameter in component.parameters:
-            group = group_of(parameter.name, groups) if parameter.trainable else None
-            name, optimizer = ("", "") if group is None else (group.name, group.optimizer)
-            changed.append(replace(parameter, group=name, optimizer=optimizer))
-        return component if tuple(changed) == component.parameters else replace(component, parameters=tuple(changed))
-
-    return replace(model, components=tuple(grouped(component) for component in model.components))
-
-
-def check_patterns(names: Iterable[str], groups: Sequence[UpdateGroup]) -> None:
-    """Raise ConfigError for a pattern that matches no parameter.
-
-    Args:
-        names: of the model's parameters.
-    """
-    known = list(names)
-    for group in groups:
-        for pattern in group.parameters:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise ConfigError(
-                    f"training.groups.{group.name}: no parameter matches {pattern!r}{near_matches(pattern, known)}; write a "
-                    f'pattern of names, such as "{known[0].partition(".")[0] if known else "generator"}.*"'
-                )
+def _run_from(document: dict[str, Any]) -> RunSpec:
+    """Inverse of what `Job.save` writes of a run."""
+    try:
+        recipe = TrainingRecipe.model_validate(document.get("recipe", {}))
+    except (TypeError, ValueError, ConfigError) as error:
+        raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
+    changed = {
+        "model": ModelSpec.from_dict(document["model"]),
+        "plan": Plan.from_json(document["plan"]),
+        "predicted_memory": tuple(document.get("predicted_memory", ())),
+        "recipe": recipe,
+    }
+    return RunSpec(**{**document, **changed})

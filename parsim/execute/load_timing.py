@@ -65,16 +65,9 @@ class _Line:
     core_share: float
 
 
-def merged(told: Sequence[Sequence[dict[str, Any]]], *, global_batch: int, workers: int) -> MeasuredLoading:
-    """The mean over the readers.
-
-    Args:
-        told: the entries of each (`load_timing`). global_batch: samples of a step. workers: of each rank.
-
-    Raises:
-        DataError: one of them read no batch, or failed.
-    """
-    for entries in told:
+def merged(readers: Sequence[Sequence[dict[str, Any]]], *, global_batch: int, workers: int) -> MeasuredLoading:
+    """The mean over the readers, each with its entries (`_Reader.entries`). Raises DataError: one read no batch, or failed."""
+    for entries in readers:
         failed = next((entry["failed"] for entry in entries if "failed" in entry), None)
         if failed is not None:
             raise DataError(failed)
@@ -84,9 +77,10 @@ def merged(told: Sequence[Sequence[dict[str, Any]]], *, global_batch: int, worke
             raise DataError(f"its first sample was not there within {PATIENCE_S:.0f} s")
         if not any(entry.get("kind") == "whole" for entry in entries):
             raise DataError(f"a second sample was not there {2 * BUDGET_S:.0f} s after the first")
-    lines = [_line(entries) for entries in told]
-    reads = [entry for entries in told for entry in entries if "samples" in entry]
-    handovers = [entry["seconds"] for entries in told for entry in entries if entry.get("kind") == "handover"]
+    lines = [_line(entries) for entries in readers]
+    every = [entry for entries in readers for entry in entries]
+    reads = [entry for entry in every if "samples" in entry]
+    handovers = [entry["seconds"] for entry in every if entry.get("kind") == "handover"]
     whole_s = np.array([line.whole_s for line in lines])
     between = float(np.std(whole_s) / whole_s.mean()) if len(lines) > 1 else 0.0
     error = math.sqrt(sum(line.error**2 for line in lines)) / len(lines)
@@ -94,28 +88,28 @@ def merged(told: Sequence[Sequence[dict[str, Any]]], *, global_batch: int, worke
     few = FEW_SIGMA if wholes < LEAST * len(lines) else 0.0
     batch = max(entry["samples"] for entry in reads if entry["kind"] == "whole")
 
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values))
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(line, name) for line in lines]))
 
     return MeasuredLoading(
-        first_s=mean([line.first_s for line in lines]),
-        again_s=mean([line.again_s for line in lines]),
-        sample_s=mean([line.sample_s for line in lines]),
-        passing_s=mean([line.passing_s for line in lines]),
+        first_s=mean("first_s"),
+        again_s=mean("again_s"),
+        sample_s=mean("sample_s"),
+        passing_s=mean("passing_s"),
         handover_s=float(np.median(handovers)) if handovers else 0.0,
         workers=workers,
         cores=len(available_cores()),
-        core_share=mean([line.core_share for line in lines]),
+        core_share=mean("core_share"),
         sigma=math.hypot(SIGMA, error, between, few),
-        repeat_sigma=mean([line.spread for line in lines]),
+        repeat_sigma=mean("spread"),
         global_batch=global_batch,
         batch=batch,
         batches=wholes,
         samples=sum(entry["samples"] for entry in reads),
         readers=len(lines),
-        taken_s=max(sum(entry["seconds"] for entry in entries if "samples" in entry) for entries in told),
-        prepared_s=max(entry["prepared_s"] for entries in told for entry in entries if "prepared_s" in entry),
-        warm_up_s=max(entry["warm_up_s"] for entries in told for entry in entries if "warm_up_s" in entry),
+        taken_s=max(sum(entry["seconds"] for entry in entries if "samples" in entry) for entries in readers),
+        prepared_s=max(entry["prepared_s"] for entry in every if "prepared_s" in entry),
+        warm_up_s=max(entry["warm_up_s"] for entry in every if "warm_up_s" in entry),
     )
 
 
@@ -182,7 +176,9 @@ Load = Callable[[], tuple[Samples, Order]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderRequest:
-    """Attributes:
+    """What readers read, and on what.
+
+    Attributes:
     load: makes the training samples and their order, as a rank does. dtype: of inputs that are numbers.
     global_batch: samples of a step. readers: processes that read at once, one per rank and core.
     workers: of each rank. device: "cpu" or "cuda".
@@ -199,8 +195,7 @@ class ReaderRequest:
 def timed_loading(request: ReaderRequest) -> MeasuredLoading:
     """Read batches of the dataset in processes of their own, for at most `BUDGET_S` behind the first sample.
 
-    Raises:
-        DataError: the dataset cannot be read there, in words that follow "loading not measured: ".
+    Raises DataError: the dataset cannot be read there, in words that follow "loading not measured: ".
     """
     if not sys.platform.startswith("linux"):
         raise DataError("readers are forked, which is safe on Linux alone")
@@ -213,12 +208,17 @@ def timed_loading(request: ReaderRequest) -> MeasuredLoading:
             os.close(writing)
             pids.append(pid)
             pipes.append(reading)
-        told = _told(pipes)
+        readers = _entries(pipes)
     finally:
         for pipe in pipes:
             os.close(pipe)
-        _end(pids)
-    return merged(told, global_batch=request.global_batch, workers=request.workers)
+        for pid in {*descendants(pids), *pids}:  # no reader, and nothing that one started, outlives this
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    return merged(readers, global_batch=request.global_batch, workers=request.workers)
 
 
 def _forked(request: ReaderRequest, number: int, writing: int, others: Sequence[int]) -> int:
@@ -260,35 +260,25 @@ def _read_and_leave(request: ReaderRequest, number: int, writing: int, others: S
         os._exit(status)
 
 
-def _told(pipes: Sequence[int]) -> list[list[dict[str, Any]]]:
+def _entries(pipes: Sequence[int]) -> list[list[dict[str, Any]]]:
     """What every reader told until it ended, or until its time was over."""
     texts = dict.fromkeys(pipes, b"")
     open_ = set(pipes)
     deadline = time.monotonic() + PATIENCE_S
     ready = False
-    while open_ and (left := deadline - time.monotonic()) > 0:
-        for pipe in select.select(list(open_), [], [], left)[0]:
+    while open_ and (left_s := deadline - time.monotonic()) > 0:
+        for pipe in select.select(list(open_), [], [], left_s)[0]:
             piece = os.read(pipe, 2**16)
             texts[pipe] += piece
             if not piece:
                 open_.discard(pipe)
         if not ready and all(b"warm_up_s" in text or pipe not in open_ for pipe, text in texts.items()):
             ready, deadline = True, time.monotonic() + 2 * BUDGET_S  # a last read may take long, and workers start
-    found = [[json.loads(line) for line in texts[pipe].split(b"\n")[:-1]] for pipe in pipes]
-    for pipe, entries in zip(pipes, found, strict=True):
+    readers = [[json.loads(line) for line in texts[pipe].split(b"\n")[:-1]] for pipe in pipes]
+    for pipe, entries in zip(pipes, readers, strict=True):
         if pipe not in open_ and not any("ended" in entry or "failed" in entry for entry in entries):
             entries.append({"failed": "it ended the process that read it"})
-    return found
-
-
-def _end(pids: Sequence[int]) -> None:
-    """No reader, and nothing that one started, outlives this."""
-    for pid in {*descendants(pids), *pids}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+    return readers
 
 
 class _Reader:
@@ -333,9 +323,9 @@ class _Reader:
             first, self._step = self._step, self._step + count
             return np.arange(first, first + count, dtype=np.int64)
         indices = self._order.indices(self._step // self._request.readers)
-        own = np.roll(indices, -self._batch * (self._number + self._step % self._request.readers))
+        rolled = np.roll(indices, -self._batch * (self._number + self._step % self._request.readers))
         self._step += 1
-        return own[:count]
+        return rolled[:count]
 
     def _values(self, positions: NDArray[np.int64]) -> None:
         host_values(self._data, positions, None, self._request.dtype, 0)
@@ -344,9 +334,8 @@ class _Reader:
         """Rounds of: a whole batch; a part of it; right behind it another one; and of a stream, samples that are passed."""
         part, between = max(1, batch // SHARE), _Computation()
         wholes: list[float] = []
-        while time.perf_counter() < until_s and not _is_known(wholes):
-            rows = [("whole", batch), ("part", part), ("again", part), ("passed", batch)]
-            for kind, count in rows:
+        while time.perf_counter() < until_s and (len(wholes) < ENOUGH or standard_error(wholes) > PRECISION):
+            for kind, count in (("whole", batch), ("part", part), ("again", part), ("passed", batch)):
                 if (kind == "part" and part == batch) or (kind == "passed" and (batch == 1 or not self._is_stream)):
                     continue
                 if kind != "again":
@@ -412,8 +401,3 @@ class _Computation:
         nn.functional.cross_entropy(self._module(self._inputs), self._target)
         for weight, moment in zip(self._module.parameters(), self._moments, strict=True):
             weight.mul_(0.999).addcdiv_(moment.mul_(0.9).add_(0.1), moment.sqrt().add_(1e-8), value=1e-3)
-
-
-def _is_known(seconds: Sequence[float]) -> bool:
-    """Whether the mean of so many is known well enough."""
-    return len(seconds) >= ENOUGH and standard_error(seconds) <= PRECISION

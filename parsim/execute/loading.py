@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,14 +30,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from parsim.data.samples import ChosenSamples, MapSamples, Order, Samples, StreamSamples, part
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.driver import GatherThread
 from parsim.execute.processes.heartbeat import Doing, pulse
-from parsim.execute.processes.output import die_with_parent
+from parsim.execute.processes.output import die_with_parent, signal_name
 from parsim.execute.processes.setup import cores_before_pinning
 from parsim.program.placed import PlanIndex
 from parsim.units import format_bytes
 
+T = TypeVar("T")
 Read = Callable[[int, int], dict[str, Tensor]]
+Pin = Callable[[Tensor], Tensor]
 AHEAD = 2
 """Microbatches that each worker holds ready; torch's default."""
 SHARED = Path("/dev/shm")
@@ -68,8 +71,7 @@ class _Places:
 class WorkerBatches:
     """A rank's microbatches in the order of training, read by `workers` processes.
 
-    Args:
-        read: (step, microbatch) -> values, in the host's memory. microbatches: of a step. workers: at least one.
+    read: (step, microbatch) -> values, in the host's memory. microbatches: of a step. workers: at least one.
     """
 
     def __init__(self, read: Read, microbatches: int, workers: int) -> None:
@@ -78,11 +80,8 @@ class WorkerBatches:
         self._next = (0, 0)
 
     def read(self, step: int, microbatch: int) -> dict[str, Tensor]:
-        """The next microbatch; any other one makes the workers begin anew there.
-
-        Raises:
-            ExecutionError: a worker was killed, as it is where shared memory ends.
-        """
+        """The next microbatch; any other one makes the workers begin anew there. Raises ExecutionError: a worker was killed, as
+        it is where shared memory ends."""
         if self._batches is None or self._next != (step, microbatch):
             self.close()
             self._begin(step)
@@ -121,7 +120,7 @@ class WorkerBatches:
                 batch_size=None,
                 num_workers=self._count,
                 prefetch_factor=AHEAD,
-                collate_fn=_as_it_is,
+                collate_fn=lambda values: values,
                 worker_init_fn=partial(_begin_worker, parent=os.getpid()),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # else it draws the seeds of workers from that of the process, which others use
@@ -129,20 +128,15 @@ class WorkerBatches:
         )
 
 
-def _as_it_is(values: Any) -> Any:
-    return values
-
-
 def _about_killed(number: int) -> str:
     """Why a worker may have been killed by a signal, and what to do."""
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    said = f"a process that reads samples was killed by {name}"
+    event = f"a process that reads samples was killed by {signal_name(number)}"
     if number != signal.SIGBUS or not SHARED.is_dir():
-        return f"{said}; set training.workers = 0 to read them in the rank itself"
+        return f"{event}; set training.workers = 0 to read them in the rank itself"
     room = format_bytes(shutil.disk_usage(SHARED).total)
     return (
-        f"{said}: workers hand batches over in {SHARED}, which has {room}, and each holds {AHEAD} microbatches there. Give the "
-        "container more (docker run --shm-size=8g, or --ipc=host), or set fewer training.workers, or 0"
+        f"{event}: workers hand batches over in {SHARED}, which has {room}, and each holds {AHEAD} microbatches there. Give "
+        "the container more (docker run --shm-size=8g, or --ipc=host), or set fewer training.workers, or 0"
     )
 
 
@@ -162,26 +156,23 @@ def prepare_worker() -> None:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-Pin = Callable[[Tensor], Tensor]
-
-
 def host_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, epoch: int = 0
 ) -> dict[str, Tensor]:
     """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted, in the host's memory.
 
-    Args:
-        wanted: their names; None: all. dtype: of numbers that have no type of their own. epoch: the pass over the data.
+    wanted: their names; None: all. dtype: of numbers that have no type of their own. epoch: the pass over the data.
     """
     arrays = data.values(indices, epoch)
-    return {name: _typed(arrays[name], data.types.get(name), dtype) for name in (arrays if wanted is None else wanted)}
-
-
-def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if own is not None:
-        return tensor.to(getattr(torch, own))
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    values = {}
+    for name in arrays if wanted is None else wanted:
+        tensor = torch.from_numpy(arrays[name])
+        if name in data.types:
+            tensor = tensor.to(getattr(torch, data.types[name]))
+        elif tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        values[name] = tensor
+    return values
 
 
 def batch_values(
@@ -194,16 +185,57 @@ def batch_values(
 def batch_to_score(
     data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
 ) -> dict[str, Tensor]:
-    """All values of some samples on the device, for a forward that scores. Reading them has more time than other work: of
-    a dataset of one's own a sample may take seconds, in which the rank waits and computes nothing.
+    """All values of some samples on the device, for a forward that scores. doing: what the rank is at then, for messages.
 
-    Args:
-        doing: what the rank is at from then on, for messages.
+    Reading them has more time than other work: of a dataset of one's own a sample may take seconds, in which the rank waits
+    and computes nothing.
     """
     pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
     values = batch_values(data, indices, None, dtype, device)
     pulse().begin(Doing.WORKING, doing)
     return values
+
+
+class GatherThread:
+    """A thread that makes one call after the other, of which workers may be forked: first `begin`. Where it fails, so do all.
+
+    Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
+    ends with an error.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(begin,), name="parsim gather", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """The call's result, once it is its turn."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """Wait until all calls are made that were not cancelled."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _serve(self, begin: Callable[[], None]) -> None:
+        failed: BaseException | None = None
+        try:
+            begin()
+        except BaseException as error:
+            failed = error
+        while (entry := self._calls.get()) is not None:
+            future, call = entry
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                if failed is not None:
+                    raise failed
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del entry, future, call  # they hold tensors
 
 
 class GatheredBatch:
@@ -225,10 +257,9 @@ class Loader:
     """The batches of `rank` under the plan of `layout`.
 
     Args:
-        dtype: of inputs that are numbers.
+        dtype: of inputs that are numbers. workers: processes that read ahead.
         pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
             reads in its turn.
-        workers: processes that read ahead.
     """
 
     def __init__(
@@ -304,11 +335,11 @@ class Loader:
         indices = self._order.indices(step)
         plan = self._layout.plan
         replica = plan.replica_of_rank(self._rank)
-        own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
+        samples = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
         ways = self._layout.batch_ways(self._rank)
-        size = len(own) * ways // plan.mesh.tp
+        size = len(samples) * ways // plan.mesh.tp
         first = plan.shard_of_rank(self._rank) // ways * size
         # samples of one's own may be views of a tensor with all of them, which the memory of a step leaves out
         data = self._data.base if isinstance(self._data, ChosenSamples) else self._data
         with _disable_current_modes() if isinstance(data, MapSamples | StreamSamples) else nullcontext():
-            return host_values(self._data, own[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))
+            return host_values(self._data, samples[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))

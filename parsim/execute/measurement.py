@@ -52,19 +52,12 @@ class RankRecord:
     memory: MemoryUse | None = None
 
     def on_clock(self, seconds: Callable[[float], float]) -> RankRecord:
-        """With the times of another clock, such as that of rank 0, which may be on another machine.
-
-        Args:
-            seconds: from seconds on this rank's clock to those on the other.
-        """
-        return replace(
-            self,
-            rounds=[(seconds(start_s), seconds(end_s), steps) for start_s, end_s, steps in self.rounds],
-            steps=[
-                [entry._replace(ready_s=seconds(entry.ready_s), end_s=seconds(entry.end_s)) for entry in times]
-                for times in self.steps
-            ],
-        )
+        """With the times of another clock, to which `seconds` takes those of this one: that of rank 0 on another machine."""
+        steps = [
+            [time._replace(ready_s=seconds(time.ready_s), end_s=seconds(time.end_s)) for time in times] for times in self.steps
+        ]
+        rounds = [(seconds(start_s), seconds(end_s), count) for start_s, end_s, count in self.rounds]
+        return replace(self, rounds=rounds, steps=steps)
 
     def save(self, folder: Path) -> None:
         streams = sorted({entry.stream for step in self.steps for entry in step})
@@ -108,9 +101,9 @@ class RankRecord:
             steps: list[list[TaskTime]] = [[] for _ in range(recorded)]
             for step, task, stream, ready, end in table.tolist():
                 steps[int(step)].append(TaskTime(int(task), streams[int(stream)], ready, end))
-            found = cls(
+            record = cls(
                 rank=rank,
-                rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
+                rounds=[(start, end, int(count)) for start, end, count in facts["rounds"]],
                 steps=steps,
                 losses=[None if value is None else float(value) for value in facts["losses"]],
                 cpu_s=facts["cpu_s"],
@@ -119,8 +112,8 @@ class RankRecord:
                 memory_lines=facts["memory_lines"],
                 memory=MemoryUse(**facts["memory"]) if facts["memory"] else None,
             )
-            check_types(found, "record")
-            return found
+            check_types(record, "record")
+            return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +126,12 @@ class Measurement:
     @cached_property
     def step_s(self) -> NDArray[np.float64]:
         """float64 [rounds]: the mean step of each round, from the first rank's start to the last one's end."""
-        rounds = self._rounds[self.left_out :]
-        ends = [(min(start for start, _, _ in spans), max(end for _, end, _ in spans)) for spans in rounds]
-        return np.array([(end - start) / spans[0][2] for (start, end), spans in zip(ends, rounds, strict=True)])
+        return np.array(
+            [
+                (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / spans[0][2]
+                for spans in self._rounds[self.left_out :]
+            ]
+        )
 
     @property
     def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:
@@ -144,7 +140,7 @@ class Measurement:
 
     @property
     def steps(self) -> int:
-        """Those of all rounds together."""
+        """Steps of all rounds together."""
         return sum(spans[0][2] for spans in self._rounds)
 
     @cached_property
@@ -207,10 +203,10 @@ def _table(content: bytes) -> NDArray[np.float64]:
     header = _HEADER.match(content)
     if header is None or len(content) != header.end() + int(header[1]) * 5 * 8:
         raise ValueError("its table of task times is none, or was cut short")
-    found = np.frombuffer(content, dtype="<f8", offset=header.end()).reshape(-1, 5)
-    if not np.isfinite(found).all():
+    table = np.frombuffer(content, dtype="<f8", offset=header.end()).reshape(-1, 5)
+    if not np.isfinite(table).all():
         raise ValueError("its table of task times holds numbers that are not finite")
-    return found
+    return table
 
 
 def merge_times(per_rank: Sequence[Sequence[TaskTime]]) -> Timeline:

@@ -46,8 +46,8 @@ def _exponential(numerators: list[float], denominators: list[float]) -> float:
 
 
 def _accuracy(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    wanted = target != IGNORED
-    return ((output.argmax(dim) == target) & wanted).sum(), wanted.sum()
+    counts = target != IGNORED
+    return ((output.argmax(dim) == target) & counts).sum(), counts.sum()
 
 
 def _cross_entropy(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -58,14 +58,13 @@ def _cross_entropy(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Te
 
 
 def _iou(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Per class the places that are found and right, and those that are found or right."""
+    """Per class the places that are predicted and right, and those that are predicted or right."""
     import torch
 
-    classes, found = output.shape[dim], output.argmax(dim)
-    wanted = target != IGNORED
-    found, right = found[wanted], target[wanted]
-    both = torch.bincount(right[found == right], minlength=classes)
-    return both, torch.bincount(found, minlength=classes) + torch.bincount(right, minlength=classes) - both
+    classes, counts = output.shape[dim], target != IGNORED
+    predicted, right = output.argmax(dim)[counts], target[counts]
+    both = torch.bincount(right[predicted == right], minlength=classes)
+    return both, torch.bincount(predicted, minlength=classes) + torch.bincount(right, minlength=classes) - both
 
 
 def _absolute(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -76,37 +75,34 @@ def _squared(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return (output - target).square().sum(), output.new_tensor(output.numel())
 
 
-def _own(function: Callable[[Any, Any], Any], output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _of_function(function: Callable[[Any, Any], Any], output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The sums of a user's function, which returns one of three things."""
     import torch
 
-    found = function(output, target)
-    if isinstance(found, tuple) and len(found) == 2:
-        above, below = (torch.as_tensor(part) for part in found)
+    result = function(output, target)
+    if isinstance(result, tuple) and len(result) == 2:
+        above, below = (torch.as_tensor(part) for part in result)
         if above.shape == below.shape:
             return above, below
-    elif isinstance(found, int | float | torch.Tensor):
-        number = torch.as_tensor(found)
+    elif isinstance(result, int | float | torch.Tensor):
+        number = torch.as_tensor(result)
         if number.dim() == 0:
             return number * len(output), torch.tensor(len(output))
         if number.shape == (len(output),):
             return number.sum(), torch.tensor(len(output))
-    name = getattr(function, "__name__", "metric")
+    name, shape = getattr(function, "__name__", "metric"), getattr(result, "shape", None)
+    kind = type(result).__name__ if shape is None else f"{type(result).__name__} of shape {list(shape)}"
     raise ExecutionError(
-        f"metric {name} returned {_described(found)}; return the mean over the batch, one number per sample, or a pair "
+        f"metric {name} returned {kind}; return the mean over the batch, one number per sample, or a pair "
         "(numerators, denominators) of equal shape, which are added up over all batches"
     )
 
 
-def _described(found: Any) -> str:
-    shape = getattr(found, "shape", None)
-    return type(found).__name__ if shape is None else f"{type(found).__name__} of shape {list(shape)}"
-
-
-def _from_function(found: Any) -> Any:
+def _from_function(entry: Any) -> Any:
     """A plain function (output, target) as a Metric; anything else as it is."""
-    if callable(found) and not isinstance(found, type | Metric):
-        return Metric(sums=partial(_own, found), value=mean_ratio)
-    return found
+    if callable(entry) and not isinstance(entry, type | Metric):
+        return Metric(sums=partial(_of_function, entry), value=mean_ratio)
+    return entry
 
 
 METRICS: Registry[Metric] = Registry(

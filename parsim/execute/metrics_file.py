@@ -32,8 +32,7 @@ class LossCurve:
 def loss_curve(folder: Path, last: Sequence[float], steps: int) -> LossCurve:
     """All losses of a training that may have gone on several times; only those of its last part where the file lacks others.
 
-    Args:
-        folder: of the run. last: losses that the ranks of the last part recorded. steps: that were made in all.
+    folder: of the run. last: losses that the ranks of the last part recorded. steps: that were made in all.
     """
     try:
         lines = list(_lines(read_regular(folder / FILE)))

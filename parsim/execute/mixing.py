@@ -32,16 +32,11 @@ MEAN = "mean"
 
 
 def mean_groups(layout: PlanIndex) -> list[Stream]:
-    """The groups that a checkpoint of replicas with different weights needs; none for other plans.
-
-    Args:
-        layout: of the plan.
-    """
+    """The groups that a checkpoint of replicas with different weights needs; none for other plans."""
     if not layout.plan.synchronisation.mixes:
         return []
-    return list(
-        dict.fromkeys((MEAN, tuple(sorted(peers))) for bucket in layout.buckets for peers in mixing_peers(layout, bucket))
-    )
+    peers = (members for bucket in layout.buckets for members in mixing_peers(layout, bucket))
+    return list(dict.fromkeys((MEAN, tuple(sorted(members))) for members in peers))
 
 
 def is_message(stream: Stream) -> bool:
@@ -49,9 +44,6 @@ def is_message(stream: Stream) -> bool:
 
     Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
     machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
-
-    Args:
-        stream: name and ranks.
     """
     return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
 
@@ -106,30 +98,25 @@ class MixingRounds:
         return [*self.previous.values(), *self.velocity.values()]
 
     def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do.
-
-        Args:
-            graph: of the step that the round follows. number: of the round.
-        """
-        found: dict[int, Callable[[], None]] = {}
+        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
+        operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
+        merges = self._rule.kind == "merge"
         for task in graph.tasks:
             if self._stage.rank not in task.ranks or task.origin.bucket is None:
                 continue
             bucket = task.origin.bucket
             match task.work:
-                case Mix() if self._rule.kind == "merge":
-                    found[task.index] = self._merging(bucket, number)
-                case SendRecv() if self._rule.kind == "merge":
-                    found[task.index] = self._handing_on(task)
-                case Mix():
-                    found[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
-                    packed.add(bucket)
+                case Mix() if merges:
+                    operations[task.index] = self._merging(bucket, number)
                 case SendRecv():
-                    found[task.index] = self._message(task)
+                    operations[task.index] = self._handing_on(task) if merges else self._message(task)
+                case Mix():
+                    operations[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
+                    packed.add(bucket)
                 case Collective() if bucket in packed:
-                    found[task.index] = self._average(task)
-        return found
+                    operations[task.index] = self._average(bucket, task.work)
+        return operations
 
     def _packing(self, bucket: int, number: int) -> Callable[[], None]:
         share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
@@ -142,16 +129,16 @@ class MixingRounds:
 
         return run
 
-    def _parameters(self, bucket: int) -> Iterator[Tensor]:
-        for held in self._stage.layout.buckets[bucket].parameters:
-            yield self._stage.parameters[held.name]
+    def _parameters(self, bucket: int) -> list[Tensor]:
+        return [self._stage.parameters[held.name] for held in self._stage.layout.buckets[bucket].parameters]
 
-    def _average(self, task: Task) -> Callable[[], None]:
-        assert isinstance(task.work, Collective)
-        assert task.origin.bucket is not None
-        flat = self._stage.buckets[task.origin.bucket]
-        group = self._groups["dp", tuple(sorted(task.work.group))]
-        return lambda: _discard(dist.all_reduce(flat, group=group))
+    def _average(self, bucket: int, work: Collective) -> Callable[[], None]:
+        flat, group = self._stage.buckets[bucket], self._groups["dp", tuple(sorted(work.group))]
+
+        def run() -> None:
+            dist.all_reduce(flat, group=group)
+
+        return run
 
     def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
         """The group and the tag of a message."""
@@ -214,7 +201,7 @@ class MixingRounds:
         def run() -> None:
             self._settle(bucket)
             with torch.no_grad():
-                parameters = list(self._parameters(bucket))
+                parameters = self._parameters(bucket)
                 for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
                     part.lerp_(parameter, weight)
                     parameter.copy_(part)
@@ -233,7 +220,7 @@ class MixingRounds:
             self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
-        flat = self._stage.buckets[bucket]
+        flat, outer = self._stage.buckets[bucket], self._rule.outer
         row = self._rule.matrix(number, self._replicas)[self._replica]
 
         def run() -> None:
@@ -244,8 +231,12 @@ class MixingRounds:
                         arrived = self._arrived.pop((bucket, other))
                         self._used(arrived)
                         flat.add_(arrived, alpha=float(row[other]))
-                elif self._rule.outer is not None:
-                    self._outer_step(bucket, flat)
+                elif outer is not None:
+                    moved, velocity = outer.step(self.previous[bucket], flat, self.velocity.get(bucket))
+                    if bucket in self.velocity:
+                        self.velocity[bucket].copy_(velocity)
+                    self.previous[bucket].copy_(moved)
+                    flat.copy_(moved)
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
                     parameter.copy_(parameter.grad)
@@ -253,26 +244,17 @@ class MixingRounds:
 
         return run
 
-    def _outer_step(self, bucket: int, mean: Tensor) -> None:
-        outer = self._rule.outer
-        assert outer is not None
-        moved, velocity = outer.step(self.previous[bucket], mean, self.velocity.get(bucket))
-        if bucket in self.velocity:
-            self.velocity[bucket].copy_(velocity)
-        self.previous[bucket].copy_(moved)
-        mean.copy_(moved)
-
     def mean_weights(self) -> dict[str, Tensor]:
         """The mean of the replicas' weights, by name: the model that training stands for. Every rank calls it."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for bucket in self._buckets():
             peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
             flat = self._packed(bucket).mul_(1.0 / self._replicas)
             with pulse().waiting():
                 dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
             parts = _parts(flat, [self._stage.parameters[held.name] for held in bucket.parameters])
-            found |= {held.name: part for held, part in zip(bucket.parameters, parts, strict=True)}
-        return found
+            weights |= {held.name: part for held, part in zip(bucket.parameters, parts, strict=True)}
+        return weights
 
     @property
     def marker(self) -> str:
@@ -290,7 +272,7 @@ class MixingRounds:
         state: dict[str, Any] = {PLAN: self.marker, HELD: self.held}
         for name, parameter in self._stage.parameters.items():
             state[f"weights/{name}"] = parameter.detach()
-            for key, value in self._stage.optimizer_state_of(name).items():
+            for key, value in self._stage.held_state(name)[1].items():
                 state[f"optimizer/{name}/{key}"] = value
         for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
             state |= {f"outer/{kind}/{number}": flat for number, flat in arrays.items()}
@@ -307,8 +289,8 @@ class MixingRounds:
         try:
             for name in self._stage.parameters:
                 prefix = f"optimizer/{name}/"
-                kept = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-                self._stage.load_parameter(name, state[f"weights/{name}"], kept)
+                state_of = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+                self._stage.load_parameter(name, state[f"weights/{name}"], state_of)
             self._stage.finish_loading()
             for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
                 for number, flat in arrays.items():
@@ -335,7 +317,3 @@ def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     for parameter in parameters:
         yield flat[offset : offset + parameter.numel()].view(parameter.shape)
         offset += parameter.numel()
-
-
-def _discard(work: object) -> None:
-    """A collective that has ended when it returns."""

@@ -1,7 +1,8 @@
-"""In which numbers a rank computes: the types of weights, autocast, loss scaling, and torch's switches for matmul and cuDNN.
+"""In which numbers a rank computes, and what it draws at random.
 
-The switches are set explicitly, whatever torch's defaults are, and read back for the record. torch has two ways to set TF32.
-Reading by the older one fails where somebody has set by the newer. So both are set, and the newer one is read.
+Types of weights, autocast, loss scaling; torch's switches for matmul and cuDNN; seeds of components. The switches are set
+explicitly, whatever torch's defaults are, and read back for the record. torch has two ways to set TF32. Reading by the older
+one fails where somebody has set by the newer. So both are set, and the newer one is read.
 """
 
 from __future__ import annotations
@@ -43,11 +44,7 @@ from parsim.program.placed import PlanIndex
 
 
 class ComponentRandomness:
-    """The seeds of one rank.
-
-    Args:
-        programs: of the components it runs, whole.
-    """
+    """The seeds of one rank. programs: of the components it runs, whole."""
 
     def __init__(self, layout: PlanIndex, rank: int, device: torch.device, programs: Mapping[str, CallProgram]) -> None:
         plan = layout.plan
@@ -79,11 +76,7 @@ class ComponentRandomness:
 
     @contextlib.contextmanager
     def step(self, draw: int | None = None) -> Iterator[None]:
-        """Around a step of training.
-
-        Args:
-            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn.
-        """
+        """Around a step of training. draw: of an earlier step, whose random numbers are wanted again; None: another one."""
         self._step = int(torch.randint(2**62, (), generator=self._generator)) if draw is None else draw
         draws_here = bool(self._samples) and self._device.type == "cpu"
         state = torch.get_rng_state() if draws_here else None
@@ -102,18 +95,18 @@ class ComponentRandomness:
         return self._device.type == "cpu" or component in self._on_host
 
     @contextlib.contextmanager
-    def _host_alone(self) -> Iterator[None]:
+    def around(self, component: str) -> Iterator[None]:
+        """Around every forward of a component: on a GPU it has the generator of the host to itself, if it may draw from that,
+        and leaves it as it was."""
+        if component not in self._on_host:
+            yield
+            return
         with alone():
             state = torch.get_rng_state()
             try:
                 yield
             finally:
                 torch.set_rng_state(state)
-
-    def around(self, component: str) -> contextlib.AbstractContextManager[None]:
-        """Around every forward of a component: on a GPU it has the generator of the host to itself, if it may draw from that,
-        and leaves it as it was."""
-        return self._host_alone() if component in self._on_host else _NO_RANDOMNESS
 
     def begin(self, component: str, microbatch: int) -> None:
         """Before the first forward of a component for a microbatch, inside `around`."""
@@ -123,9 +116,6 @@ class ComponentRandomness:
             generator_of(self._device).manual_seed(seed)
             if component in self._on_host:
                 torch.default_generator.manual_seed(seed)
-
-
-_NO_RANDOMNESS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 # Dynamic loss scaling for fp16: the largest power of two (times the first scale) under which no gradient overflows.
@@ -178,6 +168,9 @@ def overflow_flag(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     return flag
 
 
+# The types of a precision, and torch's switches.
+
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 AUTOCAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 TF32, IEEE = "tf32", "ieee"
@@ -218,9 +211,8 @@ def numerics_in(
 ) -> TorchNumerics:
     """The numbers that a precision means.
 
-    Args:
-        dtype: of the weights where the precision does not halve them. master_weights: where it does.
-        loss_scale: at the beginning, where the precision scales the loss; None: the usual one.
+    dtype: of the weights where the precision does not halve them. master_weights: where it does. loss_scale: at the beginning,
+    where the precision scales the loss; None: the usual one.
     """
     kind = number_format(precision)
     halved = kind.weight_bytes == 2
@@ -237,8 +229,7 @@ def set_switches(*, tf32: bool) -> None:
     """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result
     differs from run to run. Algorithms need not be deterministic, as in the calibration.
 
-    Raises:
-        ExecutionError: the environment overrides the switch in NVIDIA's libraries.
+    Raises ExecutionError: the environment overrides the switch in NVIDIA's libraries.
     """
     forced = os.environ.get(OVERRIDE_VARIABLE)
     if torch.version.cuda is not None and forced == ("0" if tf32 else "1"):
@@ -273,10 +264,10 @@ def switches() -> dict[str, Any]:
     }
 
 
-def check_switches(asked: Mapping[str, Any]) -> None:
+def check_switches(recorded: Mapping[str, Any]) -> None:
     """Warn if the switches are not those any more that the record names: a forward may have set them."""
     now = switches()
-    changed = [f"{name} {asked[name]} to {now[name]}" for name in asked if now[name] != asked[name]]
+    changed = [f"{name} {recorded[name]} to {now[name]}" for name in recorded if now[name] != recorded[name]]
     if changed:
         warnings.warn(
             f"the model changed torch's switches while it was run ({', '.join(changed)}): it did not compute in the numbers "
@@ -287,14 +278,14 @@ def check_switches(asked: Mapping[str, Any]) -> None:
 
 def described(job: Job, device: str) -> dict[str, Any]:
     """For environment.json: the switches as they are now, and the types of every run of the job."""
-    found: dict[str, Any] = {"device": device, "switches": switches(), "runs": {}}
+    runs = {}
     for run in job.runs:
         numerics = numerics_of(run, torch.device(device))
-        found["runs"][run.name] = {
+        runs[run.name] = {
             "precision": run.precision,
             "weights": str(numerics.weights).removeprefix("torch."),
             "autocast": None if numerics.autocast is None else str(numerics.autocast).removeprefix("torch."),
             "master_weights": numerics.master_weights,
             "first_loss_scale": None if numerics.loss_scale is None else numerics.loss_scale.scale,
         }
-    return found
+    return {"device": device, "switches": switches(), "runs": runs}

@@ -1,4 +1,4 @@
-"""Loading, forwards and backwards of a rank's components.
+"""What each task of a rank runs: loading, forwards and backwards of components, and its communications.
 
 What does not change from step to step is looked up once per task, when its operation is made.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from parsim.model.autograd.cut import (
     backward_weights,
     forward_component,
 )
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_to_recompute, recompute
 from parsim.model.component import LOSS
 from parsim.model.shard.pieces import padded_piece
 from parsim.plans.layouts import Hop, ValueLayout
@@ -57,43 +58,32 @@ def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> 
 
 
 def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """One collective hop on one rank.
+    """One collective hop on one rank: from what it holds in `hop.source` to what it holds in `hop.target`.
 
     Args:
-        tensor: what this rank holds in `hop.source`; for a broadcast on the other ranks, room for the result.
+        tensor: in `hop.source`; for a broadcast on the other ranks, room for the result.
         ranks: the ranks of `group`, ascending, which is the order of their pieces.
-
-    Returns:
-        What this rank holds in `hop.target`.
     """
     count = len(ranks)
     match hop.operation:
         case "all_gather_batch":
-            own = tensor.contiguous()
-            whole = own.new_empty((count * own.shape[0], *own.shape[1:]))
-            all_gather_flat(whole.view(-1), own.view(-1), group)
-            return whole
+            parts = _gathered(tensor.contiguous(), count, group)
+            return parts.view(count * parts.shape[1], *parts.shape[2:])
         case "all_gather_dim":
-            own = tensor.contiguous()
-            parts = own.new_empty((count, *own.shape))
-            all_gather_flat(parts.view(-1), own.view(-1), group)
+            parts = _gathered(tensor.contiguous(), count, group)
             return _unpadded(torch.cat(parts.unbind(), dim=hop.source.dim), hop.source)
-        case "all_reduce":
+        case "all_reduce" | "all_reduce_maximum":
             total = tensor.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total, op=dist.ReduceOp.SUM if hop.operation == "all_reduce" else dist.ReduceOp.MAX, group=group)
             return total
-        case "all_reduce_maximum":
-            largest = tensor.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-            return largest
         case "reduce_scatter_batch":
             return _reduced(tensor.contiguous(), (tensor.shape[0] // count, *tensor.shape[1:]), group)
         case "reduce_scatter_dim":
             pieces = _pieces(tensor, hop.target)
             return _reduced(pieces, pieces.shape[1:], group)
         case "all_to_all" if hop.source.form == "shard":
-            given = tensor.contiguous().view(count, tensor.shape[0] // count, *tensor.shape[1:])
-            return _unpadded(torch.cat(_exchanged(given, group).unbind(), dim=hop.source.dim), hop.source)
+            sent = tensor.contiguous().view(count, tensor.shape[0] // count, *tensor.shape[1:])
+            return _unpadded(torch.cat(_exchanged(sent, group).unbind(), dim=hop.source.dim), hop.source)
         case "all_to_all":
             received = _exchanged(_pieces(tensor, hop.target), group)
             return received.view(count * received.shape[1], *received.shape[2:])
@@ -102,6 +92,13 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
             dist.broadcast(whole, ranks[hop.source.rank], group=group)
             return whole
     raise ValueError(f"hop {hop} is not a collective")
+
+
+def _gathered(piece: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """The pieces of all ranks, one after the other."""
+    parts = piece.new_empty((count, *piece.shape))
+    all_gather_flat(parts.view(-1), piece.view(-1), group)
+    return parts
 
 
 def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
@@ -116,9 +113,9 @@ def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
 
 def _reduced(pieces: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """This rank's piece, of `shape`, of the sum: `pieces` holds those of all ranks one after the other."""
-    own = pieces.new_empty(shape)
-    reduce_scatter_flat(own.view(-1), pieces.view(-1), group)
-    return own
+    piece = pieces.new_empty(shape)
+    reduce_scatter_flat(piece.view(-1), pieces.view(-1), group)
+    return piece
 
 
 def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -186,11 +183,9 @@ class _Instances:
 class Computing:
     """The computations of one rank, and what lies between them in a step.
 
-    Args:
-        values: of the step. stale: where stages are decoupled, what waits on this one between steps.
+    stale: where stages are decoupled, what waits on this one between steps.
 
-    Attributes:
-        losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
+    Attributes: losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
     """
 
     def __init__(self, values: StepValues, stale: StaleStage | None) -> None:
@@ -273,31 +268,31 @@ class Computing:
 
     def _forward(self, task: Task) -> Operation:
         name, microbatch = key = component_of(task)
-        own, stage, stale, layout = self._of[name], self._stage, self._stale, self._stage.layout
+        instances, stage, stale, layout = self._of[name], self._stage, self._stale, self._stage.layout
         take, put = self._values.take, self._values.store.put
         whole, counts = stage.runnables[name], name == LOSS and stage.loss_counts
-        again = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
         recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
         draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
+        again = partial(forward_to_recompute, by_operator=layout.recomputes_by_operator(name), draws=draws, on_host=on_host)
         # a value that is a view of a parameter outlives the component, and gathered parameters do not
         gathered = _storages(whole.parameters()) if layout.plan.zero_stage >= GATHERED else frozenset[int]()
 
         def run() -> None:
             runnable = whole if stale is None or stale.forward is None else stale.forward.runnables[name]
-            found = [take(instance, microbatch) for instance in own.reads]
-            given = [found[place] for place in own.places]
+            read = [take(instance, microbatch) for instance in instances.reads]
+            inputs = [read[place] for place in instances.places]
             with stage.randomness.around(name), stage.computing():
                 if draws:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
-                    outputs, self._kept[key] = again(runnable, given, stage.device, draws=draws, on_host=on_host)
+                    outputs, self._kept[key] = again(runnable, inputs, stage.device)
                 else:
-                    outputs, record = forward_component(runnable, given)
+                    outputs, record = forward_component(runnable, inputs)
                     if differentiable:
                         self._made[key] = record
             if counts:
                 self.losses.append(outputs[0])
-            for instance, tensor in zip(own.outputs, outputs, strict=True):
+            for instance, tensor in zip(instances.outputs, outputs, strict=True):
                 put(instance, microbatch, tensor.clone() if gathered & _storages([tensor]) else tensor, computed=True)
 
         return run
@@ -319,7 +314,7 @@ class Computing:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
         assert isinstance(task.work, Compute)
         name, microbatch = key = component_of(task)
-        own, stage, stale = self._of[name], self._stage, self._stale
+        instances, stage, stale = self._of[name], self._stage, self._stale
         put, unsharded = self._values.store.put, stage.unsharded_of(name)
         halved, completes = task.work.phase is Phase.BACKWARD_INPUT, task.work.phase is stage.layout.weight_phase(name)
         begins = completes and bool(unsharded)
@@ -329,8 +324,8 @@ class Computing:
             if name == LOSS:
                 outputs: list[Tensor | None] = [stage.loss_gradient]
             else:
-                outputs = [self._sum(instances, microbatch) for instances in own.arriving]
-            so_far = [self._growing.pop((item, microbatch), None) for item in own.growing]
+                outputs = [self._sum(arriving, microbatch) for arriving in instances.arriving]
+            so_far = [self._growing.pop((item, microbatch), None) for item in instances.growing]
             if begins:
                 for bucket in unsharded:
                     stage.divided[bucket].begin_gradients()
@@ -339,10 +334,10 @@ class Computing:
                 gradients, self._halves[key] = backward_inputs(record, runnable.parameters(), outputs, so_far)
             else:
                 gradients = backward_component(record, outputs, so_far)
-            for item, gradient in zip(own.growing, gradients, strict=True):
+            for item, gradient in zip(instances.growing, gradients, strict=True):
                 if gradient is not None:
                     self._growing[item, microbatch] = gradient
-            for instance, leaves in own.completed:
+            for instance, leaves in instances.completed:
                 total = self._growing.pop((instance.item, microbatch), None)
                 if total is not None:  # a piece of a larger gradient would keep all of that until it is sent
                     put(instance, microbatch, total.contiguous() if leaves else total, computed=True)
@@ -378,9 +373,8 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 class Communicating:
     """The communications of one rank, and the room for them in a step.
 
-    Args:
-        values: of the step. stale: where stages are decoupled, what waits on this one between steps.
-        awaited: by number the sends to other stages that a computation waits for before it gives up what they send.
+    stale: where stages are decoupled, what waits on this one between steps. awaited: by number the sends to other stages that a
+    computation waits for before it gives up what they send.
     """
 
     def __init__(
@@ -407,13 +401,13 @@ class Communicating:
             case ClipGradients(part=part):
                 return self._begin_norm if part == NORM else self._scale_gradients
             case Collective() if sums_norm(task):
-                return lambda: self._sum_norm(task)
+                return partial(self._sum_norm, task.work)
             case Collective() | SendRecv() if task.origin.hop is not None:
-                return lambda: self._hop(task)
+                return partial(self._hop, task)
             case Collective():
                 return self._synchronise(task)
             case SendRecv():
-                return lambda: self._transfer(task)
+                return partial(self._transfer, task)
         raise AssertionError(f"{task.work} communicates nothing")
 
     # --- gradient buckets ---------------------------------------------------------------------------------------------
@@ -460,18 +454,18 @@ class Communicating:
 
         def scatter_of_microbatch() -> None:
             assert microbatch is not None
-            flat, own = self._sent[number, microbatch]
+            flat, room = self._sent[number, microbatch]
             lent(flat)
-            lent(own)
-            reduce_scatter_flat(own, flat, group)
-            stage.divided[number].gradients.add_(own)
+            lent(room)
+            reduce_scatter_flat(room, flat, group)
+            stage.divided[number].gradients.add_(room)
 
         def reduce_scatter() -> None:
             flat, chunk = stage.buckets[number], stage.divided[number].summed
             lent(flat)
-            own = torch.empty_like(chunk)  # the chunk is part of what is sent
-            reduce_scatter_flat(own, flat, group)
-            chunk.copy_(own)
+            room = torch.empty_like(chunk)  # the chunk is part of what is sent
+            reduce_scatter_flat(room, flat, group)
+            chunk.copy_(room)
 
         def all_gather() -> None:
             flat, chunk = stage.divided[number].parameters, stage.divided[number].chunk.data
@@ -491,11 +485,10 @@ class Communicating:
         """This rank's share of the squared norm of all gradients."""
         self._norm = self._stage.squared_norm()
 
-    def _sum_norm(self, task: Task) -> None:
-        assert isinstance(task.work, Collective)
+    def _sum_norm(self, work: Collective) -> None:
         assert self._norm is not None
         self._streams.lent(self._norm)
-        dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(task.work.group))])
+        dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(work.group))])
 
     def _scale_gradients(self) -> None:
         assert self._norm is not None

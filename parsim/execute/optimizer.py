@@ -34,16 +34,17 @@ def make_optimizer(
 
     A tensor that occurs twice (tied weights) is updated once.
 
-    Args:
-        recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
+    recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
 
     Raises:
         ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
     """
     check_states(name, recipe)
     without = {id(tensor) for tensor in exempt}
-    every = distinct(parameters)
-    decayed, rest = [tensor for tensor in every if id(tensor) not in without], [t for t in every if id(t) in without]
+    decayed: list[Tensor] = []
+    rest: list[Tensor] = []
+    for tensor in distinct(parameters):
+        (rest if id(tensor) in without else decayed).append(tensor)
     optimizer = OPTIMIZERS[name].make(decayed or rest, lr)
     if decayed and rest:
         optimizer.add_param_group({"params": rest})
@@ -66,19 +67,18 @@ def check_states(name: str, recipe: TrainingRecipe = PLAIN) -> None:
     for group in optimizer.param_groups:
         group.update(recipe.group_settings)
     optimizer.step()
-    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key not in COUNTERS}
-    wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
-    if wrong:
+    arrays = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key not in COUNTERS}
+    for key, value in arrays.items():
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"optimizer {name!r} keeps {key!r} of shape {tuple(value.shape)} for a parameter of shape (3,). Only arrays "
+                f"like it and the counters {', '.join(COUNTERS)} can be divided and resumed: keep others in param_groups"
+            )
+    if set(arrays) != set(row.states):
         raise ConfigError(
-            f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,). Only "
-            f"arrays like the parameter and the counters {', '.join(COUNTERS)} can be divided and resumed: keep others in "
-            "param_groups"
+            f"optimizer {name!r} keeps the state {sorted(arrays)}, its row says {sorted(row.states)}; correct Optimizer.states"
         )
-    if set(kept) != set(row.states):
-        raise ConfigError(
-            f"optimizer {name!r} keeps the state {sorted(kept)}, its row says {sorted(row.states)}; correct Optimizer.states"
-        )
-    sizes = {value.element_size() for value in kept.values()}
+    sizes = {value.element_size() for value in arrays.values()}
     if sizes - {row.state_element_bytes}:
         raise ConfigError(
             f"optimizer {name!r} keeps {max(sizes)} bytes per element and state array, its row says {row.state_element_bytes}; "
@@ -138,8 +138,7 @@ overflowing gradient skips is not counted."""
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy.
 
-    Args:
-        optimizer: which has stepped: Adam takes an empty state for that of a first step. decay: in [0, 1].
+    The optimizer has stepped: Adam takes an empty state for that of a first step.
     """
     averaged: list[Tensor] = []
     weights: list[Tensor] = []
@@ -157,12 +156,8 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
-    """The state with this rank's averages in place of the trained weights; frozen weights stay.
-
-    Args:
-        state: of one rank, or whole. trained: names of the parameters that are averaged.
-    """
-    averages = {name: own[EMA] for name, own in state.optimizer.items() if EMA in own}
+    """The state of one rank, or a whole one, with averages in place of the `trained` weights; frozen weights stay."""
+    averages = {name: arrays[EMA] for name, arrays in state.optimizer.items() if EMA in arrays}
     frozen = {name: value for name, value in state.weights.items() if name not in trained}
     fragments = dict(state.fragments)
     if fragments:
@@ -174,8 +169,7 @@ def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
 def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
     """The parameters of a module without weight decay, by every name they have.
 
-    Args:
-        exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
+    exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
     """
     if not exclude:
         return frozenset()
@@ -197,16 +191,12 @@ def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
 
 
 def check_exempt(names: Iterable[str], exclude: Sequence[str]) -> None:
-    """Raise ConfigError for a pattern that matches no parameter.
-
-    Args:
-        names: of the model's parameters. exclude: of the run file.
-    """
-    known = list(names)
+    """Raise ConfigError for a pattern of the run file that matches none of the model's parameters."""
+    parameters = list(names)
     for entry in exclude:
-        if entry not in KINDS and not any(fnmatchcase(name, entry) for name in known):
+        if entry not in KINDS and not any(fnmatchcase(name, entry) for name in parameters):
             raise ConfigError(
-                f"training.no_weight_decay: no parameter matches {entry!r}{near_matches(entry, [*KINDS, *known])}; "
+                f"training.no_weight_decay: no parameter matches {entry!r}{near_matches(entry, [*KINDS, *parameters])}; "
                 f'write "{NORM}", "{BIAS}" or a pattern such as "*.bias"'
             )
 
@@ -255,8 +245,7 @@ class GroupUpdates:
         stepped: by group, in the order in which groups are updated; a rank without parameters has none.
         master_weights: the optimizers update copies in fp32.
 
-    Attributes:
-        optimizers: by group.
+    Attributes: optimizers: by group.
     """
 
     def __init__(
@@ -268,18 +257,14 @@ class GroupUpdates:
         *,
         master_weights: bool,
     ) -> None:
-        self._recipe = recipe
+        self._recipe, self.has_masters = recipe, master_weights
         self._stepped = dict(stepped)
         self._masters = {
             group: MasterWeights([entry.tensor for entry in entries])
             for group, entries in (stepped.items() if master_weights else ())
         }
-        rules = {group.name: (group.optimizer, group.learning_rate) for group in recipe.groups}
+        rules = {group.name: (group.optimizer, group.learning_rate) for group in recipe.update_groups}
         self.optimizers = {group: self._made(*rules.get(group, (optimizer, learning_rate)), group) for group in stepped}
-
-    @property
-    def has_masters(self) -> bool:
-        return bool(self._masters)
 
     def another(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
         """Another optimizer of the parameters in no group, with separate state; None where the rank has none of them."""
@@ -307,22 +292,21 @@ class GroupUpdates:
 
     def state_of(self, tensor: Tensor, group: str) -> dict[str, Any]:
         """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
-        own = self._updated(tensor, group)
-        state = dict(self.optimizers[group].state.get(own) or {})
-        return {**state, MASTER: own.data} if group in self._masters else state
+        updated = self._updated(tensor, group)
+        state = dict(self.optimizers[group].state.get(updated) or {})
+        return {**state, MASTER: updated.data} if group in self._masters else state
 
     def restore(self, group: str, named: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]) -> None:
-        """Give the optimizer of a group the states of its parameters; one without state starts anew.
+        """Give the optimizer of a group the states of its parameters and parts of buckets; one without state starts anew.
 
-        Args:
-            named: parameters and parts of buckets by name. states: by the same names; copies are taken out of them.
+        Both by the same names; fp32 copies are taken out of `states`.
         """
-        own = {name: self._updated(tensor, group) for name, tensor in named.items()}
+        updated = {name: self._updated(tensor, group) for name, tensor in named.items()}
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in updated.items():
                 if MASTER in states.get(name, {}):  # else nothing but padding
                     tensor.copy_(states[name].pop(MASTER))
-        restore_optimizer(self.optimizers[group], own, {name: states[name] for name in own if states.get(name)})
+        restore_optimizer(self.optimizers[group], updated, {name: states[name] for name in updated if states.get(name)})
 
     def resident_tensors(self) -> list[Tensor]:
         """What is alive of all groups between steps."""
@@ -337,11 +321,7 @@ HALF_BITS = 16
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares as one float64; half precision is added up in float32.
-
-    Args:
-        gradients: flat arrays. device: of the result.
-    """
+    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
         wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from torch import Tensor
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import Samples, order_of, train_and_validation
-from parsim.errors import ExecutionError
+from parsim.errors import DivergedError, ExecutionError
 from parsim.execute.checkpoint import checkpoint
-from parsim.execute.checkpoint.finite import check_loss, check_state
 from parsim.execute.checkpoint.reshard import reshard
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.cuda.faults import (
@@ -102,8 +101,8 @@ class LineWatch(StepWatch):
 
     def peak_lines(self) -> dict[str, int]:
         """Bytes per line; they add up to the peak."""
-        kept = {line: size for line, size in self.lines.items() if line not in PASSING}
-        return {**kept, "workspace": self.live.peak_bytes - sum(kept.values())}
+        lines = {line: size for line, size in self.lines.items() if line not in PASSING}
+        return {**lines, "workspace": self.live.peak_bytes - sum(lines.values())}
 
 
 @contextmanager
@@ -145,10 +144,10 @@ def in_turns(place: ProcessPlace, build: Callable[[], T], *, whole_bytes: int, k
     if place.world_size == 1:
         return build()
     ranks = place.local_world_size
-    own = built_at_once(available_bytes(), whole_bytes=whole_bytes, kept_bytes=kept_bytes, ranks=ranks)
-    told = gather_values([own, ranks])
-    at_once = min(entry[0] for entry in told)
-    turns = -(-max(entry[1] for entry in told) // at_once)
+    here = built_at_once(available_bytes(), whole_bytes=whole_bytes, kept_bytes=kept_bytes, ranks=ranks)
+    everyone = gather_values([here, ranks])
+    at_once = min(count for count, _ in everyone)
+    turns = -(-max(count for _, count in everyone) // at_once)
     if turns == 1:
         return build()
     built: list[T] = []
@@ -174,9 +173,6 @@ FILLING = 2
 class ProcessGroups:
     """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
 
-    Args:
-        timeout_s: of every collective.
-
     Attributes: mine: those this rank belongs to, by stream.
     """
 
@@ -189,8 +185,7 @@ class ProcessGroups:
     def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
         """Make the groups that the graph needs in that precision and that do not exist yet. Links of NCCL are open then.
 
-        Args:
-            layout: of the plan, whose steps may need more than the one of `graph`.
+        layout: of the plan, whose steps may need more than the one of `graph`.
         """
         needed, links = required_groups(graph), required_links(graph)
         if layout is not None and layout.plan.synchronisation.mixes:
@@ -212,11 +207,7 @@ class ProcessGroups:
 
 
 def agreement(world_size: int) -> Stream:
-    """The stream on which all ranks of a plan agree whether any gradient has overflowed.
-
-    Args:
-        world_size: ranks of the plan.
-    """
+    """The stream on which all ranks of a plan agree whether any gradient has overflowed."""
     return "scale", tuple(range(world_size))
 
 
@@ -238,28 +229,24 @@ def built(
 
     Ranks of a host build in turns where its memory does not hold the whole module once for each of them.
     """
-    own = place.rank < run.plan.world_size
+    has_part = place.rank < run.plan.world_size
     widening = max(1, numerics_of(run, torch.device(place.device)).weights.itemsize // torch.float32.itemsize)
-    held = sum(parameter.size_bytes for parameter in layout.rank_parameters(place.rank)) if own and place.device == "cpu" else 0
+    on_host = layout.rank_parameters(place.rank) if has_part and place.device == "cpu" else ()
+    held_bytes = sum(parameter.size_bytes for parameter in on_host)
 
     def build() -> RankRun | None:
         pulse().begin(Doing.PREPARING, "building the model")
-        return RankRun(run, layout, graph, place, groups.mine, steps=steps) if own else None
+        return RankRun(run, layout, graph, place, groups.mine, steps=steps) if has_part else None
 
-    return in_turns(
-        place,
-        build,
-        whole_bytes=widening * layout.model.parameter_bytes,
-        kept_bytes=2 * widening * held,  # and as much for their gradients
-    )
+    gradients_too = 2
+    kept_bytes = gradients_too * widening * held_bytes
+    return in_turns(place, build, whole_bytes=widening * layout.model.parameter_bytes, kept_bytes=kept_bytes)
 
 
 class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands.
 
-    Attributes:
-        losses: of every step what this rank adds to the mean loss over the samples that were trained on; None: nothing.
-        own_loss: of the last step, the sum over this rank's samples as a part of the whole batch; None: it had none.
+    Attributes: own_loss: of the last step, the sum over this rank's samples as a part of the whole batch; None: it had none.
     """
 
     def __init__(
@@ -379,7 +366,7 @@ class RankRun:
         """Rates of the next step, by group of parameters; "" for those in none."""
         if self.rate is not None:
             return self.rate.of(min(self.step_number, self.steps - 1))
-        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
+        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.update_groups}}
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
@@ -402,11 +389,11 @@ class RankRun:
         self.step_number += 1
         counts = self.stage.loss_counts and script.computes and (self.stale is None or self.stale.forward is not None)
         self.own_loss = loss / self.run.plan.global_batch if counts else None
-        own = None if self.own_loss is None else self.own_loss / script.share
-        if own is not None and self.checkpoints is not None and not math.isfinite(own):
-            check_loss(own, **self._where())
+        mean = None if self.own_loss is None else self.own_loss / script.share
+        if mean is not None and self.checkpoints is not None and not math.isfinite(mean):
+            raise self._diverged(f"the loss of step {self.step_number} is {mean} on rank {self.stage.rank}")
         if keep:
-            self.record.losses.append(own)
+            self.record.losses.append(mean)
             if script.is_first:
                 self._sample(times)
 
@@ -433,29 +420,19 @@ class RankRun:
         pulse().begin(Doing.PREPARING, "writing a checkpoint")
         state = self.state()
         if self.checkpoints is not None:
-            check_state(state, self._trained(), **self._where())
-        plan = self.layout.plan
+            trained = {parameter.name for parameter in self.layout.model.parameters if parameter.trainable}
+            if problem := checkpoint.not_finite(state, trained):
+                raise self._diverged(f"{problem} on rank {self.stage.rank} after step {self.step_number}")
+        world_size = self.layout.plan.world_size
         checkpoint.save_checkpoint(
-            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size, keep=keep
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=world_size, keep=keep
         )
 
-    def _trained(self) -> list[str]:
-        return [parameter.name for parameter in self.layout.model.parameters if parameter.trainable]
-
-    def _where(self) -> dict[str, Any]:
-        """What a message about divergence names."""
-        return {
-            "step": self.step_number,
-            "rank": self.stage.rank,
-            "learning_rate": self.run.learning_rate,
-        }
-
-    def _kept(self) -> str:
-        """What is left of the training, in words. Others wait for the message, so the checkpoint is not read for it."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints, digests=False)
-        return checkpoint_text(None if found is None else found.step)
+    def _diverged(self, what: str) -> DivergedError:
+        rate = f"{self.run.learning_rate:g}"
+        return DivergedError(
+            f"training diverged: {what}. Lower training.learning_rate ({rate}), or look at the data and the loss."
+        )
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
         """What a GPU's failure means for the run; any other error as it is."""
@@ -463,17 +440,23 @@ class RankRun:
         short, asserted = is_out_of_memory(error), is_failed_assertion(error)
         if not short and not asserted and not is_lost_device(error):
             return error
-        kept, rank, device = self._kept(), self.stage.rank, self.stage.device
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # others wait for the message, so the checkpoint is not read for it
+            last = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints, digests=False)
+        kept = checkpoint_text(None if last is None else last.step)
+        rank, device = self.stage.rank, self.stage.device
         if asserted:
             return failed_assertion(rank, f"in step {self.step_number}", error, kept)
         if not short:
             return lost_device(rank, str(device), self.step_number, error, kept)
-        held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
-        predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}
+        held = {}
+        for line, tensors in self.stage.resident_tensors().items():
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            held[line] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return out_of_memory(
             rank=rank,
             step=self.step_number,
-            predicted=predicted,
+            predicted=self.run.predicted_memory[rank] if self.run.predicted_memory else {},
             held=held,
             allocated_bytes=sum(held.values()) if self.counters is None else self.counters.allocated_bytes(),
             kept=kept,
@@ -510,50 +493,40 @@ class RankRun:
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
-        own = self.stage.state()
+        state = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
-        progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
+        progress = {**state.progress, **self.notes, **({} if rate is None else {RATE: rate})}
         random = {**checkpoint.rng_state(str(self.stage.device)), "cpu": self.stage.randomness.state}
-        state = replace(own, progress=progress, rng=random)
+        state = replace(state, progress=progress, rng=random)
         if self.stale is not None:
             return replace(state, own=self.stale.own_state())
         if self.mixing is None:
             return state
         mean = self.mixing.mean_weights()
-        return replace(
-            state, weights={name: mean.get(name, value) for name, value in state.weights.items()}, own=self.mixing.own_state()
-        )
+        weights = {name: mean.get(name, value) for name, value in state.weights.items()}
+        return replace(state, weights=weights, own=self.mixing.own_state())
 
-    def resume(self, found: checkpoint.Checkpoint) -> None:
+    def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""
-        same = found.world_size == self.layout.plan.world_size
+        same = saved.world_size == self.layout.plan.world_size
         names = [*self.stage.parameters, *self.stage.buffers()]
-        saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
-        self.stage.load(saved)
+        state = checkpoint.load_state(saved, names, rank=self.stage.rank if same else None)
+        self.stage.load(state)
         if self.mixing is not None:
-            self.mixing.load_own(saved.own)
+            self.mixing.load_own(state.own)
         if self.stale is not None:
-            self.stale.load_own(saved.own, found.step, self.program.run_forward_again, self.loader.batch)
-        checkpoint.restore_rng(saved.rng, str(self.stage.device))
-        if "cpu" in saved.rng:
-            self.stage.randomness.go_on(saved.rng["cpu"])
-        self.step_number = found.step
-        self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
+            self.stale.load_own(state.own, saved.step, self.program.run_forward_again, self.loader.batch)
+        checkpoint.restore_rng(state.rng, str(self.stage.device))
+        if "cpu" in state.rng:
+            self.stage.randomness.go_on(state.rng["cpu"])
+        self.step_number = saved.step
+        self.notes = {name: value for name, value in state.progress.items() if name not in OTHERS}
         if self.rate is not None:
-            self.rate.load(saved.progress.get(RATE))
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Bytes of every storage, each counted once."""
-    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+            self.rate.load(state.progress.get(RATE))
 
 
 def run_dataset(run: RunSpec, split: str) -> Samples:
-    """The run's data in the shape its model takes.
-
-    Args:
-        run: one run of the job. split: "train", "validation" (with an evaluation) or "test".
-    """
+    """The run's data in the shape its model takes. split: "train", "validation" (with an evaluation) or "test"."""
 
     def load(name: str) -> Samples:
         return dataset_for(run.model, run.dataset, root=run.data_root, split=name, seed=run.seed)

@@ -110,9 +110,9 @@ class StepScripts:
             return self._whole
         if (since,) not in self._made:
             tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
-            left = {task.index for task, _, _ in tasks}
-            tasks = [(task, stream, tuple(index for index in before if index in left)) for task, stream, before in tasks]
-            launches = tuple(index for index in self._whole.launches if index in left)
+            runs_now = {task.index for task, _, _ in tasks}
+            tasks = [(task, stream, tuple(index for index in before if index in runs_now)) for task, stream, before in tasks]
+            launches = tuple(index for index in self._whole.launches if index in runs_now)
             self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
         return self._made[since,]
 
@@ -122,8 +122,8 @@ class StepScripts:
         tasks = rank_tasks(graph, self._rank)
         launches: tuple[int, ...] = ()
         if self._launch_order is not None:
-            own = {task.index for task, _, _ in tasks}
-            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in own)
+            numbers = {task.index for task, _, _ in tasks}
+            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in numbers)
         return StepScript(
             tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share, launches=launches
         )
@@ -148,16 +148,10 @@ def _updates(tasks: RankTasks) -> bool:
 
 
 def launch_order(graph: TaskGraph, layout: PlanIndex) -> list[int]:
-    """The numbers of all tasks of all ranks; the same on every rank.
+    """The numbers of all tasks of all ranks in a step; the same on every rank.
 
     Whatever follows no update comes before all updates. With a scaled loss, ranks agree in their first one, and their hosts
-    wait for one another there.
-
-    Args:
-        graph: of one step. layout: of its plan.
-
-    Raises:
-        ExecutionError: tasks wait for one another.
+    wait for one another there. Raises ExecutionError: tasks wait for one another.
     """
     before = graph.predecessors()
     for index, awaited in room_waits(graph, layout).items():
@@ -175,22 +169,18 @@ def launch_order(graph: TaskGraph, layout: PlanIndex) -> list[int]:
 
 
 def room_waits(graph: TaskGraph, layout: PlanIndex) -> Mapping[int, Sequence[int]]:
-    """What messages between stages, and computations, also wait for: room, or that what was sent before has left.
-
-    Args:
-        graph: of one step. layout: of its plan.
-    """
+    """What messages between stages, and computations, also wait for: room, or that what was sent before has left."""
     if layout.plan.mesh.pp == 1:
         return {}
     tasks: list[RankTasks] = [[] for _ in range(graph.world_size)]
     for task in graph.tasks:
         for rank, stream in {resource.rank: resource.stream for resource in reversed(task.resources)}.items():
             tasks[rank].append((task, stream, ()))
-    found: dict[int, list[int]] = {}
-    for rank, own in enumerate(tasks):
-        for index, awaited in message_rooms(own, layout, rank).awaited.items():
-            found.setdefault(index, []).extend(awaited)
-    return found
+    waits: dict[int, list[int]] = {}
+    for rank, tasks_of_rank in enumerate(tasks):
+        for index, awaited in message_rooms(tasks_of_rank, layout, rank).awaited.items():
+            waits.setdefault(index, []).extend(awaited)
+    return waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +264,7 @@ class RankProgram:
     def run_forward_again(self, batch: BatchSource, draw: int) -> None:
         """Repeat the forward of a batch that waits for its backward, where a decoupled stage goes on from a checkpoint.
 
-        Args:
-            batch: its values. draw: of the random numbers of its step.
+        draw: of the random numbers of its step.
         """
         assert self._stale is not None
         assert self._stale.forward is not None
@@ -420,23 +409,16 @@ def _is_ready(following: BatchSource | None) -> bool:
 def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:
     """The last task of each stream among those that a task waits for: streams run in issue order.
 
-    Args:
-        before: tasks. places: per task of the script its number in issue order, and its stream.
+    places: per task of the script its number in issue order, and its stream.
     """
-    own = sorted(places[index] + (index,) for index in before if index in places)
-    return tuple({stream: index for _, stream, index in own}.values())
+    ordered = sorted(places[index] + (index,) for index in before if index in places)
+    return tuple({stream: index for _, stream, index in ordered}.values())
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
-    """The process groups that a graph needs; the same list on every rank.
+    """The process groups that a graph needs, (stream, ranks ascending) in order of first use; the same list on every rank.
 
     A transfer's group is named after its sending stream, so both directions of a pair have one each.
-
-    Args:
-        graph: of all ranks.
-
-    Returns:
-        (stream, ranks ascending) of every group, in order of first use.
     """
     needed: dict[tuple[str, tuple[int, ...]], None] = {}
     for task in graph.tasks:
@@ -449,11 +431,7 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def required_links(graph: TaskGraph) -> list[StreamLink]:
-    """The links over which a graph's transfers go, in order of first use; the same list on every rank.
-
-    Args:
-        graph: of all ranks.
-    """
+    """The links over which a graph's transfers go, in order of first use; the same list on every rank."""
     return list(dict.fromkeys(_link_of(task, task.work) for task in graph.tasks if isinstance(task.work, SendRecv)))
 
 

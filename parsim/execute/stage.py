@@ -7,7 +7,7 @@ buckets. Under ZeRO 3 gathered parameters always use one place, so tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -39,8 +39,8 @@ from parsim.model.shard.pieces import piece
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.trace import follows_example, record
 from parsim.plans.layouts import ValueLayout
-from parsim.program.buckets import Bucket, HeldParameter
-from parsim.program.passes.gradients import CountedPart, counted_by, updates_of
+from parsim.program.buckets import HeldParameter
+from parsim.program.passes.gradients import counted_by, updates_of
 from parsim.program.placed import PlanIndex
 
 
@@ -48,8 +48,8 @@ class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
     Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
-    component the rank has its shard, whose pieces of parameters and buffers keep their names. The module is built in the
-    memory of the host. Parameters that the rank does not hold are emptied there, so that only its own ever lie on `device`.
+    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank does
+    not hold are emptied on the host, so that only its own ever lie on `device`.
 
     Attributes:
         runnables: by component name.
@@ -83,30 +83,20 @@ class StageReplica:
         self.rank = rank
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
-        self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), self.numerics, device)
+        components = layout.rank_components(rank)
+        self._shapes, programs = _recordings(spec, layout, components, self.numerics, device)
         self.module = seeded_module(spec, seed, dtype, HOST)
-        own = layout.rank_components(rank)
         self.randomness = ComponentRandomness(layout, rank, device, programs)
         shard = layout.plan.shard_of_rank(rank)
         self.runnables: dict[str, Runnable] = {}
-        for name in own:
+        for name in components:
             placement, runnable = layout.placement[name], Runnable(programs[name], self.module)
             if placement.kind == "shard":
                 sharding = layout.model.component(name).sharding(placement.rule)
                 runnable = shard_runnable(runnable, sharding, shard % placement.ways, placement.ways)
             self.runnables[name] = runnable
-        everything = dict(self.module.named_parameters(remove_duplicate=False))
-        held = layout.rank_parameters(rank)
-        self._held = {parameter.name: parameter for parameter in held}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self.parameters = {parameter.name: _trained_or_not(everything[parameter.name], parameter) for parameter in held}
-        with torch.no_grad():
-            for parameter in held:
-                if parameter.part is not None:
-                    whole = everything[parameter.name]
-                    whole.data = piece(whole.data, parameter.part, parameter.shard, parameter.ways)
-        self._cut_buffers()
-        self._drop_other_parameters()
+        self._hold(layout.rank_parameters(rank))
         divided = [bucket for bucket in layout.rank_buckets(rank) if layout.is_divided(bucket)]
         self._move(stays=[self.parameters[p.name] for bucket in divided for p in bucket.parameters])
         self._exempt = exempt_names(self.module, recipe.no_weight_decay)
@@ -141,17 +131,47 @@ class StageReplica:
             master_weights=self.numerics.master_weights,
         )
         self._skipped = False
-        self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
+        self.loss_counts = LOSS in components and (layout.placement[LOSS].kind != "replicate" or shard == 0)
         self.gradient_norm: Tensor | None = None
         self._counts = counted_by(layout, rank) if layout.plan.clip_gradients else []
         self.loss_scale = self.numerics.loss_scale
-        self.agree: Callable[[Tensor], None] = _alone
+        self.agree: Callable[[Tensor], object] = lambda flag: None
         self.also_resident: dict[str, Callable[[], list[Tensor]]] = {}
-        loss_types = (
-            {value: programs[LOSS].tensors[slot].dtype for value, slot, _ in programs[LOSS].outputs} if LOSS in own else {}
-        )
-        self._loss_type = next(iter(loss_types.values()), dtype)
+        self._loss_type = dtype
+        if LOSS in components:
+            _, slot, _ = programs[LOSS].outputs[0]
+            self._loss_type = programs[LOSS].tensors[slot].dtype
         self._loss_gradient: tuple[float, Tensor] | None = None
+
+    def _hold(self, held: Sequence[HeldParameter]) -> None:
+        """Keep this rank's parts of parameters and buffers in the module, and no other parameter."""
+        everything = dict(self.module.named_parameters(remove_duplicate=False))
+        self._held = {parameter.name: parameter for parameter in held}
+        self.parameters: dict[str, Tensor] = {name: everything[name] for name in self._held}
+        for name, parameter in self.parameters.items():
+            entry = self._held[name]
+            if not entry.trainable:
+                parameter.requires_grad_(False)  # also where no gradient of the loss reaches it: no backward leaves one
+            if entry.part is not None:
+                parameter.data = piece(parameter.data, entry.part, entry.shard, entry.ways)
+        for name, fragment in self._buffer_fragments().items():  # running statistics of cut channels
+            path, _, key = name.rpartition(".")
+            buffers = self.module.get_submodule(path)._buffers
+            buffer = buffers[key]
+            assert buffer is not None
+            buffers[key] = piece(buffer, fragment.part, fragment.shard, fragment.ways)
+        kept = {id(parameter) for parameter in self.parameters.values()}
+        for parameter in self.module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def _move(self, stays: Sequence[Tensor]) -> None:
+        """Move what is left of the module to the device, all but what `stays`: a divided bucket moves its own parameters.
+
+        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them.
+        """
+        kept = {id(tensor) for tensor in stays}
+        self.module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(self.device))  # type: ignore[no-untyped-call]
 
     @property
     def loss_gradient(self) -> Tensor:
@@ -203,32 +223,34 @@ class StageReplica:
 
     def _stepped(self, group: str) -> list[Stepped]:
         """What the optimizer of a group steps: its trainable parameters, or its parts of divided buckets."""
-        own = [
-            Stepped(parameter, name in self._exempt)
+        parameters = [Stepped(parameter, name in self._exempt) for name, parameter in self._undivided(group).items()]
+        divided = (bucket for bucket in self.divided.values() if bucket.group == group)
+        return parameters + [Stepped(run.tensor, run.exempt) for bucket in divided for run in bucket.runs]
+
+    def _undivided(self, group: str) -> dict[str, Tensor]:
+        """The trainable parameters of a group that no divided bucket holds."""
+        return {
+            name: parameter
             for name, parameter in self.parameters.items()
             if name not in self._divided_in and self._held[name].trainable and self._held[name].group == group
-        ]
-        divided = (entry for entry in self.divided.values() if entry.group == group)
-        return own + [Stepped(run.tensor, run.exempt) for entry in divided for run in entry.runs]
+        }
 
     def squared_norm(self) -> Tensor:
         """The sum of the squares of the gradients that this rank counts (`counted_by`), as one float64."""
-        return squared_norm([self._counted(part) for part in self._counts], self.device)
-
-    def _counted(self, part: CountedPart) -> Tensor:
-        number = part.bucket.number
-        if number not in self.divided:
-            return self.buckets[number][part.start : part.stop]
-        first = part.bucket.group.index(self.rank) * part.bucket.chunk_elements
-        return self.divided[number].summed[part.start - first : part.stop - first]
+        parts = []
+        for part in self._counts:
+            number, first = part.bucket.number, 0
+            if number in self.divided:
+                first = part.bucket.group.index(self.rank) * part.bucket.chunk_elements
+            parts.append(self.summed_gradient(number)[part.start - first : part.stop - first])
+        return squared_norm(parts, self.device)
 
     def clip_gradients(self, squared: Tensor) -> None:
         """Scale the gradients that this rank updates with, where the norm of all is above the recipe's `clip_norm`."""
         assert self.recipe.clip_norm is not None, "the plan clips gradients, and the recipe gives no norm"
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.gradient_norm = squared.sqrt() / scale
-        own = [self.summed_gradient(number) for number in self.buckets]
-        scale_to_norm(own, self.gradient_norm, self.recipe.clip_norm)
+        scale_to_norm([self.summed_gradient(number) for number in self.buckets], self.gradient_norm, self.recipe.clip_norm)
 
     def optimizer_step(self, group: str = "") -> None:
         """Update one group of parameters, then zero its buckets for the next step. The first group looks for an overflow."""
@@ -259,23 +281,33 @@ class StageReplica:
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
     def state(self) -> RankState:
-        """This rank's part of the whole state: the weights and optimizer state that it is the first to hold, and all its
-        buffers.
-        """
+        """This rank's part of the whole state: what it is the first to hold of weights and optimizer state; all its buffers."""
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Mapping[str, Any]] = {}
         fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}
+
+        def add(name: str, fragment: Fragment, weight: Tensor | None, state: Mapping[str, Any]) -> None:
+            if weight is not None:
+                weights[name], fragments["weights"][name] = weight, fragment
+            if state:
+                optimizer[name], fragments["optimizer"][name] = state, fragment
+
         for bucket in self.layout.rank_buckets(self.rank):
             if bucket.family.first_alike(place := bucket.number - bucket.family.begin) != place:
                 continue  # the first sharding group contributes it
-            for name, fragment, weight in self._bucket_weights(bucket):
-                weights[name] = weight
-                fragments["weights"][name] = fragment
-            for name, fragment, state in self._bucket_state(bucket):
-                optimizer[name] = state
-                fragments["optimizer"][name] = fragment
+            divided = self.divided.get(bucket.number)
+            if bucket.group[0] == self.rank and (divided is None or divided.stage < 3):
+                for held in bucket.parameters:
+                    state = self.held_state(held.name)[1] if divided is None else {}
+                    add(held.name, fragment_of(held), self.parameters[held.name].data, state)
+            if divided is not None:
+                states = [self.updates.state_of(run.tensor, divided.group) for run in divided.runs]
+                for name, (fragment, span) in divided.parts.items():
+                    state = states[divided.run_of(name)]
+                    weight_part = divided.chunk.data[span] if divided.stage >= 3 else None
+                    add(name, fragment, weight_part, divided.state_of(name, state) if state else {})
         for held in self.layout.frozen[self.rank]:
-            weights[held.name], fragments["weights"][held.name] = self.parameters[held.name].data, fragment_of(held)
+            add(held.name, fragment_of(held), self.parameters[held.name].data, {})
         progress = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.to_tensor()}
         return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments, progress=progress)
 
@@ -337,65 +369,32 @@ class StageReplica:
 
     def finish_loading(self) -> None:
         """Give the optimizer the states that `load_parameter` has collected."""
-        states, self._loaded = dict(self._loaded), {}
+        states, self._loaded = self._loaded, {}
         for group in self.updates.optimizers:
-            named: dict[str, Tensor] = {
-                name: tensor
-                for name, tensor in self.parameters.items()
-                if self._held[name].trainable and self._held[name].group == group and name not in self._divided_in
-            }
+            named = self._undivided(group)
             for number, divided in self.divided.items():
                 if divided.group == group:
                     named.update({_chunk_name(number, place): run.tensor for place, run in enumerate(divided.runs)})
             self.updates.restore(group, named, states)
 
-    def optimizer_state_of(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter that is not divided; empty before its first step and for a frozen one."""
-        held = self._held[name]
-        return self.updates.state_of(self.parameters[name], held.group) if held.trainable else {}
+    def held_state(self, name: str) -> tuple[Tensor, dict[str, Any]]:
+        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it.
 
-    def held_state(self, name: str) -> tuple[Tensor, Mapping[str, Any]]:
-        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it."""
-        held, own = self._held[name], self.parameters[name]
-        return own.data, self.updates.state_of(own, held.group) if held.trainable else {}
-
-    def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
-        """The weights of a bucket that this rank contributes."""
-        divided = self.divided.get(bucket.number)
-        if divided is not None and divided.stage >= 3:
-            for name, (fragment, _) in divided.parts.items():
-                yield name, fragment, divided.weight_of(name)
-        elif bucket.group[0] == self.rank:
-            for held in bucket.parameters:
-                yield held.name, fragment_of(held), self.parameters[held.name].data
-
-    def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
-        """The optimizer state of a bucket that this rank contributes."""
-        if bucket.number not in self.divided:
-            if bucket.group[0] == self.rank:
-                for held in bucket.parameters:
-                    state = self.updates.state_of(self.parameters[held.name], held.group)
-                    if state:
-                        yield held.name, fragment_of(held), state
-            return
-        divided = self.divided[bucket.number]
-        states = [self.updates.state_of(run.tensor, divided.group) for run in divided.runs]
-        for name, (fragment, _) in divided.parts.items():
-            state = states[divided.run_of(name)]
-            if state:
-                yield name, fragment, divided.state_of(name, state)
+        The state is empty before the first step and of a frozen parameter.
+        """
+        held, parameter = self._held[name], self.parameters[name]
+        return parameter.data, self.updates.state_of(parameter, held.group) if held.trainable else {}
 
     def _buffer_fragments(self) -> dict[str, Fragment]:
         """Which of this rank's buffers are pieces, and of what."""
-        found: dict[str, Fragment] = {}
+        fragments: dict[str, Fragment] = {}
         shard = self.layout.plan.shard_of_rank(self.rank)
         for name in self.runnables:
             placement = self.layout.placement[name]
             if placement.kind == "shard":
                 for part in self.layout.model.component(name).sharding(placement.rule).buffers:
-                    ways = placement.ways
-                    found[part.name] = piece_of(part, shard % ways, ways)
-        return found
+                    fragments[part.name] = piece_of(part, shard % placement.ways, placement.ways)
+        return fragments
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
         """What is alive between steps, by the line of memory it belongs to."""
@@ -408,29 +407,6 @@ class StageReplica:
             **{line: tensors() for line, tensors in self.also_resident.items()},
         }
 
-    def _cut_buffers(self) -> None:
-        """Running statistics of cut channels: this rank's piece."""
-        for name, fragment in self._buffer_fragments().items():
-            path, _, key = name.rpartition(".")
-            holder = self.module.get_submodule(path)._buffers
-            whole = holder[key]
-            assert whole is not None
-            holder[key] = piece(whole, fragment.part, fragment.shard, fragment.ways)
-
-    def _drop_other_parameters(self) -> None:
-        own = {id(parameter) for parameter in self.parameters.values()}
-        for parameter in self.module.parameters():
-            if id(parameter) not in own:
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-    def _move(self, stays: Sequence[Tensor]) -> None:
-        """Move what is left of the module to the device, all but what `stays`: a divided bucket moves its own parameters.
-
-        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them.
-        """
-        kept = {id(tensor) for tensor in stays}
-        self.module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(self.device))  # type: ignore[no-untyped-call]
-
 
 HOST = torch.device("cpu")
 """Where modules are built: their code runs there whatever device trains them, and a GPU may be smaller than the model."""
@@ -439,29 +415,13 @@ LOSS_SCALE = "loss_scale"
 """Name of the loss scale in a checkpoint."""
 
 
-def _trained_or_not(parameter: Tensor, held: HeldParameter) -> Tensor:
-    """No backward leaves a gradient in one that is frozen, or that no gradient of the loss reaches."""
-    return parameter if held.trainable else parameter.requires_grad_(False)
-
-
-def _alone(flag: Tensor) -> None:
-    """A rank alone has nobody to agree with."""
-
-
 def _chunk_name(bucket: int, run: int) -> str:
     """A name no parameter has: the optimizer knows a run of a divided bucket's part as one parameter."""
     return f"bucket {bucket} run {run}"
 
 
 def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The module in training mode with weights that depend on the seed alone.
-
-    Args:
-        spec: of the model. seed: of torch's generators. dtype, device: of the weights.
-
-    Raises:
-        ModelError: complex parameters.
-    """
+    """The module in training mode with weights that depend on the seed alone. Raises ModelError: complex parameters."""
     torch.manual_seed(seed)
     module = build_module(spec)
     check_real(module)
@@ -478,16 +438,16 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _recordings(
-    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], numerics: TorchNumerics, device: torch.device
+    spec: ModelSpec, layout: PlanIndex, components: Sequence[str], numerics: TorchNumerics, device: torch.device
 ) -> tuple[dict[int, Shapes], dict[str, CallProgram]]:
-    """Shape and dtype of every value, by samples: of the whole microbatch and of what the components `own` see; and these."""
-    whole = layout.plan.microbatch_samples
+    """Shape and dtype of every value, by samples: of the whole microbatch and of what `components` see; and their programs."""
+    microbatch = layout.plan.microbatch_samples
     granularity = layout.model.granularity
     programs = {
         samples: recorded_programs(spec, samples, granularity, numerics.weights, str(device), numerics.autocast)
-        for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
+        for samples in dict.fromkeys([microbatch, *(layout.local_samples(name) for name in components)])
     }
-    check_names(layout.model, programs[whole])
+    check_names(layout.model, programs[microbatch])
     shapes = {
         samples: {
             value: (program.tensors[slot].shape, program.tensors[slot].dtype)
@@ -496,25 +456,18 @@ def _recordings(
         }
         for samples, recorded in programs.items()
     }
-    return shapes, {name: programs[layout.local_samples(name)][name] for name in own}
+    return shapes, {name: programs[layout.local_samples(name)][name] for name in components}
 
 
 @lru_cache(maxsize=32)
 def recorded_programs(
-    spec: ModelSpec,
-    samples: int,
-    granularity: str,
-    dtype: torch.dtype,
-    device: str,
-    autocast: torch.dtype | None = None,
+    spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str, autocast: torch.dtype | None = None
 ) -> dict[str, CallProgram]:
     """The recorded components of a model in training mode; recorded once per set of arguments.
 
     The weights take no memory of `device`, unless control flow follows an example: that one is computed there.
 
-    Args:
-        spec: of the model. samples: of one microbatch. granularity: "block" or "layer".
-        dtype, device: of weights and values. autocast: the type of autocast, or None.
+    samples: of one microbatch. granularity: "block" or "layer". dtype, device: of weights and values.
     """
     place, flow = torch.device(device), spec.control_flow
     module = seeded_module(spec, 0, dtype, place if follows_example(flow) else HOST)

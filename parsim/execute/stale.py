@@ -31,11 +31,7 @@ from parsim.work import Compute, LoadBatch, Phase, SendRecv
 
 
 def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
-    """Whether a task of `rank` has anything to work on.
-
-    Args:
-        task: of the rank. plan: with synchronisation stale. since: steps since the stages began to fill.
-    """
+    """Whether a task of `rank` has anything to work on, `since` steps after the stages of a stale plan began to fill."""
     work = task.work
     stage = plan.stage_of_rank(work.source if isinstance(work, SendRecv) else rank)
     forward = isinstance(work, LoadBatch) or (isinstance(work, Compute) and work.phase is Phase.FORWARD)
@@ -61,9 +57,6 @@ class WaitingBatch:
 
 class StaleStage:
     """What a rank of a decoupled plan keeps from step to step.
-
-    Args:
-        stage: the rank's parameters and components.
 
     Attributes:
         filling: steps until every stage runs a forward and a backward in every step.
@@ -99,8 +92,8 @@ class StaleStage:
 
     def _trained(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights of a copy that differ from the stage's, by name."""
-        found = dict(module.named_parameters(remove_duplicate=False))
-        return {name: found[name] for name in self._stage.parameters if found[name].requires_grad}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        return {name: parameters[name] for name in self._stage.parameters if parameters[name].requires_grad}
 
     def since(self, step: int) -> int:
         """Steps since the stages began to fill, as far as they differ from one another."""
@@ -111,11 +104,7 @@ class StaleStage:
         return step - self._number
 
     def begin_step(self, step: int) -> None:
-        """Take what has arrived, and the weights of now for the batch that runs forward.
-
-        Args:
-            step: of the training, from 0.
-        """
+        """Take what has arrived, and the weights of now for the batch that runs forward. step: of the training, from 0."""
         self.arrived, self._arriving = self._arriving, {}
         self.forward = self.due = None
         if self.batch_of(step) >= self.began:
@@ -170,11 +159,10 @@ class StaleStage:
         """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
 
         Args:
-            state: of `own_state`, on any device. step: in which the training goes on.
-            run_forward: of a batch, with the number that its random draws follow from. source: of a batch, by number.
+            state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number.
+            run_forward: of a batch, with the number that its random draws follow from.
 
-        Raises:
-            ExecutionError: a part of the state is missing.
+        Raises ExecutionError: a part of the state is missing.
         """
         self.restart(step)
         if state.get(PLAN) != self.marker:

@@ -1,18 +1,20 @@
 """The values and gradients one rank holds during a step, by layout, each for as long as someone will still read it.
 
 A layout is there because a component made it, a communication brought it, or it can be cut from another one that is there
-(the hops that send nothing). Which of these it is, and how often each is read, is counted once from the rank's tasks.
+(the hops that send nothing). Which of these it is, and how often each is read, is counted once from the rank's tasks. This is
+finer than `parsim.program.lifetimes`, whose clock are components: what only a communication still reads goes with that.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from parsim.execute.streams import Streams
 from parsim.model.shard.pieces import padded_piece
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.program.placed import PlanIndex, Reading
@@ -44,21 +46,9 @@ def batch_piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
     return tensor.narrow(0, number * size, size)
 
 
-class Ordering(Protocol):
-    """What `parsim.execute.streams.Streams` says of the order of launches on a GPU."""
-
-    def used(self, tensor: Tensor) -> None: ...
-
-    def lent(self, tensor: Tensor) -> None: ...
-
-    def fence(self) -> Any: ...
-
-    def after(self, fence: Any) -> None: ...
-
-
 class Store:
     """Whoever takes a tensor reads it on its own stream. What the store itself makes of others (a piece, a gathered whole) is
-    made on the stream of the first who takes it; whoever takes it later waits for that.
+    made on the stream of the first who takes it; whoever takes it later waits for that (`Streams` orders both).
 
     What the computation has put here is its memory, or a view of something that it has taken: then the allocator knows of the
     computation. So a communication can borrow it (`lends`).
@@ -66,7 +56,7 @@ class Store:
     Attributes: shard, tp: the rank's place on the tp axis and its length.
     """
 
-    def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Ordering) -> None:
+    def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Streams) -> None:
         self._ordering = ordering
         self._layout = layout
         self._stage = layout.plan.stage_of_rank(rank)
@@ -91,11 +81,7 @@ class Store:
         self._computed: set[Place] = set()
 
     def put(self, instance: Instance, microbatch: int, tensor: Tensor, *, computed: bool = False) -> None:
-        """Keep a tensor if anyone here will read it.
-
-        Args:
-            computed: the computation has allocated it.
-        """
+        """Keep a tensor if anyone here will read it. computed: the computation has allocated it."""
         with self._lock:
             if self._reads.get(instance):
                 place = (instance, microbatch)
@@ -112,8 +98,7 @@ class Store:
     def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor | None:
         """One read. None for a gradient that nobody has made here.
 
-        Args:
-            lends: to a communication, behind which the computation comes before it gives the memory up.
+        lends: to a communication, behind which the computation comes before it gives the memory up.
         """
         place = (instance, microbatch)
         with self._lock:
@@ -146,7 +131,8 @@ class Store:
             return None
         match hop.operation:
             case "split_batch":
-                return batch_piece(source, hop.source.ways // hop.target.ways, self._group_within(hop))
+                group = self.shard % hop.source.ways // hop.target.ways  # of the smaller groups inside the larger one
+                return batch_piece(source, hop.source.ways // hop.target.ways, group)
             case "split_dim":
                 return padded_piece(source, hop.target.dim, self.shard % hop.target.ways, hop.target.ways)
             case "scatter":
@@ -157,10 +143,6 @@ class Store:
                     self._ordering.used(received)
                 return torch.cat([pieces[shard] for shard in range(self.tp)])
         return source
-
-    def _group_within(self, hop: Hop) -> int:
-        """Which of the smaller groups inside its larger one this rank belongs to."""
-        return self.shard % hop.source.ways // hop.target.ways
 
     # --- counted once -------------------------------------------------------------------------------------------------
 
@@ -184,12 +166,9 @@ class Store:
 
     def gradients(self, value: str) -> list[Instance]:
         """The gradients of a value that its maker adds up, later readings first, as autograd would."""
-        wanted = self._layout.source[value].gradient
-        return [
-            Instance(ValueKey(value, reading), wanted)
-            for reading in reversed(self._layout.readings[value])
-            if any(name in self._layout.differentiable for name in reading.components)
-        ]
+        summed_in = self._layout.source[value].gradient
+        readings = reversed(self._layout.readings[value])
+        return [Instance(ValueKey(value, reading), summed_in) for reading in readings if self._has_backward(reading)]
 
     def item(self, task: Task) -> ValueKey:
         """What a communication moves."""
@@ -230,13 +209,12 @@ class Store:
         """The hop by which this rank comes to have the instance without a task; None if something puts it here."""
         if instance not in self._last_hop:
             hops = conversion(self._begin(instance), instance.layout, self.tp)
-            self._last_hop[instance] = hops[-1] if hops and self._is_silent(hops[-1]) else None
+            hop = hops[-1] if hops else None
+            if hop is not None and hop.operation not in LOCAL_HOPS:
+                undivided = {"gather": hop.target, "scatter": hop.source}.get(hop.operation)
+                hop = hop if undivided is not None and undivided.rank == self.shard else None
+            self._last_hop[instance] = hop
         return self._last_hop[instance]
-
-    def _is_silent(self, hop: Hop) -> bool:
-        if hop.operation == "gather":
-            return self.shard == hop.target.rank
-        return hop.operation in LOCAL_HOPS or (hop.operation == "scatter" and self.shard == hop.source.rank)
 
     def _begin(self, instance: Instance) -> ValueLayout:
         """The layout in which the item first is on this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -51,11 +52,10 @@ class TrainingLog:
     def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
         self._path, self._steps = folder / FILE, steps
         self._first = entry.step_number
-        self._written = 0
+        self._written = self._read = 0
         self._seconds: list[float] = []
         self._rates: list[dict[str, float]] = []
         self._norms: list[Any] = []
-        self._read = 0
         self._last = time.perf_counter()
         self._board: Any = None
         if entry.stage.rank == 0:
@@ -77,27 +77,23 @@ class TrainingLog:
 
     def _read_norms(self) -> None:
         """Norms as numbers: each is an array of the device until then."""
-        left = [norm for norm in self._norms[self._read :] if norm is not None]
-        if left:  # a plan clips in every step, or in none
-            self._norms[self._read :] = torch.cat(left).tolist()
+        unread = [norm for norm in self._norms[self._read :] if norm is not None]
+        if unread:  # a plan clips in every step, or in none
+            self._norms[self._read :] = torch.cat(unread).tolist()
         self._read = len(self._norms)
 
     def write(self, entry: RankRun, place: ProcessPlace, validation: dict[str, Any] | None) -> None:
-        """The steps since the last time; every rank calls it at once.
-
-        Args:
-            validation: the scores after the last step, where it had some.
-        """
-        own = entry.record.losses[self._written :]
-        everyone = gather_values(own)
-        self._written += len(own)
-        if place.rank != 0 or not own:
+        """Write the steps since the last time, with the scores after the last step where it had some. Every rank calls it."""
+        losses = entry.record.losses[self._written :]
+        everyone = gather_values(losses)
+        first = self._written
+        self._written += len(losses)
+        if place.rank != 0 or not losses:
             return
         self._read_norms()
-        first = self._written - len(own)
         lines = []
-        for number, losses in enumerate(zip(*everyone, strict=True), first):
-            counted = [loss for loss in losses if loss is not None]
+        for number, parts in enumerate(zip(*everyone, strict=True), first):
+            counted = [loss for loss in parts if loss is not None]
             line: dict[str, Any] = {
                 "step": self._first + number + 1,
                 **({"loss": math.fsum(counted)} if counted else {}),
@@ -107,7 +103,7 @@ class TrainingLog:
             }
             norm = self._norms[number]
             lines.append(line if norm is None else {**line, "gradient_norm": norm})
-        self._norms[first : self._written] = [None] * len(own)
+        self._norms[first : self._written] = [None] * len(losses)
         if validation is not None:
             lines[-1]["validation"] = {name: value for name, value in validation.items() if name != "step"}
         if self._board is not None:
@@ -122,15 +118,15 @@ class TrainingLog:
         """How far the training is, for people. loss: of the rank's own samples."""
         recent = self._seconds[-RECENT:]
         step_s = sum(recent) / len(recent)
-        told = {
+        predicted_s = entry.run.predicted_step_s
+        return {
             "step": f"{entry.step_number}/{self._steps}",
             "loss on its last samples": f"{loss:.4f}",
             "samples/s": f"{entry.run.plan.global_batch / step_s:.4g}",
             "a step takes": format_seconds(step_s),
+            **({"predicted": format_seconds(predicted_s)} if predicted_s else {}),
+            "ends in": format_seconds(step_s * (self._steps - entry.step_number)),
         }
-        if entry.run.predicted_step_s:
-            told["predicted"] = format_seconds(entry.run.predicted_step_s)
-        return {**told, "ends in": format_seconds(step_s * (self._steps - entry.step_number))}
 
 
 def _board(folder: Path, steps: int) -> Any:
@@ -155,15 +151,15 @@ def _cut(path: Path, steps: int) -> None:
     """Keep the lines of the first `steps` steps; one that cannot be read ends them."""
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for text in read_regular(path).decode("utf-8", errors="replace").splitlines():
         try:
             if not 0 < parse_json(text, allow_nan=True)["step"] <= steps:
                 break
         except (ValueError, KeyError, TypeError):
             break
-        kept.append(text + "\n")
-    write_text_atomically(path, "".join(kept))
+        lines.append(text + "\n")
+    write_text_atomically(path, "".join(lines))
 
 
 SAY_EVERY_S = 1.0
@@ -191,11 +187,15 @@ def train(
                 warnings.warn(text, stacklevel=1)
             entry.close()
             return None
-    said = time.monotonic()
+    said_s = time.monotonic()
     steering: Steering | None = None
     if job.adaptive is not None:
         steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.rebuilt_s(place, groups))
-    validation = _validation(job, entry, place)
+    validation: Validation | None = None
+    if (rule := entry.run.recipe.evaluation) is not None:
+        every = rule.every or entry.order.steps_per_epoch
+        validation = Validation(rule=rule, folder=Path(job.output) / "best" / "checkpoints", every=every, steps=job.steps)
+        validation.begin(entry, place)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
     keep_what_is_there()
@@ -222,23 +222,21 @@ def train(
             keep_what_is_there()  # without what the plan before held
             if entry.counters is not None:
                 entry.counters.give_back()  # NCCL takes memory of its own for the groups of the new plan
-        validates = validation is not None and validation.due(done)
-        if validates and validation is not None and validation.look(entry, place):
-            stopped = done
+        scores: dict[str, Any] | None = None
+        if validation is not None and validation.due(done):
+            stopped = done if validation.look(entry, place) else None
+            scores = validation.seen[-1]
         saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
-        if saves or validates:
-            log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)
+        if saves or scores is not None:
+            log.write(entry, place, scores)
         if saves:
             entry.save(folder)
             if validation is not None:
                 validation.has_saved(place)
         speaker, share = _speaker(entry.layout)
-        if (
-            place.rank == speaker
-            and entry.own_loss is not None
-            and (time.monotonic() - said > SAY_EVERY_S or done == job.steps)
-        ):
-            said = time.monotonic()
+        says = time.monotonic() - said_s > SAY_EVERY_S or done == job.steps
+        if place.rank == speaker and entry.own_loss is not None and says:
+            said_s = time.monotonic()
             write_progress(log.progress(entry, entry.own_loss / share))
         if stopped is not None:
             break
@@ -256,9 +254,9 @@ def train(
 def _looks(probe: SpeedProbe | None) -> list[float]:
     """One look at the speed of the cores, by all ranks at once."""
     meet()
-    found = [] if probe is None else [probe.seconds()]
+    seconds = [] if probe is None else [probe.seconds()]
     meet()
-    return found
+    return seconds
 
 
 def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
@@ -266,15 +264,15 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
     pulse().begin(Doing.PREPARING, "reading a checkpoint")
     if place.rank == 0:
         checkpoint.discard_unfinished(folder)  # of ranks that were ended while they wrote: the others wait for rank 0
-    candidates = checkpoint.checkpoints(folder)
-
-    def next_step() -> int | None:
-        found = next(candidates, None)
-        return None if found is None else found.step
-
+    candidates = (candidate.step for candidate in checkpoint.checkpoints(folder))
     problem = ""
-    while (step := value_of_rank_0(done_by_rank_0(place, next_step))) is not None:
-        problem = next(filter(None, gather_values(_problem_of_resuming(entry, folder, step))), "")
+    while (step := value_of_rank_0(done_by_rank_0(place, lambda: next(candidates, None)))) is not None:
+        problem = ""
+        try:
+            entry.resume(checkpoint.checkpoint_at(folder, step))
+        except ExecutionError as error:
+            problem = str(error)
+        problem = next(filter(None, gather_values(problem)), "")
         if not problem:
             if place.rank == 0:
                 set_aside_newer(folder, step)
@@ -308,48 +306,22 @@ def _has_ended(job: Job, entry: RankRun) -> bool:
     return False
 
 
-def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
-    """Take the checkpoint; says why this rank cannot, or ""."""
-    try:
-        entry.resume(checkpoint.checkpoint_at(folder, step))
-    except ExecutionError as error:
-        return str(error)
-    return ""
-
-
-def _validation(job: Job, entry: RankRun, place: ProcessPlace) -> Validation | None:
-    """How the training validates, if it does."""
-    rule = entry.run.recipe.evaluation
-    if rule is None:
-        return None
-    every = rule.every or entry.order.steps_per_epoch
-    found = Validation(rule=rule, folder=Path(job.output) / "best" / "checkpoints", every=every, steps=job.steps)
-    found.begin(entry, place)
-    return found
-
-
 def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
     """Score the weights of the last checkpoint, and write down what the controller decided."""
-    result = {**_scored(entry, folder), **looks}
+    pulse().begin(Doing.PREPARING, "scoring")
+    last = checkpoint.latest_checkpoint(folder)
+    if last is None:
+        raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
+    result = dict(looks)
+    with contextlib.suppress(NoSplitError):  # of one's own: training samples are all there is
+        samples = run_dataset(entry.run, "test")
+        samples = samples.whole() if isinstance(samples, StreamSamples) else samples
+        result = {**_scored_in_memory(entry, checkpoint.load_state(last), samples), **looks}
     write_json_atomically(Path(job.output) / SCORE, result)
     write_progress({name: value for name, value in result.items() if name not in looks})
     if steering is not None:
         decisions = [decision.to_dict() for decision in steering.decisions]
         write_json_atomically(Path(job.output) / "decisions.json", decisions, indent=1)
-
-
-def _scored(entry: RankRun, folder: Path) -> dict[str, Any]:
-    pulse().begin(Doing.PREPARING, "scoring")
-    last = checkpoint.latest_checkpoint(folder)
-    if last is None:
-        raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
-    try:
-        samples = run_dataset(entry.run, "test")
-    except NoSplitError:  # of one's own: training samples are all there is
-        return {}
-    if isinstance(samples, StreamSamples):
-        samples = samples.whole()
-    return _scored_in_memory(entry, checkpoint.load_state(last), samples)
 
 
 def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samples) -> dict[str, Any]:
@@ -365,7 +337,7 @@ def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samp
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        at_once //= FEWER
+            at_once //= FEWER
     reason = f"the whole model with one sample needs more memory than {entry.stage.device} has left"
     warnings.warn(f"the test samples were not scored: {reason}", stacklevel=1)
     return {"not_scored": reason}
@@ -392,8 +364,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
     """Mean seconds of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
 
-    Args:
-        rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
+    rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
     """
     last = rounds[len(rounds) - steps :]
     return sum(end - start for start, end, _ in last) / len(last) if last else 0.0

@@ -40,35 +40,24 @@ WATCHED_S = 86_400.0
 
 
 def main(job_path: Path) -> None:
-    """Run one rank from start to end: join the group, build every run of the job, train or measure, write the records.
+    """Run one rank of the job in that JSON file: join the group, build every run, train or measure, write the records.
 
-    Args:
-        job_path: the JSON file of the job.
+    Raises ExecutionError: another training holds the folder of this one.
     """
     pulse().begin(Doing.PREPARING, "starting")
     warnings.showwarning = _tell_warning
     job = Job.load(job_path)
     started = read_place()
     with contextlib.ExitStack() as held:
-        if job.mode == "train" and started.rank == 0 and not pulse().is_watched:  # parsim's launcher holds the folder itself
-            _hold(Path(job.output), held)
-        _run(job, started)
-
-
-def _hold(folder: Path, held: contextlib.ExitStack) -> None:
-    """Nobody else trains in the folder until `held` is closed. Raises ExecutionError: another training holds it."""
-    if not held.enter_context(sole_user(folder)):
-        raise ExecutionError(f"another training runs in {folder}; wait until it has ended, or end it")
-
-
-def _run(job: Job, started: ProcessPlace) -> None:
-    """Join the group, build, train or measure, and write the records."""
-    pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
-    timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
-    place = init_group(job.device, timeout_s=timeout_s, alone=True)
-    with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
-        _work(job, place, pinning, timeout_s)
-    close_group(place)
+        alone = job.mode == "train" and started.rank == 0 and not pulse().is_watched  # a launcher holds it itself
+        if alone and not held.enter_context(sole_user(Path(job.output))):
+            raise ExecutionError(f"another training runs in {job.output}; wait until it has ended, or end it")
+        pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
+        timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
+        place = init_group(job.device, timeout_s=timeout_s, alone=True)
+        with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
+            _work(job, place, pinning, timeout_s)
+        close_group(place)
 
 
 def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
@@ -82,7 +71,7 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
         groups.make(graph, run.precision, layout)
     runs = [built(run, layout, graph, place, groups, steps=job.total_steps) for run, layout, graph in plans]
     set_switches(tf32=any(run.precision == "tf32" for run in job.runs))  # after modules of users, which may set them too
-    asked = switches()
+    set_at_start = switches()
     if place.rank == 0:
         write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
     before = clocks.look()
@@ -93,7 +82,7 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
     else:
         _measure(job, runs, place, looks=pinning.first)
     after = clocks.look()
-    check_switches(asked)
+    check_switches(set_at_start)
     for entry in runs:
         if entry is not None:
             record = entry.record
@@ -138,9 +127,9 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, *, l
     keep_what_is_there()
     for number in range(job.rounds):
         for entry in runs:
-            own = probe if entry is not None else None
+            looks_here = probe if entry is not None else None
             meet()
-            before_s = own.seconds() if own is not None else 0.0
+            before_s = looks_here.seconds() if looks_here is not None else 0.0
             meet()
             if entry is not None:
                 for _ in range(job.settle_steps):
@@ -149,8 +138,8 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, *, l
             if entry is not None:
                 entry.timed(job.steps)
             meet()
-            if own is not None and entry is not None:
-                entry.record.pace_s.append((before_s + own.seconds()) / 2)
+            if looks_here is not None and entry is not None:
+                entry.record.pace_s.append((before_s + looks_here.seconds()) / 2)
         if place.rank == 0:
             write_progress({"round": f"{number + 1}/{job.rounds}"})
     meet()

@@ -74,12 +74,10 @@ class DividedBucket:
             view = self.parameters[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.data)
             parameter.data = view
-            first_own, last_own = max(start, offset), min(stop, offset + entry.elements)
-            if first_own < last_own:
-                own = fragment_of(entry)._replace(
-                    start=first_own - offset, stop=last_own - offset, shape=tuple(parameter.shape)
-                )
-                self.parts[entry.name] = own, slice(first_own - start, last_own - start)
+            begin, end = max(start, offset), min(stop, offset + entry.elements)
+            if begin < end:
+                spread = fragment_of(entry)._replace(start=begin - offset, stop=end - offset, shape=tuple(parameter.shape))
+                self.parts[entry.name] = spread, slice(begin - start, end - start)
         self.chunk = nn.Parameter(self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop])
         if stage >= 2:
             self.gradients = torch.zeros_like(self.chunk.data)
@@ -160,15 +158,8 @@ class DividedBucket:
         """Let go of all but this rank's part."""
         self.parameters.untyped_storage().resize_(0)
 
-    def weight_of(self, name: str) -> Tensor:
-        """This rank's part of one parameter (stage 3)."""
-        return self.chunk.data[self.parts[name][1]]
-
     def load_weight(self, name: str, weight: Tensor) -> None:
-        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3).
-
-        Raises ExecutionError where the shape is another.
-        """
+        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3). Raises as `check_shape`."""
         check_shape(name, weight, self._held[name])
         if name in self.parts:
             fragment, place = self.parts[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,7 +60,19 @@ class Op:
     keywords: tuple[tuple[str, Any], ...]
     outputs: tuple[tuple[tuple[Any, ...], int], ...]
     context: Context
-    drop: tuple[int, ...]
+    drop: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the function is called."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    def argument(self, name: str, place: int, default: Any = None) -> Any:
+        """The argument called `name`, or at `place`."""
+        for keyword, value in self.keywords:
+            if keyword == name:
+                return value
+        return self.arguments[place] if place < len(self.arguments) else default
 
 
 def _fill(template: Any, environment: list[Any]) -> Any:
@@ -129,6 +141,18 @@ class CallProgram:
     tensors: tuple[TensorKind, ...]
 
 
+def environment_of(program: CallProgram, inputs: Iterable[Tensor], state: Iterable[tuple[int, Tensor]]) -> list[Any]:
+    """A tensor (or None) per slot: what the calls of a program start from. `state`: parameters and buffers by slot."""
+    environment: list[Any] = [None] * program.slots
+    for (_, slot, _), value in zip(program.inputs, inputs, strict=True):
+        environment[slot] = value
+    for slot, value in state:
+        environment[slot] = value
+    for constant, slot in program.constants:
+        environment[slot] = constant
+    return environment
+
+
 class Runnable:
     """One component of a recorded module.
 
@@ -151,7 +175,6 @@ class Runnable:
         self.output_differentiable = tuple(entry[2] for entry in program.outputs)
         self.parameter_names = tuple(key.name for key, _ in program.state if key.kind == "parameter")
         self.buffer_names = tuple(key.name for key, _ in program.state if key.kind == "buffer")
-        self._input_slots = tuple(entry[1] for entry in program.inputs)
         self._output_slots = tuple(entry[1] for entry in program.outputs)
         self.bind(module)
 
@@ -196,15 +219,9 @@ class Runnable:
 
         Raises TraceError if the number of inputs is wrong.
         """
-        if len(inputs) != len(self._input_slots):
-            raise TraceError(f"{self.name} takes {len(self._input_slots)} inputs {self.input_names}, got {len(inputs)}")
-        environment: list[Any] = [None] * self.program.slots
-        for slot, value in zip(self._input_slots, inputs, strict=True):
-            environment[slot] = value
-        for holder, key, slot in self._state:
-            environment[slot] = holder[key]
-        for constant, slot in self.program.constants:
-            environment[slot] = constant
+        if len(inputs) != len(self.input_names):
+            raise TraceError(f"{self.name} takes {len(self.input_names)} inputs {self.input_names}, got {len(inputs)}")
+        environment = environment_of(self.program, inputs, ((slot, holder[key]) for holder, key, slot in self._state))
         for op in self.program.ops:
             run_op(op, environment)
         for holder, key, slot in self._buffer_writes:

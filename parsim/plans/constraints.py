@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from parsim.errors import PlanError
+from parsim.hardware.records import Count, Name, Number
 from parsim.plans.layouts import KINDS, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.plan import AUTO, MOST_MICROBATCHES, ZERO_STAGES, ZERO_STAGES_TEXT, Recompute
+from parsim.plans.plan import AUTO, MOST_MICROBATCHES, ZERO_STAGES, Recompute
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
-from parsim.records import check_types
+from parsim.registry import RowOf
 from parsim.units import nearest_divisors
+
+PartCount = Annotated[Count, Field(le=MOST_MICROBATCHES)]
+"""Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
-    """Attributes:
-    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out. dp_shard: replicas in a sharding group.
-    microbatches: per replica. bucket_bytes: of gradient buckets.
-    pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
-    synchronisation: of every plan; it is never free.
+    """The keys of [plan] that a search keeps; None is free.
+
+    Attributes:
+        pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out. dp_shard: replicas in a sharding group.
+        microbatches: per replica. bucket_bytes: of gradient buckets. chunks: stages per rank.
+        synchronisation: of every plan; it is never free.
     """
 
-    pp: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    dp_shard: int | None = None
-    microbatches: int | None = None
-    bucket_bytes: int | None = None
-    pipeline_order: str | None = None
-    chunks: int | None = None
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pp: Count | None = None
+    dp: Count | None = None
+    tp: Count | None = None
+    cp: Count | None = None
+    ep: Count | None = None
+    dp_shard: Count | None = None
+    microbatches: PartCount | None = None
+    bucket_bytes: Count | None = None
+    pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
+    chunks: PartCount | None = None
     synchronisation: Synchronisation = ALL_REDUCE
 
     def allow(self, mesh: Mesh) -> bool:
         """Whether a mesh has the axes that are given."""
-        asked = ((self.pp, mesh.pp), (self.dp, mesh.dp), (self.tp, mesh.tp))
+        axes = all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in ("pp", "dp", "tp"))
         beside = (self.cp or 1) == mesh.cp and (self.ep or 1) == mesh.ep
-        groups = self.dp_shard in (None, mesh.dp_shard or mesh.dp)
-        return beside and groups and all(given in (None, own) for given, own in asked)
+        return axes and beside and self.dp_shard in (None, mesh.dp_shard or mesh.dp)
 
     @property
     def axes(self) -> str:
@@ -58,14 +67,10 @@ FREE = PlanConstraints()
 def check_sharding_groups(
     dp_shard: int | None, zero_stage: int | str, synchronisation: Synchronisation, *, by_hand: bool
 ) -> None:
-    """Check that there are states to divide over sharding groups.
+    """Raise PlanError unless there are states to divide over the sharding groups that are asked for.
 
     Args:
-        dp_shard: that is asked for. zero_stage: likewise; AUTO is 0 in a plan by hand. synchronisation: of replicas.
-        by_hand: the plan is not searched for.
-
-    Raises:
-        PlanError: there are none.
+        zero_stage: that is asked for; AUTO is 0 in a plan by hand, which is not searched for.
     """
     if dp_shard is None:
         return
@@ -82,13 +87,30 @@ def check_groups_fill(dp_shard: int | None, devices: int) -> None:
     """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
 
     Args:
-        dp_shard: that is asked for. devices: of the cluster.
+        dp_shard: that is asked for.
     """
     if dp_shard is not None and devices % dp_shard:
         raise PlanError(
             f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, max(2, dp_shard)).removeprefix('1 or ')}"
         )
+
+
+def _recompute(recompute: Recompute) -> Recompute:
+    words = (AUTO, *RECOMPUTE_WORDS)
+    if isinstance(recompute, str) and recompute not in words:
+        raise PlanError(f"recompute = {recompute!r}: it is {', '.join(words)}, or a list of names")
+    return recompute
+
+
+def _capacity(factor: float) -> float:
+    if factor and not 1 <= factor <= 100:
+        raise PlanError(f"capacity_factor = {factor}: must be 0, or in [1, 100]")
+    return factor
+
+
+def _kind_or_placement(text: str) -> str:
+    return text if text in KINDS else str(parse_placement(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +122,15 @@ class SearchConstraints:
         zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.problem.PlanningProblem`.
     """
 
-    strategy: str = "adaptive"
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    strategy: Name = "adaptive"
     constraints: PlanConstraints = FREE
-    zero_stage: int | Literal["auto"] = AUTO
-    recompute: Recompute = AUTO
-    pins: tuple[tuple[str, Placement], ...] = ()
-    forbids: tuple[tuple[str, str], ...] = ()
-    capacity_factor: float = 0.0
+    zero_stage: Annotated[int, Field(strict=True, ge=0, le=max(ZERO_STAGES))] | Literal["auto"] = AUTO
+    recompute: Annotated[Name | tuple[Name, ...], AfterValidator(_recompute)] = AUTO
+    pins: tuple[tuple[Name, Annotated[Placement, PlainValidator(parse_placement), PlainSerializer(str)]], ...] = ()
+    forbids: tuple[tuple[Name, Annotated[Name, AfterValidator(_kind_or_placement)]], ...] = ()
+    capacity_factor: Annotated[Number, AfterValidator(_capacity)] = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values.
@@ -114,54 +138,28 @@ class SearchConstraints:
         Raises:
             PlanError: the synchronisation is relaxed, which no search during a run can keep.
         """
-        if self.constraints.synchronisation.is_relaxed:
-            raise PlanError(f"a search during a run keeps no synchronisation {self.constraints.synchronisation}; leave it out")
-        given = {key: value for key, value in asdict(self.constraints).items() if key != "synchronisation"}
-        return {
-            "strategy": self.strategy,
-            "constraints": given,
-            "zero_stage": self.zero_stage,
-            "recompute": self.recompute if isinstance(self.recompute, str) else list(self.recompute),
-            "pins": [[name, str(placement)] for name, placement in self.pins],
-            "forbids": [list(entry) for entry in self.forbids],
-            "capacity_factor": self.capacity_factor,
-        }
+        self._check()
+        document: dict[str, Any] = _document().dump_python(
+            self, mode="json", exclude={"constraints": {"synchronisation"}}, warnings=False
+        )
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> SearchConstraints:
-        """Inverse of `to_dict`. Raises PlanError, TypeError, ValueError: the document holds something else."""
-        recompute = document.get("recompute", AUTO)
-        found = cls(
-            **{
-                **document,
-                "constraints": PlanConstraints(**document.get("constraints", {})),
-                "recompute": recompute if isinstance(recompute, str) else tuple(recompute),
-                "pins": tuple((name, parse_placement(text)) for name, text in document.get("pins", ())),
-                "forbids": tuple((name, text) for name, text in document.get("forbids", ())),
-            }
-        )
-        check_types(found, "search constraints")
-        found._check()
-        return found
+        """Inverse of `to_dict`. Raises PlanError or ValueError where the document holds something else."""
+        constraints = _document().validate_python(dict(document))
+        constraints._check()
+        return constraints
 
     def _check(self) -> None:
-        """The bounds of the run file."""
-        asked = self.constraints
-        for name in ("pp", "dp", "tp", "cp", "ep", "dp_shard", "microbatches", "bucket_bytes", "chunks"):
-            value, most = getattr(asked, name), MOST_MICROBATCHES if name in ("microbatches", "chunks") else None
-            if value is not None and (value < 1 or (most is not None and value > most)):
-                raise PlanError(f"{name} = {value}: must be >= 1" + ("" if most is None else f" and <= {most}"))
-        if asked.pipeline_order is not None:
-            PIPELINE_ORDERS[asked.pipeline_order]  # raises for an unknown one
-        if self.zero_stage not in (AUTO, *ZERO_STAGES):
-            raise PlanError(f'zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
-        if isinstance(self.recompute, str) and self.recompute not in (AUTO, *RECOMPUTE_WORDS):
-            raise PlanError(f"recompute = {self.recompute!r}: it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of names")
-        if self.capacity_factor and not 1 <= self.capacity_factor <= 100:
-            raise PlanError(f"capacity_factor = {self.capacity_factor}: must be 0, or in [1, 100]")
-        for _, text in self.forbids:
-            if text not in KINDS:
-                parse_placement(text)
+        rule = self.constraints.synchronisation
+        if rule.is_relaxed:
+            raise PlanError(f"a search during a run keeps no synchronisation {rule}; leave it out")
+
+
+@cache
+def _document() -> TypeAdapter[SearchConstraints]:
+    return TypeAdapter(SearchConstraints)
 
 
 UNCONSTRAINED = SearchConstraints()

@@ -81,11 +81,11 @@ class Mesh:
 
     @property
     def least_zero_stage(self) -> int:
-        """Of plans on this mesh: sharding groups are for states that are divided."""
+        """The least ZeRO stage of plans on this mesh: sharding groups are for states that are divided."""
         return 1 if self.dp_shard else 0
 
     def undivided(self) -> Mesh:
-        """The same without sharding groups."""
+        """The mesh without sharding groups."""
         return replace(self, dp_shard=0) if self.dp_shard else self
 
     @property
@@ -100,15 +100,15 @@ class Mesh:
 
     def to_dict(self) -> dict[str, int]:
         """Axes by name; cp and ep where they are not 1, dp_shard where it is not all of dp."""
-        found = {name: size for name, size in asdict(self).items() if size > 1 or name in ("pp", "dp", "tp")}
-        return found | ({"dp_shard": self.dp_shard} if self.dp_shard else {})
+        axes = {name: size for name, size in asdict(self).items() if size > 1 or name in ("pp", "dp", "tp")}
+        return axes | ({"dp_shard": self.dp_shard} if self.dp_shard else {})
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks at place `stage % pp` of the pp axis; a pipeline order's row says at which place each stage runs."""
         return tuple(self.stage_range(stage))
 
     def stage_range(self, stage: int) -> range:
-        """The same, which are in a row."""
+        """The ranks of a stage, which are in a row."""
         width, place = self.copies * self.tp, stage % self.pp
         return range(place * width, (place + 1) * width)
 
@@ -119,9 +119,6 @@ class Mesh:
 
 def check_mesh(mesh: Mesh, devices: int) -> None:
     """Check that the axes multiply to the number of devices.
-
-    Args:
-        mesh: all axes. devices: of the cluster.
 
     Raises:
         PlanError: they do not.

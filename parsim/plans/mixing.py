@@ -207,10 +207,6 @@ class MixingGraph:
         """The most messages that one worker sends in round t."""
         return connections(self(t))
 
-    def sent_bytes(self, weight_bytes: float, t: int) -> float:
-        """Bytes that the busiest worker sends in round t: connections * |w|."""
-        return self.connections(t) * weight_bytes
-
 
 @lru_cache(maxsize=64)
 def _cached_matrix(name: str, n: int, t: int, settings: tuple[tuple[str, int], ...]) -> Matrix:

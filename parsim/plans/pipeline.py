@@ -45,20 +45,12 @@ Actions = tuple[Action, ...]
 
 
 def in_a_loop(stage: int, ranks: int) -> int:
-    """Place stage s on rank s % S.
-
-    Args:
-        stage: s. ranks: S, of the pipeline.
-    """
+    """Place stage s on rank s % S."""
     return stage % ranks
 
 
 def in_a_v(stage: int, ranks: int) -> int:
-    """Place chunk after chunk there and back: with two chunks, rank r has the stages r and 2 S - 1 - r.
-
-    Args:
-        stage: number of the stage. ranks: S, of the pipeline.
-    """
+    """Place chunk after chunk there and back: with two chunks, rank r has the stages r and 2 S - 1 - r."""
     chunk, step = divmod(stage, ranks)
     return step if chunk % 2 == 0 else ranks - 1 - step
 
@@ -115,9 +107,6 @@ def parse_action(text: str) -> Action:
 def gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     """All forwards, then all backwards: the least dependence on timing, all microbatches in flight.
 
-    Args:
-        rank, ranks: of the pipeline. microbatches, chunks: per rank (chunks is 1).
-
     Source: Huang et al., GPipe (2019); order of PyTorch's ScheduleGPipe.
     """
     del ranks, chunks
@@ -129,7 +118,7 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: i
     """Warm up with S - s - 1 forwards, then alternate, then drain: at most S - s microbatches in flight.
 
     Args:
-        rank, ranks: s and S, of the pipeline. microbatches, chunks: per rank (chunks is 1).
+        rank, ranks: s and S, of the pipeline.
     """
     del chunks
     forward = [Action(rank, Phase.FORWARD, number) for number in range(microbatches)]
@@ -143,7 +132,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
     Microbatches run in rounds of as many as there are ranks, or somewhat more if they do not divide evenly.
 
     Args:
-        rank, ranks: of the pipeline. microbatches: per step. chunks: V.
+        chunks: V.
 
     Source: Narayanan et al., Megatron-LM (2021), section 2.2; order of PyTorch's ScheduleInterleaved1F1B.
     """
@@ -155,9 +144,6 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 def zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     """ZB-H1: the backward in halves; at most `rank` halves for weights wait, and they fill the drain.
-
-    Args:
-        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 2; order of PyTorch's ScheduleInterleavedZeroBubble.
     """
@@ -184,7 +170,7 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Acti
     fewer than 2 S - 1 microbatches the actions of the missing ones are left out.
 
     Args:
-        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank, 2.
+        chunks: per rank, 2.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 6; order of PyTorch's ScheduleZBVZeroBubble.
     """
@@ -227,7 +213,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
     hide behind the backward beside it, which is what DeepSeek made the order for.
 
     Args:
-        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank, 2.
+        chunks: per rank, 2.
 
     Source: DeepSeek-V3 (2024), section 3.2.1; order of PyTorch's ScheduleDualPipeV, its overlapped pairs one after another.
     """
@@ -277,9 +263,6 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 def microbatches_per_round(ranks: int, microbatches: int, chunks: int) -> int:
     """Microbatches of one chunk that a rank runs before it turns to the next chunk.
-
-    Args:
-        ranks: of the pipeline. microbatches: per step. chunks: per rank.
 
     Raises:
         PlanError: the microbatches do not divide into rounds of at least as many as there are ranks.
@@ -333,9 +316,6 @@ PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
 def check_chunks(order: str, chunks: int) -> None:
     """Check that an order exists and takes so many chunks per rank.
 
-    Args:
-        order: a key of `PIPELINE_ORDERS`. chunks: per rank.
-
     Raises:
         PlanError: it does not.
     """
@@ -359,9 +339,6 @@ def check_chunks(order: str, chunks: int) -> None:
 def pipeline_actions(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Actions:
     """The actions of one rank of a pipeline, in order.
 
-    Args:
-        order: a key of `PIPELINE_ORDERS`. rank, ranks: of the pipeline. microbatches: per step. chunks: per rank.
-
     Raises:
         PlanError: an unknown order, or chunks or microbatches that it cannot have.
     """
@@ -374,22 +351,14 @@ IN_ROUNDS = ("1f1b", "interleaved")
 
 
 def few_rounds(order: str, ranks: int, microbatches: int) -> int:
-    """A number of microbatches, four rounds at most, with the same beginning, repeated pattern and end of the actions.
-
-    Args:
-        order: of a pipeline. ranks: of the pipeline. microbatches: per step.
-    """
+    """A number of microbatches, four rounds at most, with the same beginning, repeated pattern and end of the actions."""
     if order in IN_ROUNDS and microbatches % ranks == 0:
         return min(microbatches, 4 * ranks)
     return microbatches
 
 
 def in_few_rounds(order: str, ranks: int, microbatches: int, number: int) -> int:
-    """The microbatch of `few_rounds` that stands where this one does: in the beginning, the repeated part or the end.
-
-    Args:
-        order, ranks, microbatches: as for `few_rounds`. number: of the microbatch.
-    """
+    """The microbatch of `few_rounds` that stands where this one does: in the beginning, the repeated part or the end."""
     few = few_rounds(order, ranks, microbatches)
     if few == microbatches or number < few // 2:
         return number
@@ -400,9 +369,6 @@ def in_few_rounds(order: str, ranks: int, microbatches: int, number: int) -> int
 @lru_cache(maxsize=1024)
 def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Per rank of the pipeline the stages that it runs, ascending.
-
-    Args:
-        order: a key of `PIPELINE_ORDERS`. ranks: of the pipeline. chunks: per rank.
 
     Raises:
         PlanError: the order gives ranks different numbers of stages.
@@ -425,11 +391,7 @@ def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=1024)
 def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Per stage the rank of the pipeline that runs it.
-
-    Args:
-        order, ranks, chunks: as for `stages_by_rank`.
-    """
+    """Per stage the rank of the pipeline that runs it."""
     found = [0] * (ranks * chunks)
     for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
         for stage in stages:
@@ -440,9 +402,6 @@ def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
     """Check that an order runs to its end, with every action of every rank exactly once.
-
-    Args:
-        order, ranks, microbatches, chunks: as for `pipeline_actions`.
 
     Raises:
         DeadlockError: the order stops; the message shows the grid of ranks.
@@ -473,7 +432,7 @@ def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
     the stage after. The half for weights needs the half for inputs.
 
     Args:
-        actions: per rank, in order. stages: of the pipeline.
+        actions: per rank, in order.
 
     Raises:
         DeadlockError: they stop.
@@ -533,20 +492,13 @@ def _grid_text(actions: Sequence[Sequence[Action]], reached: Sequence[int], stag
 
 @lru_cache(maxsize=1024)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """The most microbatches held at any moment on a rank, over all chunks: forward has run, backward has not ended.
-
-    Args:
-        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
-    """
+    """The most microbatches held at any moment on a rank, over all chunks: forward has run, backward has not ended."""
     return sum(moments(order, rank, ranks, microbatches, chunks)[-1])
 
 
 @lru_cache(maxsize=1024)
 def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Microbatches of each chunk held on a rank, at every moment that no other moment exceeds in every chunk.
-
-    Args:
-        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
 
     Returns:
         Counts per chunk; the moments with the largest totals come last.
@@ -572,17 +524,3 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
         exceeded[first : first + 256] = np.any(exceeds, axis=1)
     largest = [moment for moment, over in zip(seen, exceeded.tolist(), strict=True) if not over]
     return tuple(sorted(largest, key=sum))
-
-
-@lru_cache(maxsize=1024)
-def halves_waiting(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """The most microbatches on a rank whose backward has run for inputs and not yet for weights.
-
-    Args:
-        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
-    """
-    waiting = most = 0
-    for action in pipeline_actions(order, rank, ranks, microbatches, chunks):
-        waiting += (action.phase is Phase.BACKWARD_INPUT) - (action.phase is Phase.BACKWARD_WEIGHT)
-        most = max(most, waiting)
-    return most

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,14 +72,14 @@ def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) 
                 f'component names ("{BY_OPERATOR}NAME" for one by operator)'
             )
         return recompute
-    given = set(recompute)
-    for entry in given:
+    entries = set(recompute)
+    for entry in entries:
         name = entry.removeprefix(BY_OPERATOR)
         if name not in components:
             raise PlanError(f"recompute names {name!r}, which is not a component of the plan{near_matches(name, components)}")
-        if entry != name and name in given:
+        if entry != name and name in entries:
             raise PlanError(f"recompute names {name!r} and {entry!r}: a component is recomputed in one way; drop one of them")
-    chosen = tuple(entry for name in components for entry in (name, BY_OPERATOR + name) if entry in given)
+    chosen = tuple(entry for name in components for entry in (name, BY_OPERATOR + name) if entry in entries)
     if len(chosen) == len(components):
         for word, begins in ((FULL, False), (SELECTIVE, True)):
             if all(entry.startswith(BY_OPERATOR) == begins for entry in chosen):
@@ -88,25 +90,19 @@ def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) 
 WORDS = (NONE, SELECTIVE, FULL)
 
 
-def recomputed_names(recompute: Recompute, components: Sequence[str]) -> frozenset[str]:
-    """The components that a normalised choice names whole."""
+def named(recompute: Recompute, components: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The components that a normalised choice names whole, and those that it names by operator."""
     if isinstance(recompute, str):
-        return frozenset(components if recompute == FULL else ())
-    return frozenset(entry for entry in recompute if not entry.startswith(BY_OPERATOR))
-
-
-def names_by_operator(recompute: Recompute, components: Sequence[str]) -> frozenset[str]:
-    """The components that a normalised choice names by operator."""
-    if isinstance(recompute, str):
-        return frozenset(components if recompute == SELECTIVE else ())
-    return frozenset(entry.removeprefix(BY_OPERATOR) for entry in recompute if entry.startswith(BY_OPERATOR))
+        return frozenset(components if recompute == FULL else ()), frozenset(components if recompute == SELECTIVE else ())
+    whole = frozenset(entry for entry in recompute if not entry.startswith(BY_OPERATOR))
+    return whole, frozenset(entry.removeprefix(BY_OPERATOR) for entry in recompute if entry.startswith(BY_OPERATOR))
 
 
 def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stages: Sequence[Sequence[str]]) -> None:
     """Check that every segment is a run of consecutive components of one stage, and that no component is recomputed twice.
 
     Args:
-        segments: of a plan. recompute: its normalised choice of components. stages: components of each stage, in order.
+        recompute: the plan's normalised choice of components. stages: components of each stage, in order.
 
     Raises:
         PlanError: the first rule that is broken, with its names.
@@ -114,9 +110,8 @@ def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stag
     if not segments:
         return
     place = {name: (number, index) for number, stage in enumerate(stages) for index, name in enumerate(stage)}
-    seen = set(recomputed_names(recompute, tuple(place)))
-    if recompute != SELECTIVE:  # which leaves out what segments recompute
-        seen |= names_by_operator(recompute, tuple(place))
+    whole, some = named(recompute, tuple(place))
+    seen = set(whole if recompute == SELECTIVE else whole | some)  # "selective" leaves out what segments recompute
     for segment in segments:
         for name in segment:
             if name not in place:
@@ -149,36 +144,25 @@ def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stag
 ActivationOffload = bool | tuple[str, ...]
 
 
-def normalised_offload(given: ActivationOffload, components: Sequence[str]) -> ActivationOffload:
+def normalised_offload(offload: ActivationOffload, components: Sequence[str]) -> ActivationOffload:
     """The one way to write the choice: names in execution order, True for all of them, False for none.
 
     Raises PlanError for a name that is no component of the plan.
     """
-    if isinstance(given, bool):
-        return given
-    for name in given:
+    if isinstance(offload, bool):
+        return offload
+    for name in offload:
         if name not in components:
             raise PlanError(
                 f"activation_offload names {name!r}, which is no component of the plan{near_matches(name, components)}"
             )
-    chosen = tuple(name for name in components if name in set(given))
+    chosen = tuple(name for name in components if name in set(offload))
     return len(chosen) == len(components) or (chosen or False)
 
 
-def offloaded_names(offload: ActivationOffload, components: Sequence[str]) -> frozenset[str]:
-    """The components that a normalised choice names."""
-    if isinstance(offload, bool):
-        return frozenset(components if offload else ())
-    return frozenset(offload)
-
-
 def check_offload(*, optimizer: bool, activations: bool, halves: bool, segments: bool, relaxed: bool) -> None:
-    """Raise PlanError where a plan has something that offload does not go with.
-
-    Args:
-        optimizer, activations: what is offloaded. halves: the pipeline order runs backwards in halves. segments: the plan has
-            some. relaxed: so is its synchronisation.
-    """
+    """Raise PlanError where a plan has something that offload does not go with: halves of backwards, segments, or relaxed
+    synchronisation."""
     if (optimizer or activations) and relaxed:
         key = "optimizer_offload" if optimizer else "activation_offload"
         raise PlanError(f"{key} belongs to synchronous training, and the plan's synchronisation is another; drop one of them")
@@ -211,6 +195,10 @@ SIMULATED_ONLY = (
     "activation_offload",
 )
 """Keys of a plan that the executor does not know; empty or False where unused."""
+
+
+UNSAID = (*SIMULATED_ONLY, "recompute", "backward_prefetch", "context_exchange", "clip_gradients", "synchronisation")
+"""Keys that the file of a plan leaves out where they have their defaults."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
@@ -244,15 +232,6 @@ MOST_RUNS = 8
 """Of equal placements that a summary lists one by one."""
 
 
-def _by_pattern(placed: Iterable[tuple[str, Placement]]) -> list[str]:
-    """`h.*.norm1 shard:sequence/4`, with every number as a star; empty where equal patterns lie differently."""
-    found: dict[str, Placement] = {}
-    for name, placement in placed:
-        if found.setdefault(re.sub(r"\d+", "*", name), placement) != placement:
-            return []
-    return [f"{pattern} {placement}" for pattern, placement in found.items()]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way of training one model on `mesh.size` ranks.
@@ -267,10 +246,8 @@ class Plan:
         zero_stage: arrays sharded over the ranks that hold the same parameters, or over those of their sharding group
             (`Mesh.dp_shard`). 1: the optimizer state and its step. 2: the gradients too, summed after the backward of every
             microbatch. 3: the parameters too, gathered where they are used.
-        recompute: the components that keep only their inputs and run their forward again before their backward: "none",
-            "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
-        segments: runs of consecutive components of a stage that keep only the inputs of the run. Before the backward of its
-            last component, the whole run is recomputed, and its conversions on the tp axis are sent again.
+        recompute: the components whose forward runs again: "none", "full", "selective" (all by operator), or their names,
+            "selective:NAME" for one by operator. segments: runs of components of a stage that are recomputed as a whole.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
             use, and not at its end.
         blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
@@ -285,10 +262,8 @@ class Plan:
             beforehand, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered during the preceding backward. False: after it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
-        optimizer_offload: the optimizer's state and master weights are in the host's memory. A rank's gradients are copied
-            there, the host updates, and the new parameters are copied back.
-        activation_offload: the components whose saved activations are copied to the host after their forward, and fetched
-            before their backward: True (all), False (none) or their names (`parsim.plans.plan`).
+        optimizer_offload: state and master weights lie in the host's memory, and the host updates. activation_offload: so do
+            the saved activations of all components (True), none (False) or those that are named.
         clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
         synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """
@@ -393,12 +368,7 @@ class Plan:
             )
         if self.synchronisation.kind == "stale":
             self._check_stale()
-        parts = self.mesh.dp * self.microbatches
-        if self.global_batch < 1 or self.global_batch % parts:
-            raise PlanError(
-                f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
-                f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
-            )
+        check_batch(self.global_batch, self.mesh, self.microbatches)
 
     def _check_stale(self) -> None:
         """In every step each stage works on one batch, and keeps those of which the backward is still to come."""
@@ -409,6 +379,11 @@ class Plan:
             )
         if self.recompute != NONE or self.segments:
             raise PlanError('synchronisation "stale" keeps activations until they are used; set recompute = "none"')
+
+    @property
+    def program(self) -> Plan:
+        """What is run, whatever the family it was chosen from is called."""
+        return replace(self, strategy="custom")
 
     def without_zero(self) -> Plan:
         """The custom plan that computes the same with whole states in buckets of the default size."""
@@ -430,8 +405,8 @@ class Plan:
     @property
     def recomputed(self) -> frozenset[str]:
         """The components whose whole forward runs again before their backward, if they have one."""
-        again = recomputed_names(self.recompute, self.components)
-        return again.union(*self.segments) if self.segments else again
+        whole = named(self.recompute, self.components)[0]
+        return whole.union(*self.segments) if self.segments else whole
 
     @property
     def recomputes(self) -> bool:
@@ -440,13 +415,14 @@ class Plan:
 
     @property
     def recomputed_by_operator(self) -> frozenset[str]:
-        """Those of whose forward some operators run again, where that keeps less."""
-        return names_by_operator(self.recompute, self.components) - self.recomputed
+        """The components of whose forward some operators run again, where that keeps less."""
+        return named(self.recompute, self.components)[1] - self.recomputed
 
     @property
     def offloaded(self) -> frozenset[str]:
         """The components whose saved activations wait in the host's memory."""
-        return offloaded_names(self.activation_offload, self.components)
+        offload = self.activation_offload
+        return frozenset(self.components if offload is True else offload or ())
 
     @property
     def offloads(self) -> bool:
@@ -509,67 +485,56 @@ class Plan:
 
         Buckets are named where they are not those of PyTorch's DDP.
         """
-        chunks = f"x{self.chunks}" if self.chunks > 1 else ""
-        order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
-        zero = f" zero{self.zero_stage}" if self.zero_stage else ""
-        again = f" recompute={self._recomputes()}" if self.recompute != NONE else ""
-        again += f" segments={len(self.segments)}" if self.segments else ""
-        zero += " ahead" if self.gather_ahead else ""
-        zero += "" if self.backward_prefetch else " post"
-        zero += " overlapped" if self.tensor_overlap else ""
-        zero += " backward-overlapped" if self.tensor_backward_overlap else ""
-        zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
-        zero += " clip" if self.clip_gradients else ""
-        zero += " optimizer-offload" if self.optimizer_offload else ""
-        if self.activation_offload:
-            some = "" if self.activation_offload is True else f"={len(self.offloaded)} of {len(self.components)}"
-            zero += f" activation-offload{some}"
+        words = [self.strategy, str(self.mesh), f"mb={self.microbatches}x{self.microbatch_samples}"]
+        if self.mesh.pp > 1:
+            words.append(f"{self.pipeline_order}{f'x{self.chunks}' if self.chunks > 1 else ''}")
+        offload = self.activation_offload
+        some = "" if offload is True else f"={len(self.offloaded)} of {len(self.components)}"
+        again = self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
-        buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
-        split = f"mb={self.microbatches}x{self.microbatch_samples}"
-        relaxed = f" {self.synchronisation}" if self.synchronisation.is_relaxed else ""
-        return f"{self.strategy} {self.mesh} {split}{order}{zero}{relaxed}{buckets}{again}{self._placed()}"
-
-    def _recomputes(self) -> str:
-        """`full`, `selective`, or `3 of 12` (components, in either way)."""
-        return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
+        unusual = (
+            (self.zero_stage, f"zero{self.zero_stage}"),
+            (self.gather_ahead, "ahead"),
+            (not self.backward_prefetch, "post"),
+            (self.tensor_overlap, "overlapped"),
+            (self.tensor_backward_overlap, "backward-overlapped"),
+            (self.context_exchange != "ring", self.context_exchange),
+            (self.clip_gradients, "clip"),
+            (self.optimizer_offload, "optimizer-offload"),
+            (offload, f"activation-offload{some}"),
+            (self.synchronisation.is_relaxed, str(self.synchronisation)),
+            (many, f"buckets={format_bytes(self.bucket_bytes).replace(' ', '')}"),
+            (self.recompute != NONE, f"recompute={again}"),
+            (self.segments, f"segments={len(self.segments)}"),
+        )
+        return " ".join([*words, *(word for holds, word in unusual if holds)]) + self._placed()
 
     def _placed(self) -> str:
         """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded.
 
-        Many runs that repeat from layer to layer are named once: `h.*.norm1 shard:sequence/4`.
+        Many runs that repeat from layer to layer are named once, with every number as a star: `h.*.norm1 shard:sequence/4`.
         """
         if not self.is_mixed:
             return ""
-        runs: list[tuple[Placement, list[str]]] = []
-        for stage in self.stages:
-            for name, placement in stage.placed():
-                if not runs or runs[-1][0] != placement:
-                    runs.append((placement, []))
-                runs[-1][1].append(name)
-        parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        placed = [entry for stage in self.stages for entry in stage.placed()]
+        parts = []
+        for placement, run in groupby(placed, key=itemgetter(1)):
+            names = [name for name, _ in run]
+            parts.append(f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}")
         if len(parts) > MOST_RUNS:
-            parts = _by_pattern(entry for stage in self.stages for entry in stage.placed()) or parts
+            patterns = dict.fromkeys((re.sub(r"\d+", "*", name), placement) for name, placement in placed)
+            if len(patterns) == len({pattern for pattern, _ in patterns}):  # equal patterns lie alike
+                parts = [f"{pattern} {placement}" for pattern, placement in patterns]
         return f" [{' | '.join(parts)}]"
 
     def to_dict(self) -> dict[str, Any]:
-        document = {**asdict(self), "mesh": self.mesh.to_dict()}
+        """Plain JSON values; keys of `UNSAID` are left out where they have their defaults."""
+        document = {**asdict(self), "mesh": self.mesh.to_dict(), "synchronisation": self.synchronisation.to_dict()}
         for entry, stage in zip(document["stages"], self.stages, strict=True):
             entry["placements"] = [str(placement) for placement in stage.placements]
-        if self.recompute == NONE:
-            del document["recompute"]
-        for key in SIMULATED_ONLY:
-            if not document[key]:
-                del document[key]
-        if self.backward_prefetch:
-            del document["backward_prefetch"]
-        if self.context_exchange == "ring":
-            del document["context_exchange"]
-        if not self.clip_gradients:
-            del document["clip_gradients"]
-        document["synchronisation"] = self.synchronisation.to_dict()
-        if not self.synchronisation.is_relaxed:
-            del document["synchronisation"]
+        for key in fields(self):
+            if key.name in UNSAID and getattr(self, key.name) == key.default:
+                del document[key.name]
         if not self.executable:
             document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}
@@ -615,6 +580,16 @@ class Plan:
             return cls.from_json(read_text(path), str(path))
 
 
+def check_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
+    """Raise PlanError unless a batch divides over the replicas, and theirs into microbatches."""
+    parts = mesh.dp * microbatches
+    if global_batch < 1 or global_batch % parts:
+        raise PlanError(
+            f"global_batch ({global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = {parts}; "
+            f"the nearest that is: {max(1, round(global_batch / parts)) * parts}"
+        )
+
+
 def _check_axis(name: str, placement: Placement, tp: int) -> None:
     """Check what can be checked of a placement without the model."""
     if placement.kind == "shard" and (placement.ways < 2 or tp % placement.ways):
@@ -628,29 +603,30 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
 def check_plan(plan: Plan, model: Model) -> None:
     """Check that the stages hold exactly the model's components, in its order, each with a valid placement.
 
-    Args:
-        plan: to check. model: that it is for.
-
     Raises:
         PlanError: the first rule that is broken, with its values.
     """
     planned = list(plan.components)
     expected = [component.name for component in model.components]
-    if planned == expected:
-        for stage in plan.stages:
-            for name, placement in stage.placed():
-                _check_placement(plan, model, name, placement)
-        _check_tied(plan, model)
-        return
-    unknown = [name for name in planned if name not in model.component_index]
-    if unknown:
+    if planned != expected:
+        unknown = [name for name in planned if name not in model.component_index]
+        if unknown:
+            raise PlanError(
+                f"the plan names component {unknown[0]!r}, which {model.name} has not{near_matches(unknown[0], expected)}"
+            )
+        missing = [name for name in expected if name not in planned]
+        if missing:
+            raise PlanError(f"the plan leaves out component {missing[0]!r} of {model.name}; every component needs a stage")
+        raise PlanError(f"the plan's stages must keep the order of {model.name}'s components: {', '.join(expected)}")
+    placements = dict(entry for stage in plan.stages for entry in stage.placed())
+    for name, placement in placements.items():
+        _check_placement(plan, model, name, placement)
+    if (apart := tied_apart(model, placements)) is not None:
+        first, second, parameter = apart
         raise PlanError(
-            f"the plan names component {unknown[0]!r}, which {model.name} has not{near_matches(unknown[0], expected)}"
+            f"{first} ({placements[first]}) and {second} ({placements[second]}) share the parameter {parameter} "
+            "and would hold it differently; place them alike"
         )
-    missing = [name for name in expected if name not in planned]
-    if missing:
-        raise PlanError(f"the plan leaves out component {missing[0]!r} of {model.name}; every component needs a stage")
-    raise PlanError(f"the plan's stages must keep the order of {model.name}'s components: {', '.join(expected)}")
 
 
 def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) -> None:
@@ -669,28 +645,22 @@ def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) 
         )
 
 
-def _check_tied(plan: Plan, model: Model) -> None:
-    """Components that share a parameter hold it alike, so that its gradients can be summed."""
+def tied_apart(model: Model, placements: Mapping[str, Placement]) -> tuple[str, str, str] | None:
+    """Two of the placed components that share a parameter and hold it differently, so that its gradients cannot be summed, and
+    the parameter."""
     held: dict[str, tuple[str, object]] = {}
-    placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
     for component in model.components:
-        placement = placements[component.name]
-        for parameter in component.parameters:
-            how = holding(component, placement, parameter.name)
-            first, other = held.setdefault(parameter.name, (component.name, how))
-            if other != how:
-                raise PlanError(
-                    f"{first} ({placements[first]}) and {component.name} ({placement}) share the parameter {parameter.name} "
-                    "and would hold it differently; place them alike"
-                )
+        if component.name in placements:
+            for parameter in component.parameters:
+                how = holding(component, placements[component.name], parameter.name)
+                first, other = held.setdefault(parameter.name, (component.name, how))
+                if other != how:
+                    return first, component.name, parameter.name
+    return None
 
 
 def holding(component: Component, placement: Placement, parameter: str) -> tuple[object, ...]:
-    """A key of the part of a parameter that a tp rank holds, and of the ranks over which its gradient is summed.
-
-    Args:
-        component: that uses the parameter. placement: of the component. parameter: its qualified name.
-    """
+    """A key of the part of a parameter that a tp rank holds, and of the ranks over which its gradient is summed."""
     match placement.kind:
         case "shard":
             for part in component.sharding(placement.rule).parameters:
@@ -706,26 +676,25 @@ def holding(component: Component, placement: Placement, parameter: str) -> tuple
 
 
 def plan_in_words(plan: Plan) -> str:
-    """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`.
-
-    Args:
-        plan: of any mesh and placements. Bucket sizes, pipeline order and single placements are left out.
-    """
-    pp, dp, tp = plan.mesh.pp, plan.mesh.dp, plan.mesh.tp
-    axes = [f"{dp}-way data parallelism"] if dp > 1 else []
-    if tp > 1:
-        axes.append(f"mixed placements on {tp} ranks" if _is_mixed(plan) else f"{tp}-way tensor parallelism")
-    if plan.mesh.cp > 1:
-        axes.append(f"{plan.mesh.cp}-way context parallelism")
-    if plan.mesh.ep > 1:
-        axes.append(f"{plan.mesh.ep}-way expert parallelism")
+    """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`; bucket sizes, pipeline order and single
+    placements are left out."""
+    mesh, kinds = plan.mesh, {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    # some components are cut by features and others by samples, or one runs on a single rank
+    mixed = "place" in kinds or {"batch", "shard"} <= kinds
+    axes = [f"{mesh.dp}-way data parallelism"] if mesh.dp > 1 else []
+    if mesh.tp > 1:
+        axes.append(f"mixed placements on {mesh.tp} ranks" if mixed else f"{mesh.tp}-way tensor parallelism")
+    if mesh.cp > 1:
+        axes.append(f"{mesh.cp}-way context parallelism")
+    if mesh.ep > 1:
+        axes.append(f"{mesh.ep}-way expert parallelism")
     words = " x ".join(axes)
-    if pp > 1:
-        words = f"{pp} pipeline stages of {words}" if words else f"{pp} pipeline stages"
+    if mesh.pp > 1:
+        words = f"{mesh.pp} pipeline stages of {words}" if words else f"{mesh.pp} pipeline stages"
     words = words or "one device"
     if plan.zero_stage:
         words += f" with ZeRO {plan.zero_stage}"
-        words += f" within groups of {plan.mesh.dp_shard}" if plan.mesh.dp_shard else ""
+        words += f" within groups of {mesh.dp_shard}" if mesh.dp_shard else ""
     if plan.microbatches > 1:
         words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
     if plan.recomputed:
@@ -737,35 +706,22 @@ def plan_in_words(plan: Plan) -> str:
     if plan.activation_offload:
         words += f", {'' if plan.activation_offload is True else 'some '}activations in the host's memory"
     if plan.synchronisation.is_relaxed:
-        words += f", {synchronisation_in_words(plan)}"
+        words += f", {_synchronisation_in_words(plan)}"
     return words
 
 
-def synchronisation_in_words(plan: Plan) -> str:
-    """`averaging weights every 8 steps with an outer nesterov optimizer`; "" for synchronous training.
-
-    Args:
-        plan: of any synchronisation.
-    """
+def _synchronisation_in_words(plan: Plan) -> str:
+    """`averaging weights every 8 steps with an outer nesterov optimizer`."""
     rule = plan.synchronisation
     every = "after every step" if rule.period_steps == 1 else f"every {rule.period_steps} steps"
     match rule.kind:
         case "average":
-            words = f"averaging weights {every}"
-            if rule.participation < 1:
-                words += f" over {rule.participation:.0%} of the replicas"
-            return words + (f" with an outer {rule.outer_optimizer} optimizer" if rule.outer is not None else "")
+            some = f" over {rule.participation:.0%} of the replicas" if rule.participation < 1 else ""
+            outer = f" with an outer {rule.outer_optimizer} optimizer" if rule.outer is not None else ""
+            return f"averaging weights {every}{some}{outer}"
         case "gossip":
             return f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}"
         case "merge":
             return f"merging weights one after another ({rule.merge}) {every}"
-        case "stale":
-            late = [rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp)]
-            return f"with gradients up to {max(late)} steps late and no stage waiting for another"
-    return ""
-
-
-def _is_mixed(plan: Plan) -> bool:
-    """Whether some components are cut by features and others by samples, or one runs on a single rank."""
-    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
-    return "place" in kinds or {"batch", "shard"} <= kinds
+    late = max(rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp))
+    return f"with gradients up to {late} steps late and no stage waiting for another"

@@ -142,20 +142,12 @@ def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:
 
 
 def even_cuts(components: int, stages: int) -> list[int]:
-    """Where stages of as equal a number of components as can be begin, and where the last one ends.
-
-    Args:
-        components, stages: how many.
-    """
+    """Where stages of as equal a number of components as can be begin, and where the last one ends."""
     return [round(components * number / stages) for number in range(stages + 1)]
 
 
 def even_parts(names: Sequence[str], stages: int) -> list[tuple[str, ...]]:
-    """The names in order, cut by `even_cuts`.
-
-    Args:
-        names: of components. stages: how many parts.
-    """
+    """The names in order, cut by `even_cuts`."""
     return [tuple(names[first:last]) for first, last in pairwise(even_cuts(len(names), stages))]
 
 
@@ -170,7 +162,7 @@ def stages_of(
     """Each part on the ranks of its place in the pipeline.
 
     Args:
-        mesh: of the plan. parts: names of components by stage. placement: of a component by name; None: none is given.
+        parts: names of components by stage. placement: of a component by name; None: none is given.
         order, chunks: of the pipeline, which places the stages.
 
     Raises:

@@ -111,11 +111,7 @@ class MixingSchedule:
         return tuple(range(self.graph(0, replicas).period))
 
     def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
-        """Of Ada in order how many rounds a graph lasts, and its name; the last one stays. Of other graphs none.
-
-        Args:
-            replicas: that mix.
-        """
+        """How many rounds each of Ada's graphs lasts, and its name; the last one stays. Other graphs have none."""
         if self.name != ADA:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
@@ -215,7 +211,7 @@ class Synchronisation:
 
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
-        graph: of gossip, as text (`parsim.plans.synchronisation`): "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+        graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
         outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
@@ -339,7 +335,7 @@ class Synchronisation:
         return self.delays[stage] if self.delays else 2 * (stages - 1 - stage)
 
     def steps_to_fill(self, stages: int) -> int:
-        """Of stale: steps after which every stage runs a forward and a backward in every step."""
+        """Steps after which every stage of a stale pipeline runs a forward and a backward in every step."""
         return self.delay_of(0, stages)
 
     def due(self, step: int) -> bool:
@@ -350,7 +346,7 @@ class Synchronisation:
         """Check that replicas of a mesh can be synchronised so.
 
         Args:
-            mesh: of the plan. zero_stage: of the plan.
+            zero_stage: of the plan.
 
         Raises:
             PlanError: too few replicas, states that are divided over replicas, a graph that is not connected, weights that do
@@ -426,24 +422,20 @@ class Synchronisation:
         return averaging_matrix(replicas, self.shares(number, replicas))
 
     def turn_weight(self, number: int, replica: int, replicas: int) -> float:
-        """Of merge: how much of its own weights a replica gives the global model in round `number`."""
+        """How much of its own weights a replica that merges gives the global model in round `number`."""
         return turn_weight(self._merge_rule(replicas), number, replica)
 
     def _merge_rule(self, replicas: int) -> MergeRule:
         return MergeRule(kind=self.merge, workers=replicas, rate=self.merge_rate, exponent=self.merge_exponent)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
-        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn.
-
-        Args:
-            replicas: that mix.
-        """
+        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
         if self.graph:
             return self.mixing.cycle(replicas)
         return tuple(range(DRAWN_ROUNDS)) if self.participation < 1 else (0,)
 
     def shares(self, number: int, replicas: int) -> Any:
-        """Of average: the weight of every replica in a round, 0 for those that do not take part. float64 [replicas]."""
+        """The weight of every replica in an average, 0 for those that do not take part. float64 [replicas]."""
         base = _array(self.weights)[0] if self.weights else None
         return participation_weights(replicas, self.participation, number, seed=self.seed, weights=base)
 

@@ -34,7 +34,7 @@ from parsim.errors import GraphError
 from parsim.model.component import Operator
 from parsim.model.model import Model
 from parsim.numeric import Bools, Floats, Ints
-from parsim.plans.plan import Plan, names_by_operator, recomputed_names
+from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, stable_order
 from parsim.program.task import COMPUTE
 from parsim.timeline import Timeline
@@ -337,12 +337,10 @@ def model_flop(model: Model, *, causal: bool = False) -> float:
 
 def recomputed_flop(model: Model, plan: Plan) -> float:
     """FLOP of one sample in the forwards that a plan runs a second time."""
-    again = set(recomputed_names(plan.recompute, plan.components)) | {name for part in plan.segments for name in part}
-    by_operator = names_by_operator(plan.recompute, plan.components) - again
     runs: list[tuple[Operator, int]] = []
-    for name in again:
+    for name in plan.recomputed:
         runs += [(operator, operator.count) for operator in model.component(name).operators]
-    for name in by_operator:
+    for name in plan.recomputed_by_operator:
         component = model.component(name)
         if component.selective is not None:
             runs += [(component.operators[number], count) for number, count in component.selective.operators]

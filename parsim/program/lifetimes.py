@@ -1159,12 +1159,12 @@ def bucket_bytes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Buc
         uses: computations of a place on the pp axis. buckets: of a rank there.
     """
     sizes, changes = {bucket.number: bucket.padded_bytes for bucket in buckets}, [0.0] * (len(uses) + 1)
-    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes, in_order=False):
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes):
         size, part = sizes[bucket.number], sizes[bucket.number] // len(bucket.group)
         changes[first] += size
         changes[last + 1] += part
         changes[freed + 1] -= size + part
-    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, sizes, in_order=False):
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, sizes):
         changes[ahead] += sizes[bucket.number]
         changes[last + 1] -= sizes[bucket.number]
     return list(accumulate(changes[:-1]))
@@ -1223,12 +1223,12 @@ def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
     here = [number for number, use in enumerate(uses) if use in computed]
     tasks_here = [computed[uses[number]] for number in here]
     numbers = {bucket.number for bucket in layout.rank_buckets(rank)}
-    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, numbers, in_order=False):
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, numbers):
         begins, ends = bisect_left(here, ahead), bisect_right(here, last)
         beginning = rooms.at(tasks_here[begins - 1]).beginning_parameters if begins else rooms.first_parameters
         beginning.append(bucket.number)
         rooms.at(tasks_here[ends - 1]).ending_parameters.append(bucket.number)
-    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, numbers, in_order=False):
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, numbers):
         key = bucket.number, uses[first].microbatch
         rooms.at(tasks_here[bisect_right(here, last) - 1]).ending_gradients.append(key)
         ends = bisect_right(here, freed)

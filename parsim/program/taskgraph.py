@@ -9,8 +9,8 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
-from typing import Any
+from functools import cache
+from typing import Any, get_type_hints
 
 from parsim.errors import GraphError, PlanError
 from parsim.plans.layouts import parse_hop, parse_layout
@@ -81,99 +81,67 @@ class TaskGraph:
         return [sorted(indices) for indices in before]
 
 
-@singledispatch
+WORK_FORMS: dict[type[Work], str] = {
+    Compute: "{phase} {component}[ {rule!}/{ways}] x{samples}[ {part!}:{parts}]",
+    OptimizerStep: "optimizer {elements} elements in {tensors}[ of {update_group!} by {optimizer}]",
+    ClipGradients: "clip {part} {elements} elements in {tensors}",
+    Collective: "{operation} {size_bytes} B over {group}[ {packed!}]",
+    SendRecv: "send_recv {size_bytes} B {source}>{destination}",
+    LoadBatch: "load x{samples} {size_bytes} B[ in {parts!}]",
+    Mix: "mix {elements} elements of {copies}[ in {tensors} by {accesses!}]",
+    HostCopy: "copy {size_bytes} B {to_host} host",
+    HostUpdate: "host update {elements} elements[ by {optimizer!}]",
+}
+"""How each kind of work is written, by its fields. What is in brackets is left out where the field with ! has its default."""
+
+_WORDS = {"packed": {True: "packed"}, "to_host": {True: "to", False: "from"}}
+"""How fields that are true or false are written."""
+
+_OPTIONAL, _FIELD = re.compile(r"\[(.*?)\]"), re.compile(r"\{(\w+)!?\}")
+
+
 def work_text(work: Work) -> str:
-    """The short text of a piece of work in printed graphs; `parse_work` reads it back.
+    """The short text of a piece of work in printed graphs; `parse_work` reads it back."""
 
-    Raises:
-        GraphError: the kind has no text form.
-    """
-    raise GraphError(f"no text form for {type(work).__name__}; register one with work_text.register")
+    def written(match: re.Match[str]) -> str:
+        value = getattr(work, match[1])
+        if match[1] in _WORDS:
+            return _WORDS[match[1]][value]
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
+    def optional(match: re.Match[str]) -> str:
+        (decisive,) = re.findall(r"(\w+)!", match[1])
+        default = type(work).__dataclass_fields__[decisive].default
+        return "" if getattr(work, decisive) == default else match[1]
 
-@work_text.register
-def _(work: Compute) -> str:
-    shard = f" {work.rule}/{work.ways}" if work.rule else ""
-    part = f" {work.part}:{work.parts}" if work.part else ""
-    return f"{work.phase.value} {work.component}{shard} x{work.samples}{part}"
-
-
-@work_text.register
-def _(work: OptimizerStep) -> str:
-    group = f" of {work.update_group} by {work.optimizer}" if work.update_group else ""
-    return f"optimizer {work.elements} elements in {work.tensors}{group}"
+    return _FIELD.sub(written, _OPTIONAL.sub(optional, WORK_FORMS[type(work)]))
 
 
-@work_text.register
-def _(work: ClipGradients) -> str:
-    return f"clip {work.part} {work.elements} elements in {work.tensors}"
+@cache
+def _pattern(kind: type[Work]) -> re.Pattern[str]:
+    """The form of a kind of work as an expression with a group for each field."""
+    types = get_type_hints(kind)
 
+    def group(match: re.Match[str]) -> str:
+        words = _WORDS.get(match[1], {}).values()
+        of_type = {int: r"\d+", Phase: "|".join(Phase), tuple[int, ...]: r"[\d,]+"}.get(types[match[1]], r"\S+")
+        return f"(?P<{match[1]}>{'|'.join(words) or of_type})"
 
-@work_text.register
-def _(work: Collective) -> str:
-    packed = " packed" if work.packed else ""
-    return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}{packed}"
-
-
-@work_text.register
-def _(work: SendRecv) -> str:
-    return f"send_recv {work.size_bytes} B {work.source}>{work.destination}"
-
-
-@work_text.register
-def _(work: LoadBatch) -> str:
-    parts = f" in {work.parts}" if work.parts > 1 else ""
-    return f"load x{work.samples} {work.size_bytes} B{parts}"
-
-
-@work_text.register
-def _(work: Mix) -> str:
-    spread = f" in {work.tensors} by {work.accesses}" if work.accesses else ""
-    return f"mix {work.elements} elements of {work.copies}{spread}"
-
-
-@work_text.register
-def _(work: HostCopy) -> str:
-    return f"copy {work.size_bytes} B {'to' if work.to_host else 'from'} host"
-
-
-@work_text.register
-def _(work: HostUpdate) -> str:
-    return f"host update {work.elements} elements{f' by {work.optimizer}' if work.optimizer else ''}"
+    return re.compile(_FIELD.sub(group, _OPTIONAL.sub(r"(?:\1)?", WORK_FORMS[kind])))
 
 
 def parse_work(text: str) -> Work:
     """The inverse of `work_text`. Raises GraphError for any other text."""
-    if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
-        elements, tensors, whose, optimizer = match.groups(default="")
-        return OptimizerStep(elements=int(elements), tensors=int(tensors), update_group=whose, optimizer=optimizer)
-    if match := re.fullmatch(r"clip (norm|scale) (\d+) elements in (\d+)", text):
-        return ClipGradients(part=match[1], elements=int(match[2]), tensors=int(match[3]))
-    phase = r"(forward|recompute|backward(?:_input|_weight)?)"
-    if match := re.fullmatch(phase + r" (\S+)(?: (\S+)/(\d+))? x(\d+)(?: (\w+):(\d+))?", text):
-        phase, component, rule, ways, samples, part, parts = match.groups()
-        return Compute(
-            phase=Phase(phase),
-            component=component,
-            samples=int(samples),
-            rule=rule or "",
-            ways=int(ways or 1),
-            part=part or "",
-            parts=int(parts or 1),
-        )
-    if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
-        return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
-    if match := re.fullmatch(r"mix (\d+) elements of (\d+)(?: in (\d+) by (\d+))?", text):
-        return Mix(elements=int(match[1]), copies=int(match[2]), tensors=int(match[3] or 1), accesses=int(match[4] or 0))
-    if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
-        return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
-    if match := re.fullmatch(r"copy (\d+) B (to|from) host", text):
-        return HostCopy(size_bytes=int(match[1]), to_host=match[2] == "to")
-    if match := re.fullmatch(r"host update (\d+) elements(?: by (\S+))?", text):
-        return HostUpdate(elements=int(match[1]), optimizer=match[2] or "")
-    if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)( packed)?", text):
-        group = tuple(int(rank) for rank in match[3].split(","))
-        return Collective(operation=match[1], size_bytes=int(match[2]), group=group, packed=match[4] is not None)
+    for kind in WORK_FORMS:
+        if match := _pattern(kind).fullmatch(text):
+            types, fields = get_type_hints(kind), dict[str, Any]()
+            for name, value in match.groupdict().items():
+                if name in _WORDS:
+                    fields[name] = value == _WORDS[name][True]
+                elif value is not None:
+                    of_type = types[name]
+                    fields[name] = tuple(map(int, value.split(","))) if of_type == tuple[int, ...] else of_type(value)
+            return kind(**fields)
     raise GraphError(f"cannot read work {text!r}; write it as work_text prints it")
 
 

@@ -369,9 +369,8 @@ class _Expansion:
         shapes = {place: len(self._kinds) + number * count for number, place in enumerate(dict.fromkeys(places))}
         names = dict(zip(reversed(places), reversed(components), strict=True))
         queues: dict[Resource, int] = {}
-        using, used, works = [], [], []
-        for offset, (work, resources, _) in enumerate(draft.entries()):
-            works.append((work, resources[0].rank))
+        using, used = [], []
+        for offset, (_, resources, _) in enumerate(draft.entries()):
             for resource in resources:
                 using.append(offset)
                 used.append(queues.setdefault(resource, len(queues)))
@@ -381,7 +380,7 @@ class _Expansion:
             numbers = [[self._resource(_moved_resource(resource, move)) for resource in queues] for move in moves]
             table[[number for number, other in enumerate(places) if other == place]] = numbers
             renamed = None if piece is None else self._layout.model.components[names[place]].name
-            self._kinds += [Unit(moved_work(work, move, renamed), rank + move) for move in moves for work, rank in works]
+            self._kinds += self._units_at(draft, place - home, renamed)
         first = sum(map(len, self._kind))
         inside = np.arange(count, dtype=np.int64)
         self._kind.append((np.array([shapes[place] for place in places], dtype=np.int64)[:, None] + inside).ravel())
@@ -474,13 +473,16 @@ class _Expansion:
         units: list[Unit] = []
         for copies in self._copies:
             home = copies.places[0] if copies.piece is None else self._place[copies.piece.component]
-            entries = [(work, resources[0].rank) for work, resources, _ in copies.draft.entries()]
             for component, place in zip(copies.components, copies.places, strict=True):
                 name = None if copies.piece is None else self._layout.model.components[component].name
-                for step in self._steps:
-                    move = (place - home) * self._step + step
-                    units += [Unit(moved_work(work, move, name), rank + move) for work, rank in entries]
+                units += self._units_at(copies.draft, place - home, name)
         return (*units, *self._kinds[len(self._kinds) - len(self._kind[-1]) :])
+
+    def _units_at(self, draft: Draft, places: int, name: str | None) -> list[Unit]:
+        """The units of a draft so many places further on, replica by replica; `name`: of the component there."""
+        entries = [(work, resources[0].rank) for work, resources, _ in draft.entries()]
+        moves = [places * self._step + step for step in self._steps]
+        return [Unit(moved_work(work, move, name), rank + move) for move in moves for work, rank in entries]
 
     def _graph(self, columns: Columns) -> TaskGraph:
         """The program as tasks, for people."""

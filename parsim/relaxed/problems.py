@@ -138,8 +138,8 @@ def perceptron(
 def _split(name: str, inputs: np.ndarray, targets: np.ndarray, outputs: int, dtype: torch.dtype) -> LearningProblem:
     order = np.random.default_rng(0).permutation(len(inputs))
     train = round(TRAIN_FRACTION * len(inputs))
-    wanted = torch.int64 if targets.dtype == np.int64 else dtype
-    x, y = torch.tensor(inputs[order], dtype=dtype), torch.tensor(targets[order], dtype=wanted)
+    x = torch.tensor(inputs[order], dtype=dtype)
+    y = torch.tensor(targets[order], dtype=torch.int64 if targets.dtype == np.int64 else dtype)
     return LearningProblem(
         name=name,
         inputs=x[:train].contiguous(),

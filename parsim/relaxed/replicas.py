@@ -20,7 +20,6 @@ from torch.func import functional_call, grad_and_value, vmap
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import AlgorithmError, near_matches
-from parsim.numeric import Floats
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem
@@ -152,8 +151,8 @@ class LocalTraining:
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
         """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
-        wanted = torch.tensor(samples)
-        real, index = wanted >= 0, wanted.clamp(min=0)
+        numbers = torch.tensor(samples)
+        real, index = numbers >= 0, numbers.clamp(min=0)
         share = real.to(weights.dtype) / real.sum(1).clamp(min=1)[:, None]
         gradient: Tensor = self._gradient(weights, self.problem.inputs[index], self.problem.targets[index], share)[0]
         return gradient
@@ -169,11 +168,7 @@ COPIES = 6
 
 
 def check_room(replicas: int, weight_bytes: int) -> None:
-    """Raise AlgorithmError with how many replicas fit, where so many do not.
-
-    Args:
-        replicas: whose weights and states are held at once. weight_bytes: of one. Leaves out activations.
-    """
+    """Raise AlgorithmError with how many replicas of `weight_bytes` each fit, where so many do not. Leaves out activations."""
     available = available_bytes()
     each = COPIES * weight_bytes
     if available is not None and replicas * each > available:
@@ -195,11 +190,7 @@ def check_room(replicas: int, weight_bytes: int) -> None:
 def stale_steps(training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]]) -> Iterator[Workers]:
     """Step after step without end: the weights of all stages behind each, as one worker.
 
-    Args:
-        training: of the model. order: of the samples. stages: names of the parameters of each stage, first to last.
-
-    Raises:
-        AlgorithmError: the stages do not divide the parameters of the model among them.
+    stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters.
     """
     places = _places(training, stages)
     last = len(stages) - 1
@@ -229,9 +220,9 @@ def _places(training: LocalTraining, stages: Sequence[Sequence[str]]) -> list[Te
     """Where in a row of weights the parameters of each stage are."""
     names = [name for name, _ in training.tensors]
     ends = np.cumsum([size for _, size in training.tensors])
-    given = [name for stage in stages for name in stage]
-    if sorted(given) != sorted(names):
-        odd = sorted(set(names) ^ set(given)) or sorted({name for name in given if given.count(name) > 1})
+    divided = [name for stage in stages for name in stage]
+    if sorted(divided) != sorted(names):
+        odd = sorted(set(names) ^ set(divided)) or sorted({name for name in divided if divided.count(name) > 1})
         raise AlgorithmError(
             f"{len(stages)} stages have to divide all parameters among them, each in one stage; look at {', '.join(odd[:4])}"
         )
@@ -246,7 +237,8 @@ def _places(training: LocalTraining, stages: Sequence[Sequence[str]]) -> list[Te
 
 
 SPARSE = 0.1
-"""Share of weights that are not zero, below which a sparse product is faster."""
+"""Share of mixing weights that are not zero, below which a sparse product is faster: 1,008 replicas on a lattice of six
+neighbours have 7,056 of a million."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -283,8 +275,7 @@ def train_planned(
         step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
         on_step: sees (steps done, weights [P, D]).
 
-    Raises:
-        AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
+    Raises AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
     """
     rule, replicas = plan.synchronisation, plan.mesh.dp
     if not rule.mixes:
@@ -311,24 +302,13 @@ def train_planned(
     )
 
 
-def _mixing(matrix: Floats, dtype: torch.dtype) -> Tensor:
-    """W as a tensor, sparse where few replicas mix: 1,008 on a lattice of six neighbours have 7,056 weights of a million."""
-    dense = torch.tensor(matrix, dtype=dtype)
-    return dense.to_sparse() if np.count_nonzero(matrix) < SPARSE * matrix.size else dense
-
-
 def steps_of(
     rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[Workers, int]]:
     """Step after step without end: the replicas behind each, and the rounds so far.
 
-    Args:
-        rule: any; under all_reduce and stale one replica takes the whole batch, which learns the same.
-        replicas: that mix, 1 under all_reduce and stale. training: of the model. order: of the samples.
-        stages: of stale, the parameters of each.
-
-    Raises:
-        AlgorithmError: so many replicas do not fit.
+    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
+    parameters of each. Raises AlgorithmError: so many replicas do not fit.
     """
     if rule.kind == "stale":
         check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
@@ -343,7 +323,10 @@ def steps_of(
             samples[~np.array(rule.takes_part(rounds, replicas))] = -1
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
-            matrix = _mixing(rule.matrix(rounds, replicas), workers.weights.dtype)
+            weights = rule.matrix(rounds, replicas)
+            matrix = torch.tensor(weights, dtype=workers.weights.dtype)
+            if np.count_nonzero(weights) < SPARSE * weights.size:
+                matrix = matrix.to_sparse()
             if rule.kind == "merge":
                 mixed = matrix @ torch.cat([previous[None], workers.weights])
                 previous = mixed[-1]

@@ -41,15 +41,9 @@ def course_to(
     most_steps: int,
     stages: Sequence[Sequence[str]] = (),
 ) -> LearningCourse:
-    """Train until the mean weights score `target`.
+    """Train until the mean weights score `target` (accuracy, or R^2), or for `most_steps`. replicas, stages: see `steps_of`.
 
-    Args:
-        target: accuracy, or R^2. rule: any. replicas: 1 under all_reduce and stale, which learn the same with any number.
-        training: of the model. order: of the samples. most_steps: after which it is given up. stages: of stale, the names of
-            each stage's parameters.
-
-    Raises:
-        AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
+    Raises AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
     """
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
@@ -91,9 +85,9 @@ class LearntSteps:
     @property
     def spread(self) -> tuple[int | None, int | None]:
         """The fewest and the most steps; None: not reached."""
-        known = [course.steps for course in self.courses]
-        reached = [steps for steps in known if steps is not None]
-        return min(reached, default=None), None if None in known else max(reached)
+        steps = [course.steps for course in self.courses]
+        reached = [count for count in steps if count is not None]
+        return min(reached, default=None), None if None in steps else max(reached)
 
 
 def learnt_steps(
@@ -102,22 +96,18 @@ def learnt_steps(
     """Try several learning rates: the one that reaches the target first, or comes nearest.
 
     A rate is given up where the best one so far had reached the target: beyond, it cannot be better. Of the best rate every
-    seed trains as long as it may.
-
-    Args:
-        course: of a learning rate, a seed and the most steps. learning_rates, seeds: to try, all with all.
-        most_steps: of every training.
+    seed trains as long as it may. course: of a learning rate, a seed and the most steps.
     """
     best: LearntSteps | None = None
     for rate in learning_rates:
         most = most_steps if best is None or best.steps is None else math.ceil(best.steps)
         tried = LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed, most) for seed in seeds))
         if best is None or _order(tried) < _order(best):
-            whole = (
-                course(rate, seed, most_steps) if given.steps is None and most < most_steps else given
-                for seed, given in zip(seeds, tried.courses, strict=True)
+            courses = (
+                course(rate, seed, most_steps) if short.steps is None and most < most_steps else short
+                for seed, short in zip(seeds, tried.courses, strict=True)
             )
-            best = LearntSteps(learning_rate=rate, courses=tuple(whole))
+            best = LearntSteps(learning_rate=rate, courses=tuple(courses))
     assert best is not None
     return best
 

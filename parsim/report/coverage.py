@@ -8,7 +8,6 @@ import plotly.graph_objects as go
 
 from parsim.costs.conformal import (
     LEVEL,
-    Coverage,
     Judged,
     ValidationRecord,
     correction,
@@ -18,8 +17,8 @@ from parsim.costs.conformal import (
     records_needed,
     shares_by_level,
 )
-from parsim.report.figures import BLUE, GREY, INK, ORANGE, VERMILION, styled
-from parsim.report.tables import NOTHING, Column, ReportTable
+from parsim.report.figures import BLUE, GREY, INK, ORANGE, VERMILION, error_bars, styled
+from parsim.report.tables import NOTHING, ReportTable, columns_of
 from parsim.units import format_percent
 
 LEVELS = tuple(number / 20 for number in range(1, 20))
@@ -33,39 +32,32 @@ def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Covera
     """
     if not records:
         return []
-    rows = judged_split(records)
-    groups = {"all": coverage_of(rows)}
-    groups |= {f"model {name}": entry for name, entry in coverage_by(rows, lambda record: record.model).items()}
-    groups |= {f"run {name}": entry for name, entry in coverage_by(rows, lambda record: record.run).items()}
-    columns = (
-        Column(name="validations of", wraps=True),
-        Column(name="tested", numeric=True),
-        Column(name="inside", numeric=True),
-        Column(name="coverage", numeric=True),
-        Column(name="95% interval", numeric=True),
-        Column(name="mean width", numeric=True),
-        Column(name="as predicted", numeric=True),
-        Column(name="its mean width", numeric=True),
+    judged = judged_split(records)
+    groups = {"all": coverage_of(judged)}
+    groups |= {f"model {name}": each for name, each in coverage_by(judged, lambda record: record.model).items()}
+    groups |= {f"run {name}": each for name, each in coverage_by(judged, lambda record: record.run).items()}
+    rows = tuple(
+        (
+            name,
+            str(coverage.tested),
+            str(coverage.covered),
+            format_percent(coverage.fraction),
+            f"{format_percent(coverage.low)} to {format_percent(coverage.high)}",
+            format_percent(coverage.mean_width),
+            format_percent(coverage.uncorrected_fraction),
+            format_percent(coverage.uncorrected_mean_width),
+        )
+        for name, coverage in groups.items()
     )
+    names = ("validations of", "tested", "inside", "coverage", "95% interval", "mean width", "as predicted", "its mean width")
     notes = (
         "each interval is corrected by records of other runs and other models; as predicted: before any correction",
-        f"width: p95 - p05 over the median; 95% interval: Clopper-Pearson; corrected: {groups['all'].corrected} of {len(rows)}",
+        "width: p95 - p05 over the median; 95% interval: Clopper-Pearson; "
+        f"corrected: {groups['all'].corrected} of {len(judged)}",
         f"for new predictions: {correction(records).describe()}",
     )
-    cells = tuple((name, *_cells(entry)) for name, entry in groups.items())
-    return [ReportTable(title=title, columns=columns, rows=cells, emphasised=(0,), notes=notes)]
-
-
-def _cells(entry: Coverage) -> tuple[str, ...]:
-    return (
-        str(entry.tested),
-        str(entry.covered),
-        format_percent(entry.fraction),
-        f"{format_percent(entry.low)} to {format_percent(entry.high)}",
-        format_percent(entry.mean_width),
-        format_percent(entry.uncorrected_fraction),
-        format_percent(entry.uncorrected_mean_width),
-    )
+    columns = columns_of(*names, wraps="validations of")
+    return [ReportTable(title=title, columns=columns, rows=rows, emphasised=(0,), notes=notes)]
 
 
 def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.Figure, str]]:
@@ -90,6 +82,8 @@ def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
     """Interval and measured step of every judged record in percent of its median, ordered by the measured step."""
     ordered = sorted(rows, key=lambda row: row.record.measured_s / row.record.predicted_s)
     places = list(range(1, len(ordered) + 1))
+    above = [100 * (row.high_s / row.record.predicted_s - 1) for row in ordered]
+    below = [100 * (1 - row.low_s / row.record.predicted_s) for row in ordered]
     figure = go.Figure()
     figure.add_trace(
         go.Scatter(
@@ -98,37 +92,28 @@ def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
             y=[0.0] * len(ordered),
             mode="markers",
             marker={"color": BLUE, "size": 3},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [100 * (row.high_s / row.record.predicted_s - 1) for row in ordered],
-                "arrayminus": [100 * (1 - row.low_s / row.record.predicted_s) for row in ordered],
-                "color": BLUE,
-                "thickness": 1.2,
-                "width": 2,
-            },
+            error_y=error_bars(above, below, BLUE, 2, thickness=1.2),
             hoverinfo="skip",
         )
     )
     for name, colour, covered in (("measured, inside", INK, True), ("measured, outside", VERMILION, False)):
-        chosen = [(place, row) for place, row in zip(places, ordered, strict=True) if row.covered is covered]
+        chosen = [(place, row.record) for place, row in zip(places, ordered, strict=True) if row.covered is covered]
         if chosen:
-            figure.add_trace(_measured_points(name, colour, chosen))
+            figure.add_trace(
+                go.Scatter(
+                    name=name,
+                    x=[place for place, _ in chosen],
+                    y=[100 * (record.measured_s / record.predicted_s - 1) for _, record in chosen],
+                    mode="markers",
+                    marker={"color": colour, "size": 7},
+                    customdata=[[record.model, record.plan or NOTHING, record.run] for _, record in chosen],
+                    hovertemplate="%{customdata[0]}, %{customdata[1]}<br>run %{customdata[2]}<br>measured %{y:+.1f}%"
+                    "<extra></extra>",
+                )
+            )
     figure.update_xaxes(title="validation", zeroline=False, dtick=max(1, len(ordered) // 10))
     figure.update_yaxes(ticksuffix="%", zeroline=True, zerolinecolor=GREY, fixedrange=True)
     return styled(figure, HEIGHT_PX)
-
-
-def _measured_points(name: str, colour: str, chosen: Sequence[tuple[int, Judged]]) -> go.Scatter:
-    return go.Scatter(
-        name=name,
-        x=[place for place, _ in chosen],
-        y=[100 * (row.record.measured_s / row.record.predicted_s - 1) for _, row in chosen],
-        mode="markers",
-        marker={"color": colour, "size": 7},
-        customdata=[[row.record.model, row.record.plan or NOTHING, row.record.run] for _, row in chosen],
-        hovertemplate="%{customdata[0]}, %{customdata[1]}<br>run %{customdata[2]}<br>measured %{y:+.1f}%<extra></extra>",
-    )
 
 
 def levels_figure(records: Sequence[ValidationRecord]) -> go.Figure:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import importlib.resources
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from parsim.files import finite, write_text_atomically
 from parsim.report.sketch import LETTERS, PIECES
+from parsim.report.standalone import asset, standalone_page
 
 DIGITS = 5
 """Significant, of every number of the page."""
@@ -67,12 +66,7 @@ class ExplorerData:
 
 
 def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[str, Any]:
-    """Plain JSON.
-
-    Args:
-        data: of the sweep. every: show each so many-th point, and the picked one.
-        sketched: with the timeline of each so many-th of these; 0: of none.
-    """
+    """Plain JSON of the sweep: each so many-th point and the picked one, with the timeline of each so many-th (0: of none)."""
     kept = [number for number in range(len(data.rows)) if number % every == 0 or number == data.picked]
     rows = [data.rows[number] for number in kept]
     note = [f"The page shows {len(rows):,} of {len(data.rows):,} points; points.csv has all."] if every > 1 else []
@@ -83,7 +77,21 @@ def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[s
     lines = dict.fromkeys(
         name for row in rows for name in row if name.startswith("memory_") and name.endswith("_bytes") and name not in LEFT_OUT
     )
-    categories = [name for name in CATEGORY_NAMES if any(row.get(name) for row in rows)]
+
+    def column(name: str) -> list[float | int | None]:
+        return [_rounded(row.get(name)) for row in rows]
+
+    metrics: list[dict[str, Any]] = []
+    for key, low, high, name, kind, better in METRICS:
+        if any(row.get(key) is not None for row in rows):
+            metrics.append({"key": key, "name": name, "kind": kind, "better": better, "median": column(key)})
+            if low != "-":
+                metrics[-1] |= {"low": column(low or f"{key}_p05"), "high": column(high or f"{key}_p95")}
+    texts = {}
+    for name in TEXTS:  # words that repeat, once, and per point which of them it has
+        values = [str(row.get(name) or "") for row in rows]
+        words = {word: number for number, word in enumerate(dict.fromkeys(values))}
+        texts[name] = {"words": list(words), "codes": [words[value] for value in values]}
     return {
         "title": data.title,
         "summary": list(data.summary),
@@ -93,36 +101,35 @@ def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[s
         "numbers": [row.get("point", number) for number, row in zip(kept, rows, strict=True)],
         "picked": kept.index(data.picked) if data.picked in kept else None,
         "axes": [_axis(key, [row.get(key) for row in rows]) for key in data.axes],
-        "metrics": [entry for metric in METRICS if (entry := _metric(rows, *metric)) is not None],
-        "texts": {name: _coded([str(row.get(name) or "") for row in rows]) for name in TEXTS},
+        "metrics": metrics,
+        "texts": texts,
         "categories": [
-            {"name": CATEGORY_NAMES[name], "values": [_rounded(row.get(name)) for row in rows]} for name in categories
+            {"name": shown, "values": column(name)}
+            for name, shown in CATEGORY_NAMES.items()
+            if any(row.get(name) for row in rows)
         ],
         "memory": [
-            {
-                "name": name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "),
-                "values": [_rounded(row.get(name)) for row in rows],
-            }
+            {"name": name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "), "values": column(name)}
             for name in lines
         ],
         "timeline": lanes,
-        "limit": [_rounded(row.get("memory_limit_bytes")) for row in rows],
+        "limit": column("memory_limit_bytes"),
     }
 
 
 def _lanes(data: ExplorerData, kept: Sequence[int], sketched: int) -> dict[str, Any]:
     """Timelines: letters and lane names once, and per point its lanes as (name, text); none for a point that is left out."""
     names: dict[str, int] = {}
-    found = []
+    lanes = []
     for place, number in enumerate(kept):
-        wanted = bool(sketched) and (place % sketched == 0 or number == data.picked)
-        lanes = data.rows[number].get("timeline") or [] if wanted else []
-        found.append([[names.setdefault(str(name), len(names)), str(text)] for name, text in lanes])
+        is_drawn = bool(sketched) and (place % sketched == 0 or number == data.picked)
+        pairs = data.rows[number].get("timeline") or [] if is_drawn else []
+        lanes.append([[names.setdefault(str(name), len(names)), str(text)] for name, text in pairs])
     return {
         "letters": LETTERS,
         "pieces": PIECES,
         "names": list(names),
-        "at": found,
+        "at": lanes,
         "seconds": [_rounded(data.rows[number].get("one_step_s")) for number in kept],
     }
 
@@ -134,48 +141,22 @@ def _axis(key: str, values: Sequence[Any]) -> dict[str, Any]:
     different = dict(zip(texts, values, strict=True))
     order = sorted(different, key=lambda text: different[text]) if numeric else list(different)
     place = {text: number for number, text in enumerate(order)}
+    labels, settings = [], []
+    for value in (different[text] for text in order):
+        if isinstance(value, Mapping):  # `pp=2, dp=4`, and as `--set` takes it
+            labels.append(", ".join(f"{name}={entry}" for name, entry in value.items()))
+            settings.append("{" + ", ".join(f"{name} = {json.dumps(entry)}" for name, entry in value.items()) + "}")
+        else:
+            labels.append(str(value))
+            settings.append(value if isinstance(value, str) else json.dumps(value))
     return {
         "key": key,
         "numeric": numeric,
         "continuous": numeric and len(order) > MOST_STEPS,
-        "values": [_rounded(different[text]) if numeric else _label(different[text]) for text in order],
-        "settings": [_setting(different[text]) for text in order],
+        "values": [_rounded(different[text]) for text in order] if numeric else labels,
+        "settings": settings,
         "at": [place[text] for text in texts],
     }
-
-
-def _label(value: Any) -> str:
-    """A table as `pp=2, dp=4`."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={entry}" for key, entry in value.items())
-    return str(value)
-
-
-def _setting(value: Any) -> str:
-    """As `--set` takes it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {json.dumps(entry)}" for key, entry in value.items()) + "}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _metric(
-    rows: Sequence[Mapping[str, Any]], column: str, low: str, high: str, name: str, kind: str, better: str
-) -> dict[str, Any] | None:
-    if not any(row.get(column) is not None for row in rows):
-        return None
-    found: dict[str, Any] = {"key": column, "name": name, "kind": kind, "better": better}
-    found["median"] = [_rounded(row.get(column)) for row in rows]
-    if low != "-":
-        found["low"] = [_rounded(row.get(low or f"{column}_p05")) for row in rows]
-        found["high"] = [_rounded(row.get(high or f"{column}_p95")) for row in rows]
-    return found
-
-
-def _coded(values: Sequence[str]) -> dict[str, Any]:
-    """Texts that repeat, once, and per point which of them it has."""
-    words = list(dict.fromkeys(values))
-    place = {word: number for number, word in enumerate(words)}
-    return {"words": words, "codes": [place[value] for value in values]}
 
 
 def _rounded(value: Any) -> float | int | None:
@@ -197,11 +178,7 @@ LARGEST_BYTES = 6_000_000
 
 
 def write_explorer_page(data: ExplorerData, path: Path) -> Path:
-    """Write the page, atomically. Returns its path.
-
-    Args:
-        data: of the sweep. path: of the page.
-    """
+    """Write the page, atomically. Returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, explorer_html(data))
     return path
@@ -212,12 +189,9 @@ def explorer_html(data: ExplorerData) -> str:
 
     With too many points it has the timelines of every second, third, ... or of none; then it shows every second, third, ...
     """
-    from plotly.offline import get_plotlyjs
-
-    script = get_plotlyjs().replace("</script", "<\\/script")
     every, sketched = 1, 1
     while True:
-        page = _page(data.title, document_of(data, every, sketched), script)
+        page = _page(data.title, document_of(data, every, sketched))
         if len(page.encode()) <= LARGEST_BYTES:
             return page
         if sketched:
@@ -226,22 +200,14 @@ def explorer_html(data: ExplorerData) -> str:
             every += max(1, every // 2)
 
 
-def _page(title: str, document: Mapping[str, Any], plotly_js: str) -> str:
+def _page(title: str, document: Mapping[str, Any]) -> str:
     text = json.dumps(finite(document), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{html.escape(title)}</title><style>{_file('explorer.css')}</style></head>\n"
-        f"<body>{_file('explorer.html')}"
-        f'<script type="application/json" id="sweep">{text}</script>\n'
-        f"<script>{plotly_js}</script>\n<script>{_file('figures.js')}</script>\n<script>{_file('explorer.js')}</script>\n"
-        "</body></html>\n"
+    return standalone_page(
+        title,
+        style="explorer.css",
+        body=asset("explorer.html"),
+        data=("sweep", text),
+        scripts=("figures.js", "explorer.js"),
+        colours="light dark",
     )
-
-
-def _file(name: str) -> str:
-    return importlib.resources.files("parsim.report").joinpath("assets", name).read_text("utf-8")

@@ -1,24 +1,23 @@
 """Plotly figures from timelines and from the dictionaries that JSON results hold.
 
 Every figure keeps one trace per kind or category, however many spans it draws. Kinds and categories have the colours of
-Okabe and Ito, which colour-blind readers can distinguish. A kind has the same colour everywhere. Figures of memory are in
-`parsim.report.figures`.
+Okabe and Ito, which colour-blind readers can distinguish. A kind has the same colour everywhere.
 """
 
 from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from parsim.program.task import Resource, parse_resource
+from parsim.program.task import parse_resource
 from parsim.program.taskgraph import TaskGraph
-from parsim.report.tables import CATEGORIES, format_error, interval_texts, line_name, memory_lines, plan_text
+from parsim.report.tables import CATEGORIES, format_error, interval_texts, is_chosen, line_name, memory_lines, plan_text
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Timeline
 from parsim.units import GIB, KIB, MIB, format_bytes, format_seconds
@@ -104,20 +103,33 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
                 legend.add(kind)
     ranks = [resource.rank for resource in shown]
     lines = [number - 0.5 for number in range(1, len(shown)) if ranks[number] != ranks[number - 1]]
-    figure.update_yaxes(
-        tickvals=list(range(len(shown))),
-        ticktext=[_row_name(resource) for resource in shown],
-        range=[len(shown) - 0.5, -0.5],
-        fixedrange=True,
-        showgrid=False,
-        zeroline=False,
-        automargin=True,
-        tickfont={"size": 11},
-        minor={"tickvals": lines, "showgrid": True, "gridcolor": "#d5dae0"},
-    )
+    names = []
+    for resource in shown:  # `r0 compute`, `r0 → r1`, `r1 ← r0`
+        way = {"pp>": "→ r", "pp<": "← r"}.get(resource.stream[:3])
+        names.append(f"r{resource.rank} {html.escape(resource.stream) if way is None else way + resource.stream[3:]}")
+    _label_rows(figure, names, showgrid=False, zeroline=False, tickfont={"size": 11})
+    figure.update_yaxes(minor={"tickvals": lines, "showgrid": True, "gridcolor": "#d5dae0"})
     figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", uniformtext={"minsize": 8, "mode": "hide"})
     return styled(figure, height + 60, top=30)
+
+
+def _label_rows(figure: go.Figure, labels: Sequence[str], **settings: Any) -> None:
+    """One row per label, the first on top."""
+    figure.update_yaxes(
+        tickvals=list(range(len(labels))),
+        ticktext=list(labels),
+        range=[len(labels) - 0.5, -0.5],
+        automargin=True,
+        fixedrange=True,
+        **settings,
+    )
+
+
+def error_bars(above: Sequence[float], below: Sequence[float], colour: str, width: float, **settings: Any) -> dict[str, Any]:
+    """How far an interval reaches on both sides of a point."""
+    bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": colour, "width": width}
+    return {**bars, **settings}
 
 
 LABEL_WIDTH = 24
@@ -129,51 +141,38 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     scale, unit = _time_unit(max((result["step_s"]["median"] for result in results), default=0.0))
     groups: dict[str, list[int]] = {"chosen": [], "fits": [], "does not fit": []}
     for number, result in enumerate(results):
-        is_chosen = chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
-        group = "does not fit" if not result["fits"] else "chosen" if is_chosen and not groups["chosen"] else "fits"
-        groups[group].append(number)
+        marked = is_chosen(result, chosen) and not groups["chosen"]
+        groups["does not fit" if not result["fits"] else "chosen" if marked else "fits"].append(number)
     colours = {"chosen": BLUE, "fits": "#9fb7c9", "does not fit": "#f3d3c1"}
+    plans = [plan_text(result.get("plan")) for result in results]
     figure = go.Figure()
     for group, numbers in groups.items():
         if not numbers:
             continue
         steps = [results[number]["step_s"] for number in numbers]
+        above = [(step["p95"] - step["median"]) / scale for step in steps]
+        below = [(step["median"] - step["p05"]) / scale for step in steps]
         figure.add_trace(
             go.Bar(
                 name=group,
                 orientation="h",
                 y=numbers,
                 x=[step["median"] / scale for step in steps],
-                error_x={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [(step["p95"] - step["median"]) / scale for step in steps],
-                    "arrayminus": [(step["median"] - step["p05"]) / scale for step in steps],
-                    "color": INK,
-                    "thickness": 1.2,
-                    "width": 4,
-                },
+                error_x=error_bars(above, below, INK, 4, thickness=1.2),
                 marker={
                     "color": colours[group],
                     "pattern": {"shape": "/" if group == "does not fit" else "", "fgcolor": VERMILION, "size": 6},
                 },
                 customdata=[
-                    [html.escape(plan_text(results[number].get("plan"))), *interval_texts(step)]
-                    for number, step in zip(numbers, steps, strict=True)
+                    [html.escape(plans[number]), *interval_texts(step)] for number, step in zip(numbers, steps, strict=True)
                 ],
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]} (%{customdata[2]})<extra></extra>",
             )
         )
-    figure.update_yaxes(
-        tickvals=list(range(len(results))),
-        ticktext=[_two_lines(str(result["strategy"]), plan_text(result.get("plan"))) for result in results],
-        range=[len(results) - 0.5, -0.5],
-        automargin=True,
-        fixedrange=True,
-    )
+    _label_rows(figure, [_two_lines(str(result["strategy"]), plan) for result, plan in zip(results, plans, strict=True)])
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
-    return styled(figure, _labelled_height(plan_text(result.get("plan")) for result in results))
+    return styled(figure, _labelled_height(plans))
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -198,44 +197,60 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
             )
         )
     several = len(breakdowns) > 1
-    labels = [f"r{rank} {name}" if several else f"r{rank}" for rank, name, _ in rows]
-    figure.update_yaxes(
-        tickvals=list(range(len(rows))),
-        ticktext=[html.escape(label) for label in labels],
-        range=[len(rows) - 0.5, -0.5],
-        automargin=True,
-        fixedrange=True,
-        tickfont={"size": 11},
-    )
+    labels = [html.escape(f"r{rank} {name}" if several else f"r{rank}") for rank, name, _ in rows]
+    _label_rows(figure, labels, tickfont={"size": 11})
     figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
     return styled(figure, 34 * max(2, len(rows)) + 50)
 
 
-def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
-    """Predicted and measured seconds per kind of task, from Comparison.to_dict(); the error stands at the bars' end."""
-    kinds = comparison["kinds"]
-    scale, unit = _time_unit(max((max(row["predicted"], row["measured"]) for row in kinds.values()), default=0.0))
+def _pairs_figure(
+    labels: Sequence[str],
+    values: Mapping[str, Sequence[float]],
+    errors: Sequence[float | None],
+    hover: Mapping[str, Sequence[str]],
+    unit: str,
+) -> go.Figure:
+    """Two bars per row, "predicted" and "measured"; the error stands at the end of the predicted one.
+
+    Args:
+        values, hover: per row, by the name of the bar.
+    """
     figure = go.Figure()
     for name, colour in (("predicted", PREDICTED), ("measured", MEASURED)):
         figure.add_trace(
             go.Bar(
                 name=name,
                 orientation="h",
-                y=list(kinds),
-                x=[row[name] / scale for row in kinds.values()],
+                y=list(labels),
+                x=list(values[name]),
                 marker={"color": colour},
-                text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in kinds.values()],
+                text=[format_error(error) if name == "predicted" else "" for error in errors],
                 textposition="outside",
                 cliponaxis=False,
-                customdata=[[format_seconds(row[name]), row["count"]] for row in kinds.values()],
-                hovertemplate=f"{name} %{{y}}<br>%{{customdata[0]}} in %{{customdata[1]}} tasks<extra></extra>",
+                customdata=list(hover[name]),
+                hovertemplate=f"{name} %{{y}}<br>%{{customdata}}<extra></extra>",
             )
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
-    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
+    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
-    return styled(figure, 46 * max(2, len(kinds)) + 50)
+    return styled(figure, 46 * max(2, len(labels)) + 50)
+
+
+def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
+    """Predicted and measured seconds per kind of task, from Comparison.to_dict(); the error stands at the bars' end."""
+    kinds = comparison["kinds"]
+    names = ("predicted", "measured")
+    scale, unit = _time_unit(max((row[name] for row in kinds.values() for name in names), default=0.0))
+    figure = _pairs_figure(
+        list(kinds),
+        {name: [row[name] / scale for row in kinds.values()] for name in names},
+        [row["relative_error"] for row in kinds.values()],
+        {name: [f"{format_seconds(row[name])} in {row['count']} tasks" for row in kinds.values()] for name in names},
+        unit,
+    )
+    return figure.update_xaxes(rangemode="tozero")
 
 
 def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figure:
@@ -243,7 +258,6 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
     defined = [(model, plan, run) for model, plan, run in runs if run["relative_error"] is not None]
     numbers = list(range(len(defined)))
     floors = [100 * (run["aa_floor"]["p95"] if run.get("aa_floor") else 0.0) for _, _, run in defined]
-    errors = [100 * run["relative_error"] for _, _, run in defined]
     figure = go.Figure()
     if any(floors):
         figure.add_trace(
@@ -267,11 +281,11 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
     figure.add_trace(
         go.Scatter(
             name="error, with the predicted 90% interval",
-            x=errors,
+            x=[100 * run["relative_error"] for _, _, run in defined],
             y=numbers,
             mode="markers",
             marker={"color": BLUE, "size": 10},
-            error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": BLUE, "width": 5},
+            error_x=error_bars(above, below, BLUE, 5),
             customdata=[
                 [format_error(run["relative_error"]), format_seconds(run["predicted"]), format_seconds(run["measured"])]
                 for _, _, run in defined
@@ -279,17 +293,9 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
             hovertemplate="error %{customdata[0]}<br>predicted %{customdata[1]}<br>measured %{customdata[2]}<extra></extra>",
         )
     )
-    figure.update_yaxes(
-        tickvals=numbers,
-        ticktext=[_two_lines(model, plan) for model, plan, _ in defined],
-        range=[len(defined) - 0.5, -0.5],
-        automargin=True,
-        fixedrange=True,
-        showgrid=False,
-        zeroline=False,
-    )
+    _label_rows(figure, [_two_lines(model, plan) for model, plan, _ in defined], showgrid=False, zeroline=False)
     figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
-    return styled(figure, _labelled_height(plan for _, plan, _ in defined))
+    return styled(figure, _labelled_height([plan for _, plan, _ in defined]))
 
 
 def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[Bar]:
@@ -304,9 +310,8 @@ def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[
         facts.append(f"from {format_seconds(span.start_s)}, on {html.escape(span.resource)}")
         origin = task.origin
         label = origin.microbatch if several else origin.component if origin.bucket is None else origin.bucket
-        bars.append(
-            Bar(row.get(span.resource, -1), kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), _text(label))
-        )
+        text, place = "" if label is None else html.escape(str(label)), row.get(span.resource, -1)
+        bars.append(Bar(place, kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), text))
     return bars
 
 
@@ -353,28 +358,14 @@ def _gantt_trace(kind: str, bars: Sequence[Bar], scale: float, in_legend: bool, 
     )
 
 
-def _row_name(resource: Resource) -> str:
-    """`r0 compute`, `r0 → r1`, `r1 ← r0`."""
-    stream = resource.stream
-    if stream.startswith("pp>"):
-        return f"r{resource.rank} → r{stream[3:]}"
-    if stream.startswith("pp<"):
-        return f"r{resource.rank} ← r{stream[3:]}"
-    return html.escape(f"r{resource.rank} {stream}")
-
-
-def _text(value: object) -> str:
-    return "" if value is None else html.escape(str(value))
-
-
 def _small_lines(text: str) -> list[str]:
     return textwrap.wrap(text, LABEL_WIDTH, break_long_words=False)
 
 
-def _labelled_height(explained: Iterable[str]) -> int:
-    """Of a figure with a row for each label of `_two_lines`, whose second parts are given."""
-    lines = [len(_small_lines(text)) for text in explained]
-    return (30 + 14 * max([1, *lines])) * max(2, len(lines)) + 50
+def _labelled_height(explained: Sequence[str]) -> int:
+    """The height of a figure with a row for each label of `_two_lines`, whose second parts are given."""
+    most = max([1, *(len(_small_lines(text)) for text in explained)])
+    return (30 + 14 * most) * max(2, len(explained)) + 50
 
 
 def _two_lines(first: str, second: str) -> str:
@@ -435,13 +426,12 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, device_bytes: Sequence
             number as a whole bar. Empty: nobody counted it.
     """
     amounts = [memory_lines(rank) for rank in memory]
-    names = list(dict.fromkeys(name for lines in amounts for name in lines))
     peaks = [sum(lines.values()) for lines in amounts]
     highest = max([*peaks, *device_bytes], default=0)
     scale, unit = _size_unit(highest)
     ranks = [f"r{rank['rank']}" for rank in memory]
     figure = go.Figure()
-    for name in names:
+    for name in dict.fromkeys(name for lines in amounts for name in lines):
         values = [lines.get(name, 0) for lines in amounts]
         if not any(values):
             continue
@@ -507,30 +497,18 @@ LEVEL_NAMES = {
 def memory_levels_figure(levels: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Predicted and measured bytes per rank and counter, from MemoryLevel.to_dict(); the error stands at the bars' end."""
     several = len({row["level"] for row in levels}) > 1
-    rows = [html.escape(f"r{row['rank']} {LEVEL_NAMES[row['level']]}" if several else f"r{row['rank']}") for row in levels]
+    labels = [html.escape(f"r{row['rank']} {LEVEL_NAMES[row['level']]}" if several else f"r{row['rank']}") for row in levels]
     sizes = {name: [row[f"{name}_bytes"] for row in levels] for name in ("predicted", "measured")}
-    scale, unit = _size_unit(max((size for own in sizes.values() for size in own), default=0))
-    figure = go.Figure()
-    for name, colour in (("predicted", PREDICTED), ("measured", MEASURED)):
-        figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=rows,
-                x=[size / scale for size in sizes[name]],
-                marker={"color": colour},
-                text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in levels],
-                textposition="outside",
-                cliponaxis=False,
-                customdata=[format_bytes(size) for size in sizes[name]],
-                hovertemplate=f"{name} %{{y}}<br>%{{customdata}}<extra></extra>",
-            )
-        )
-    longest = max((size / scale for own in sizes.values() for size in own), default=1.0)
-    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
-    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", range=[0, 1.2 * longest], fixedrange=True)
-    figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
-    return styled(figure, 46 * max(2, len(rows)) + 50)
+    most = max((size for bars in sizes.values() for size in bars), default=0)
+    scale, unit = _size_unit(most)
+    figure = _pairs_figure(
+        labels,
+        {name: [size / scale for size in bars] for name, bars in sizes.items()},
+        [row["relative_error"] for row in levels],
+        {name: [format_bytes(size) for size in bars] for name, bars in sizes.items()},
+        unit,
+    )
+    return figure.update_xaxes(range=[0, 1.2 * (most / scale or 1.0)], fixedrange=True)
 
 
 def _size_unit(highest: float) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""The table of a hardware profile's contents, as a value (see `parsim.report.tables`)."""
+"""More tables as values: a profile's contents, runs under scenarios, measured memory, and how prices were computed."""
 
 from __future__ import annotations
 
@@ -13,49 +13,44 @@ from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorSurface
 from parsim.hardware.speed_factor import speed_since
 from parsim.predict.memory import RankMemory
-from parsim.report.tables import NOTHING, Column, ReportTable, interval_texts
+from parsim.report.tables import NOTHING, ReportTable, columns_of, interval_texts
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
 
 
 def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
     """What a profile holds: measured points with their range and spread, and the fits made of them."""
+    compute, collectives = profile.compute, profile.communication.points
     rows: list[tuple[str, str, str, str]] = []
     for phase in ("forward", "backward"):
-        points = [point for point in profile.compute.components if point.phase == phase]
+        points = [point for point in compute.components if point.phase == phase]
         if points:
             names = len({(point.model, point.component) for point in points})
-            samples = sorted({point.samples for point in points})
-            what = f"{names} components at {', '.join(map(str, samples))} samples"
+            samples = ", ".join(map(str, sorted({point.samples for point in points})))
+            what = f"{names} components at {samples} samples"
             rows.append((phase, str(len(points)), what, _spread([point.spread for point in points])))
-    if profile.compute.optimizers:
-        optimizers = profile.compute.optimizers
-        names_text = ", ".join(sorted({point.optimizer for point in optimizers}))
-        what = f"{names_text}: {_range([point.elements for point in optimizers], format_count)} elements"
-        rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
-    if profile.compute.operator_points or profile.compute.operator_fits:
-        fits: list[OperatorFit | OperatorSurface] = [*profile.compute.operator_fits, *profile.compute.operator_surfaces]
+    if compute.optimizers:
+        optimizers = ", ".join(sorted({point.optimizer for point in compute.optimizers}))
+        what = f"{optimizers}: {_range([point.elements for point in compute.optimizers], format_count)} elements"
+        rows.append(("optimizer", str(len(compute.optimizers)), what, _spread([point.spread for point in compute.optimizers])))
+    if compute.operator_points or compute.operator_fits:
+        fits: list[OperatorFit | OperatorSurface] = [*compute.operator_fits, *compute.operator_surfaces]
         kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
         what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
-        spread = _spread([fit.relative_sigma for fit in fits])
-        rows.append(("operators", str(len(profile.compute.operator_points)), what, spread))
-    collectives = profile.communication.points
+        rows.append(("operators", str(len(compute.operator_points)), what, _spread([fit.relative_sigma for fit in fits])))
     for operation, group_size in dict.fromkeys((point.operation, len(point.group)) for point in collectives):
-        points_of = [p for p in collectives if p.operation == operation and len(p.group) == group_size]
-        what = f"{_range([point.size_bytes for point in points_of], format_bytes)} over {group_size} ranks"
-        spreads = [point.spread for point in points_of if point.spread is not None]
-        rows.append((operation, str(len(points_of)), what, _spread(spreads)))
+        of_group = [point for point in collectives if point.operation == operation and len(point.group) == group_size]
+        what = f"{_range([point.size_bytes for point in of_group], format_bytes)} over {group_size} ranks"
+        spread = _spread([point.spread for point in of_group if point.spread is not None])
+        rows.append((operation, str(len(of_group)), what, spread))
     if profile.noise is not None:
         rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
         if profile.noise.rank_sigma:
-            rows.append(
-                ("ranks", NOTHING, "of one rank's step against the others'", f"±{format_percent(profile.noise.rank_sigma)}")
-            )
+            spread = f"±{format_percent(profile.noise.rank_sigma)}"
+            rows.append(("ranks", NOTHING, "of one rank's step against the others'", spread))
     if profile.overlap is not None:
-        factors = (
-            f"compute x{profile.overlap.compute_factor:.3g}, communication x{profile.overlap.communication_factor:.3g} "
-            "while both run"
-        )
-        rows.append(("overlap", NOTHING, factors, NOTHING))
+        compute_factor, communication_factor = profile.overlap.compute_factor, profile.overlap.communication_factor
+        what = f"compute x{compute_factor:.3g}, communication x{communication_factor:.3g} while both run"
+        rows.append(("overlap", NOTHING, what, NOTHING))
     if profile.host is not None:
         host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
         if profile.host.post_wait_s:
@@ -68,14 +63,12 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
     if profile.today is not None:
         what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"
         rows.append(("today", NOTHING, what, NOTHING))
-    columns = (
-        Column(name="kind"),
-        Column(name="points", numeric=True),
-        Column(name="what", wraps=True),
-        Column(name="spread", numeric=True),
+    return ReportTable(
+        title=title or f"Calibration {profile.name}",
+        columns=columns_of("kind", "points", "what", "spread", words=("kind",), wraps="what"),
+        rows=tuple(rows),
+        notes=(f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",),
     )
-    notes = (f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",)
-    return ReportTable(title=title or f"Calibration {profile.name}", columns=columns, rows=tuple(rows), notes=notes)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -95,19 +88,17 @@ MOST_STATES = 24
 
 def states_table(states: Sequence[Mapping[str, Any]]) -> ReportTable:
     """One row per state of the machine, in order of time."""
-    rows = [
-        (
-            format_seconds(state["from_s"]),
-            NOTHING if state["until_s"] is None else format_seconds(state["until_s"]),
-            "stands still" if math.isinf(state["step_s"]) else format_seconds(state["step_s"]),
-            NOTHING if math.isinf(state["step_s"]) else f"{state['slowdown']:.3f}",
-        )
-        for state in states[:MOST_STATES]
-    ]
+    rows = []
+    for state in states[:MOST_STATES]:
+        until = NOTHING if state["until_s"] is None else format_seconds(state["until_s"])
+        step, slowdown = "stands still", NOTHING
+        if not math.isinf(state["step_s"]):
+            step, slowdown = format_seconds(state["step_s"]), f"{state['slowdown']:.3f}"
+        rows.append((format_seconds(state["from_s"]), until, step, slowdown))
     more = len(states) - MOST_STATES
     return ReportTable(
         title="The step in every state of the machine",
-        columns=tuple(Column(name=name, numeric=True) for name in ("from", "until", "step", "times the quiet one")),
+        columns=columns_of("from", "until", "step", "times the quiet one"),
         rows=tuple(rows),
         notes=(f"{more} more states",) if more > 0 else (),
     )
@@ -133,7 +124,7 @@ def run_table(run: Mapping[str, Any]) -> ReportTable:
         rows.append(("energy, kWh", *_texts(run["energy_j"], lambda value: f"{value / 3.6e6:,.4g}")))
     return ReportTable(
         title=f"The whole run: {run['epochs']} epochs, {run['steps']} steps, {run['draws']} draws",
-        columns=(Column(name="figure", wraps=True), Column(name="median", numeric=True), Column(name="90%", numeric=True)),
+        columns=columns_of("figure", "median", "90%", wraps="figure"),
         rows=tuple(rows),
     )
 
@@ -147,7 +138,7 @@ def interval_table(choice: Mapping[str, Any]) -> ReportTable:
     ]
     return ReportTable(
         title="Checkpoint interval",
-        columns=tuple(Column(name=name, numeric=True) for name in ("interval", "mean time", "longer than the best")),
+        columns=columns_of("interval", "mean time", "longer than the best"),
         rows=tuple(rows),
         emphasised=tuple(number for number, row in enumerate(choice["rows"]) if row["mean_s"] == best),
         notes=(
@@ -165,7 +156,7 @@ def _texts(interval: Mapping[str, float], text: Any) -> tuple[str, str]:
 # Predicted and measured memory of every rank, like with like: each counter beside the lines of the prediction that it sees.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryLevel:
     """Attributes: level: "live", "allocated", "reserved" or "driver". relative_error: (predicted - measured) / measured."""
 
@@ -197,12 +188,7 @@ def memory_levels(predicted: Sequence[RankMemory], measured: Sequence[MemoryUse 
             ("driver", memory.total_bytes, use.driver_bytes),
         ):
             if seen:
-                error = (foreseen - seen) / seen
-                rows.append(
-                    MemoryLevel(
-                        rank=memory.rank, level=level, predicted_bytes=foreseen, measured_bytes=seen, relative_error=error
-                    )
-                )
+                rows.append(MemoryLevel(memory.rank, level, foreseen, seen, (foreseen - seen) / seen))
     return tuple(rows)
 
 
@@ -210,38 +196,25 @@ def memory_levels(predicted: Sequence[RankMemory], measured: Sequence[MemoryUse 
 
 
 def price_tables(rows: Sequence[Mapping[str, Any]]) -> list[ReportTable]:
-    """One table per row of `parsim cost`: its terms in the order in which they make the price.
+    """One table per row of `parsim cost`: the terms in the order in which they make the price, and where each is from.
 
     Args:
         rows: with the key "terms", as `parsim.costs.estimate.Estimate.term_rows` gives them.
     """
-    return [terms_table(row["terms"], title=f"How {_what(row)} is priced") for row in rows]
-
-
-def terms_table(terms: Sequence[Mapping[str, Any]], *, title: str) -> ReportTable:
-    """Terms of one price: name, operation, value, running total, where from."""
-    columns = (
-        Column(name="term"),
-        Column(name="operation"),
-        Column(name="value", numeric=True),
-        Column(name="running total", numeric=True),
-        Column(name="from", wraps=True),
-    )
-    body = tuple(
-        (
-            str(term["term"]),
-            str(term["operation"]),
-            format_seconds(term["value"]) if term["unit"] == "s" else f"{term['value']:.4g}",
-            format_seconds(term["running_total_s"]),
-            ": ".join(text for text in (str(term["origin"]), str(term["detail"])) if text),
+    columns = columns_of("term", "operation", "value", "running total", "from", words=("term", "operation"), wraps="from")
+    tables = []
+    for row in rows:
+        shard = f" (1/{row['ways']} by {row['rule']})" if "ways" in row else ""
+        what = f"{row['component']} {row['phase']}{shard}" if "component" in row else str(row["operation"])
+        terms = tuple(
+            (
+                str(term["term"]),
+                str(term["operation"]),
+                format_seconds(term["value"]) if term["unit"] == "s" else f"{term['value']:.4g}",
+                format_seconds(term["running_total_s"]),
+                ": ".join(text for text in (str(term["origin"]), str(term["detail"])) if text),
+            )
+            for term in row["terms"]
         )
-        for term in terms
-    )
-    return ReportTable(title=title, columns=columns, rows=body)
-
-
-def _what(row: Mapping[str, Any]) -> str:
-    if "component" not in row:
-        return str(row["operation"])
-    shard = f" (1/{row['ways']} by {row['rule']})" if "ways" in row else ""
-    return f"{row['component']} {row['phase']}{shard}"
+        tables.append(ReportTable(title=f"How {what} is priced", columns=columns, rows=terms))
+    return tables

@@ -51,55 +51,47 @@ class SketchRow(NamedTuple):
 
 def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchRow, ...]:
     """Up to four lanes per rank: computation, communication, loading and host; a lane in which nothing runs is left out."""
-    whole_s = timeline.makespan_s
-    if not whole_s > 0:
+    step_s = timeline.makespan_s
+    if not step_s > 0:
         return ()
     letters = np.array([_letter(unit.work) for unit in compiled.columns.units])[compiled.columns.unit[timeline.task]]
     places = [parse_resource(text) for text in timeline.resources]
-    found = []
+    sketched = []
     for rank in ranks:
         for name in ("computation", "communication", "loading", "host"):
-            wanted = [
+            lane = [
                 number
                 for number, place in enumerate(places)
                 if place.rank == rank and LANES.get(place.stream, "communication") == name
             ]
-            rows = np.flatnonzero(np.isin(timeline.resource, wanted))
-            if len(rows):
-                start, end = timeline.start_s[rows] / whole_s, timeline.end_s[rows] / whole_s
-                found.append(SketchRow(f"rank {rank} {name}", _painted(letters[rows], start, end)))
-    return tuple(found)
+            rows = np.flatnonzero(np.isin(timeline.resource, lane))
+            if not len(rows):
+                continue
+            start, end = timeline.start_s[rows] / step_s, timeline.end_s[rows] / step_s
+            kinds = sorted(set(letters[rows].tolist()))
+            covered = np.array([_covered(start[letters[rows] == kind], end[letters[rows] == kind]) for kind in kinds])
+            most, shares = covered.argmax(axis=0), covered.max(axis=0)
+            pieces = [kinds[kind] if share >= LEAST_SHARE else IDLE for kind, share in zip(most, shares, strict=True)]
+            runs = [(letter, len(list(same))) for letter, same in itertools.groupby(pieces)]
+            text = "".join(f"{letter}{count if count > 1 else ''}" for letter, count in runs)
+            sketched.append(SketchRow(f"rank {rank} {name}", text))
+    return tuple(sketched)
+
+
+_OTHER_LETTERS: dict[type[Work], str] = {
+    OptimizerStep: "O",
+    ClipGradients: "K",
+    Mix: "M",
+    Collective: "C",
+    SendRecv: "S",
+    LoadBatch: "L",
+    HostCopy: "H",
+    HostUpdate: "U",
+}
 
 
 def _letter(work: Work) -> str:
-    match work:
-        case Compute():
-            return work.phase.short
-        case OptimizerStep():
-            return "O"
-        case ClipGradients():
-            return "K"
-        case Mix():
-            return "M"
-        case Collective():
-            return "C"
-        case SendRecv():
-            return "S"
-        case LoadBatch():
-            return "L"
-        case HostCopy():
-            return "H"
-        case HostUpdate():
-            return "U"
-
-
-def _painted(letters: np.ndarray[tuple[int], np.dtype[np.str_]], start: Floats, end: Floats) -> str:
-    kinds = sorted(set(letters.tolist()))
-    covered = np.array([_covered(start[letters == kind], end[letters == kind]) for kind in kinds])
-    most = covered.argmax(axis=0)
-    pieces = [kinds[kind] if share >= LEAST_SHARE else IDLE for kind, share in zip(most, covered.max(axis=0), strict=True)]
-    runs = [(letter, len(list(same))) for letter, same in itertools.groupby(pieces)]
-    return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in runs)
+    return work.phase.short if isinstance(work, Compute) else _OTHER_LETTERS[type(work)]
 
 
 def _covered(start: Floats, end: Floats) -> Floats:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
@@ -36,6 +37,11 @@ class Column:
     wraps: bool = False
 
 
+def columns_of(*names: str, words: Sequence[str] = (), wraps: str = "") -> tuple[Column, ...]:
+    """Columns of numbers, but for those of `words` and the one that `wraps`."""
+    return tuple(Column(name=name, numeric=name not in (*words, wraps), wraps=name == wraps) for name in names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
     """Texts in rows. `emphasised` are the numbers of rows to point out (the choice); `notes` stand below the table."""
@@ -53,6 +59,11 @@ def alone(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "reason": reason.removeprefix("fastest plan that fits").removeprefix("; ")}
 
 
+def is_chosen(result: Mapping[str, Any], chosen: Mapping[str, Any] | str | None) -> bool:
+    """Whether a result is the one that was chosen; `chosen`: that result, or its strategy."""
+    return chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
+
+
 def strategy_table(
     results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None, title: str = "Strategies"
 ) -> ReportTable:
@@ -60,19 +71,8 @@ def strategy_table(
 
     `chosen` is the result that was chosen, or its strategy; its row is marked.
     """
-    columns = (
-        Column(name="strategy"),
-        Column(name="plan"),
-        Column(name="step", numeric=True),
-        Column(name="90% interval", numeric=True),
-        Column(name="samples/s", numeric=True),
-        Column(name="communication", numeric=True),
-        Column(name="bubble", numeric=True),
-        Column(name="peak memory", numeric=True),
-        Column(name="fits"),
-        Column(name="why", wraps=True),
-    )
-    mark = next((number for number, result in enumerate(results) if _is_chosen(result, chosen)), None)
+    names = ("strategy", "plan", "step", "90% interval", "samples/s", "communication", "bubble", "peak memory", "fits", "why")
+    mark = next((number for number, result in enumerate(results) if is_chosen(result, chosen)), None)
     rows = []
     for number, result in enumerate(results):
         step, interval = interval_texts(result["step_s"])
@@ -91,30 +91,31 @@ def strategy_table(
             )
         )
     notes = [f"{MARK}the choice"] if mark is not None else []
-    notes.append("communication: exposed communication of all communication, as shares of the step")
-    notes.append("peak memory: of the fullest rank")
-    notes += correction_notes(results)
-    notes += _sources_notes(results)
+    notes += [
+        "communication: exposed communication of all communication, as shares of the step",
+        "peak memory: of the fullest rank",
+        *correction_notes(results),
+    ]
+    # where costs come from: once if the plans are alike in that, else plan by plan
+    sources = {str(result["strategy"]): result["cost_sources"] for result in results if result.get("cost_sources")}
+    if sources:
+        first, *others = sources.values()
+        alike = all(
+            abs(shares.get(name, 0.0) - first.get(name, 0.0)) < ALIKE for shares in others for name in {*first, *shares}
+        )
+        per_plan = "; ".join(f"{strategy} {sources_text(shares)}" for strategy, shares in sources.items())
+        notes.append(f"sources of the costs, by share of the task seconds: {sources_text(first) if alike else per_plan}")
     return ReportTable(
-        title=title, columns=columns, rows=tuple(rows), emphasised=() if mark is None else (mark,), notes=tuple(notes)
+        title=title,
+        columns=columns_of(*names, words=("strategy", "plan", "fits"), wraps="why"),
+        rows=tuple(rows),
+        emphasised=() if mark is None else (mark,),
+        notes=tuple(notes),
     )
 
 
 ALIKE = 0.05
 """Shares of sources that differ by less count as equal."""
-
-
-def _sources_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where costs come from: once if the plans are alike in that, else plan by plan."""
-    found = {str(result["strategy"]): result["cost_sources"] for result in results if result.get("cost_sources")}
-    if not found:
-        return []
-    title = "sources of the costs, by share of the task seconds"
-    first = next(iter(found.values()))
-    names = {name for shares in found.values() for name in shares}
-    if all(abs(shares.get(name, 0.0) - first.get(name, 0.0)) < ALIKE for shares in found.values() for name in names):
-        return [f"{title}: {sources_text(first)}"]
-    return [f"{title}: " + "; ".join(f"{strategy} {sources_text(shares)}" for strategy, shares in found.items())]
 
 
 PACE_NOTE = "at measured speed: error after correcting for the machine's measured speed (x: slower than while calibrating)"
@@ -125,113 +126,77 @@ def validation_table(
 ) -> ReportTable:
     """One row per (model, strategy or plan, Comparison.to_dict()), each error with its A/A floor."""
     paced = any("at_pace" in comparison for _, _, comparison in runs)
-    columns = (
-        Column(name="model"),
-        Column(name="plan", wraps=True),
-        Column(name="predicted", numeric=True),
-        Column(name="90% interval", numeric=True),
-        Column(name="measured", numeric=True),
-        Column(name="error", numeric=True),
-        *([Column(name="at measured speed", numeric=True)] if paced else []),
-        Column(name="A/A floor", numeric=True),
-        Column(name="within"),
-        Column(name="steps", numeric=True),
-        Column(name="memory error", numeric=True),
-    )
+    names = ["model", "plan", "predicted", "90% interval", "measured", "error"]
+    names += [*(["at measured speed"] if paced else []), "A/A floor", "within", "steps", "memory error"]
     rows = []
     for model, plan, comparison in runs:
-        interval = comparison.get("predicted_step_s")
-        floor = comparison.get("aa_floor")
-        within = comparison.get("within_interval")
+        interval, floor, pace = (comparison.get(key) for key in ("predicted_step_s", "aa_floor", "at_pace"))
         memory = [row["relative_error"] for row in comparison.get("memory", ()) if row["relative_error"] is not None]
-        rows.append(
-            (
-                model,
-                plan,
-                format_seconds(comparison["predicted"]),
-                interval_texts(interval)[1] if interval else NOTHING,
-                format_seconds(comparison["measured"]),
-                format_error(comparison["relative_error"]),
-                *([_at_pace(comparison)] if paced else []),
-                f"±{format_percent(floor['median'])} (p95 {format_percent(floor['p95'])})" if floor else NOTHING,
-                NOTHING if within is None else "yes" if within else "NO",
-                str(comparison["measured_step_s"]["steps"]),
-                format_error(max(memory, key=abs)) if memory else NOTHING,
-            )
-        )
+        cells = [
+            model,
+            plan,
+            format_seconds(comparison["predicted"]),
+            interval_texts(interval)[1] if interval else NOTHING,
+            format_seconds(comparison["measured"]),
+            format_error(comparison["relative_error"]),
+        ]
+        if paced:
+            cells.append(f"{format_error(pace['relative_error'])} (x{pace['slowness']:.2f})" if pace else NOTHING)
+        cells += [
+            f"±{format_percent(floor['median'])} (p95 {format_percent(floor['p95'])})" if floor else NOTHING,
+            _yes_or_no(comparison.get("within_interval")),
+            str(comparison["measured_step_s"]["steps"]),
+            format_error(max(memory, key=abs)) if memory else NOTHING,
+        ]
+        rows.append(tuple(cells))
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
         *([PACE_NOTE] if paced else []),
         "A/A floor: difference between two halves of the same measurement (median and p95 over random halves of its rounds)",
         *correction_notes([comparison for _, _, comparison in runs]),
     )
+    columns = columns_of(*names, words=("model", "within"), wraps="plan")
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
 
 
-def _at_pace(comparison: Mapping[str, Any]) -> str:
-    found = comparison.get("at_pace")
-    return f"{format_error(found['relative_error'])} (x{found['slowness']:.2f})" if found else NOTHING
+def _yes_or_no(holds: bool | None) -> str:
+    return NOTHING if holds is None else "yes" if holds else "NO"
 
 
 def correction_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """How validations corrected the intervals of results or comparisons, and problems of their profiles, without duplicates."""
-    found = [entry for result in results if (entry := result.get("interval_correction"))]
-    texts = [f"90% interval: {entry['text']}" for entry in found if entry["records"]]  # without any there is nothing to say
-    warnings = [f"warning: {text}" for entry in found for text in entry["warnings"]]
+    corrections = [correction for result in results if (correction := result.get("interval_correction"))]
+    texts = [f"90% interval: {each['text']}" for each in corrections if each["records"]]  # without any there is nothing to say
+    warnings = [f"warning: {text}" for each in corrections for text in each["warnings"]]
     return list(dict.fromkeys([*texts, *warnings]))
 
 
 def kind_table(comparison: Mapping[str, Any], *, title: str = "Error by kind of task") -> ReportTable:
     """Seconds per step of each kind of task, from Comparison.to_dict()."""
-    columns = (
-        Column(name="kind"),
-        Column(name="tasks", numeric=True),
-        Column(name="predicted", numeric=True),
-        Column(name="measured", numeric=True),
-        Column(name="error", numeric=True),
-        Column(name="median task |error|", numeric=True),
-        Column(name="within"),
-    )
-    rows = tuple(
-        (
-            kind,
-            str(row["count"]),
-            format_seconds(row["predicted"]),
-            format_seconds(row["measured"]),
-            format_error(row["relative_error"]),
-            _percent_or_nothing(row["median_absolute_relative_error"]),
-            NOTHING if row["within_interval"] is None else "yes" if row["within_interval"] else "NO",
-        )
-        for kind, row in comparison["kinds"].items()
-    )
+    names = ("kind", "tasks", "predicted", "measured", "error", "median task |error|", "within")
+    rows = []
+    for kind, row in comparison["kinds"].items():
+        seconds, median = [format_seconds(row[key]) for key in ("predicted", "measured")], row["median_absolute_relative_error"]
+        error = format_error(row["relative_error"])
+        median_text = NOTHING if median is None else format_percent(median)
+        rows.append((kind, str(row["count"]), *seconds, error, median_text, _yes_or_no(row["within_interval"])))
     notes = ("seconds summed over the tasks of one step; a task on several ranks counts once",)
-    return ReportTable(title=title, columns=columns, rows=rows, notes=notes)
+    columns = columns_of(*names, words=("kind", "within"))
+    return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
 
 
 def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks furthest off") -> ReportTable:
     """The tasks whose seconds differ most, from Comparison.to_dict()."""
-    columns = (
-        Column(name="task", numeric=True),
-        Column(name="kind"),
-        Column(name="of", wraps=True),
-        Column(name="ranks"),
-        Column(name="predicted", numeric=True),
-        Column(name="measured", numeric=True),
-        Column(name="error", numeric=True),
-    )
-    rows = tuple(
-        (
-            str(row["task"]),
-            row["kind"],
-            _origin_text(row["origin"]),
-            ",".join(map(str, row["ranks"])),
-            format_seconds(row["predicted"]),
-            format_seconds(row["measured"]),
-            format_error(row["relative_error"]),
-        )
-        for row in comparison["largest_errors"]
-    )
-    return ReportTable(title=title, columns=columns, rows=rows)
+    rows = []
+    for row in comparison["largest_errors"]:
+        origin = row["origin"]
+        parts = [str(origin[key]) for key in ("component", "value") if key in origin]
+        parts += [f"{key} {origin[key]}" for key in ("bucket", "microbatch", "replica", "stage") if key in origin]
+        ranks, seconds = ",".join(map(str, row["ranks"])), [format_seconds(row[key]) for key in ("predicted", "measured")]
+        error = format_error(row["relative_error"])
+        rows.append((str(row["task"]), row["kind"], ", ".join(parts), ranks, *seconds, error))
+    names = ("task", "kind", "of", "ranks", "predicted", "measured", "error")
+    return ReportTable(title=title, columns=columns_of(*names, words=("kind", "ranks"), wraps="of"), rows=tuple(rows))
 
 
 def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memory by rank") -> ReportTable:
@@ -245,25 +210,36 @@ def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memo
         groups.setdefault(key, []).append(number)
     peaks = [sum(memory_lines(rank).values()) for rank in memory]
     shown = sorted(sorted(groups.values(), key=lambda group: -peaks[group[0]])[:MEMORY_COLUMNS])
-    amounts = [memory_lines(memory[group[0]]) for group in shown]
-    names = list(dict.fromkeys(name for lines in amounts for name, size in lines.items() if size))
-    rows = [[line_name(name), *(format_bytes(lines.get(name, 0)) for lines in amounts)] for name in names]
-    rows.append(["peak", *(format_bytes(peaks[group[0]]) for group in shown)])
-    if any("p95_bytes" in memory[group[0]] for group in shown):
-        ends = [[memory[group[0]].get(key, peaks[group[0]]) for key in ("p05_bytes", "p95_bytes")] for group in shown]
-        rows.append(["p05 to p95", *(f"{format_bytes(low)} to {format_bytes(high)}" for low, high in ends)])
-    limits = [memory[group[0]].get("limit_bytes") for group in shown]
-    rows.append(["device limit", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
-    hosts = [memory[group[0]].get("host_lines", {}) for group in shown]
-    for name in dict.fromkeys(name for lines in hosts for name in lines):
-        rows.append([f"in the host's memory: {line_name(name)}", *(format_bytes(lines.get(name, 0)) for lines in hosts)])
-    if any("host_limit_bytes" in memory[group[0]] for group in shown):
-        limits = [memory[group[0]].get("host_limit_bytes") for group in shown]
-        rows.append(["host's memory for the rank", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
-    headings = [_ranks_text([memory[number]["rank"] for number in group]) for group in shown]
-    columns = (Column(name="line"), *(Column(name=heading, numeric=True) for heading in headings))
+    ranks = [memory[group[0]] for group in shown]
+    lines, hosts = [memory_lines(rank) for rank in ranks], [rank.get("host_lines", {}) for rank in ranks]
+
+    def sizes(values: Iterable[float | None]) -> list[str]:
+        return [NOTHING if value is None else format_bytes(value) for value in values]
+
+    names = list(dict.fromkeys(name for line in lines for name, size in line.items() if size))
+    rows = [[line_name(name), *sizes(line.get(name, 0) for line in lines)] for name in names]
+    rows.append(["peak", *sizes(peaks[group[0]] for group in shown)])
+    if any("p95_bytes" in rank for rank in ranks):
+        ends = [
+            [format_bytes(rank.get(key, peaks[group[0]])) for key in ("p05_bytes", "p95_bytes")]
+            for group, rank in zip(shown, ranks, strict=True)
+        ]
+        rows.append(["p05 to p95", *(" to ".join(pair) for pair in ends)])
+    rows.append(["device limit", *sizes(rank.get("limit_bytes") for rank in ranks)])
+    for name in dict.fromkeys(name for host in hosts for name in host):
+        rows.append([f"in the host's memory: {line_name(name)}", *sizes(host.get(name, 0) for host in hosts)])
+    if any("host_limit_bytes" in rank for rank in ranks):
+        rows.append(["host's memory for the rank", *sizes(rank.get("host_limit_bytes") for rank in ranks)])
+    numbers = [[memory[number]["rank"] for number in group] for group in shown]
+    headings = [f"{'rank' if len(group) == 1 else 'ranks'} {_runs_text(group)}" for group in numbers]
     notes = (f"the {len(shown)} fullest of {len(groups)} different ranks",) if len(shown) < len(groups) else ()
-    return ReportTable(title=title, columns=columns, rows=tuple(map(tuple, rows)), emphasised=(len(names),), notes=notes)
+    return ReportTable(
+        title=title,
+        columns=columns_of("line", *headings, words=("line",)),
+        rows=tuple(map(tuple, rows)),
+        emphasised=(len(names),),
+        notes=notes,
+    )
 
 
 def line_name(name: str) -> str:
@@ -293,17 +269,12 @@ CATEGORIES = {
 def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Where the step goes") -> ReportTable:
     """One column per category, from RankBreakdown as dictionaries; the categories sum to the step. Ranks whose rows read
     the same share one."""
-    columns = (
-        Column(name="ranks"),
-        *(Column(name=name, numeric=True) for name in CATEGORIES.values()),
-        Column(name="step", numeric=True),
-    )
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank in breakdown:
         cells = (*(format_seconds(rank[key]) for key in CATEGORIES), format_seconds(sum(rank[key] for key in CATEGORIES)))
         alike.setdefault(cells, []).append(rank["rank"])
     rows = tuple((_runs_text(ranks), *cells) for cells, ranks in alike.items())
-    return ReportTable(title=title, columns=columns, rows=rows)
+    return ReportTable(title=title, columns=columns_of("ranks", *CATEGORIES.values(), "step", words=("ranks",)), rows=rows)
 
 
 MOST_RUNS, SHOWN_RUNS = 12, 4
@@ -314,34 +285,26 @@ MOST_LISTED = 8
 
 def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> ReportTable:
     """Rows of `parsim cost`: seconds, and whichever they have of component, phase, rule, ways, samples, busbw, ..., source."""
-    texts = {"component": "component", "phase": "phase", "rule": "rule", "operation": "operation", "algorithm": "algorithm"}
-    counts = {"ways": "ways", "samples": "samples", "ranks": "ranks"}
-    present = [key for key in (*texts, *counts) if any(key in row for row in rows)]
+    words = ("component", "phase", "rule", "operation", "algorithm")
+    present = [key for key in (*words, "ways", "samples", "ranks") if any(key in row for row in rows)]
+    with_size = any("size_bytes" in row for row in rows)
     with_bandwidth = any(row.get("busbw_bytes_per_s") is not None for row in rows)
-    columns = (
-        *(Column(name=key, numeric=key in counts, wraps=key == "component") for key in present),
-        *([Column(name="size", numeric=True)] if any("size_bytes" in row for row in rows) else []),
-        Column(name="time", numeric=True),
-        Column(name="90% interval", numeric=True),
-        *([Column(name="busbw", numeric=True)] if with_bandwidth else []),
-        Column(name="source"),
-    )
+    names = [*present, *(["size"] if with_size else []), "time", "90% interval"]
+    names += [*(["busbw"] if with_bandwidth else []), "source"]
     body = []
     for row in rows:
-        time, interval = interval_texts(row["seconds"])
-        bandwidth = row.get("busbw_bytes_per_s")
         ranks = row.get("ranks", NOTHING)
-        ranks_text = ranks if isinstance(ranks, int | str) else _group_text(list(ranks))
-        body.append(
-            (
-                *(str(ranks_text if key == "ranks" else row.get(key, NOTHING)) for key in present),
-                *([format_bytes(row["size_bytes"])] if any(column.name == "size" for column in columns) else []),
-                time,
-                interval,
-                *([NOTHING if bandwidth is None else format_bandwidth(bandwidth)] if with_bandwidth else []),
-                str(row.get("source", NOTHING)),
-            )
-        )
+        if not isinstance(ranks, int | str):  # `0,1,3`, or `0-15` for many in a row
+            in_a_row = len(ranks) > MOST_LISTED and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+            ranks = f"{ranks[0]}-{ranks[-1]}" if in_a_row else ",".join(map(str, ranks))
+        cells = [str(ranks if key == "ranks" else row.get(key, NOTHING)) for key in present]
+        cells += [format_bytes(row["size_bytes"])] if with_size else []
+        cells += interval_texts(row["seconds"])
+        if with_bandwidth:
+            bandwidth = row.get("busbw_bytes_per_s")
+            cells.append(NOTHING if bandwidth is None else format_bandwidth(bandwidth))
+        body.append((*cells, str(row.get("source", NOTHING))))
+    columns = columns_of(*names, words=(*words, "source"), wraps="component")
     return ReportTable(title=title, columns=columns, rows=tuple(body))
 
 
@@ -349,23 +312,15 @@ def plan_text(plan: object) -> str:
     """A plan's dictionary in one line, as `Plan.summary` without the strategy; a text stays as it is."""
     if not isinstance(plan, Mapping):
         return str(plan) if plan else NOTHING
-    mesh = plan["mesh"]
-    replicas, microbatches = mesh["dp"], plan["microbatches"]
-    axes = (
-        " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep", "dp_shard") if mesh.get(axis, 1) > 1)
-        or "1 device"
-    )
-    order = f" {plan['pipeline_order']}" if mesh["pp"] > 1 else ""
-    chunks = len(plan.get("stages", ())) // mesh["pp"]
-    order += f"x{chunks}" if order and chunks > 1 else ""
-    zero = f" zero{plan['zero_stage']}" if plan.get("zero_stage") else ""
-    return f"{axes} mb={microbatches}x{plan['global_batch'] // (replicas * microbatches)}{order}{zero}{_rest_text(plan)}"
-
-
-def _rest_text(plan: Mapping[str, Any]) -> str:
-    """Bucket sizes that are not the usual ones, and recomputation."""
-    size, again, text = plan.get("bucket_bytes", DEFAULT_BUCKET_BYTES), plan.get("recompute", "none"), ""
-    if size != DEFAULT_BUCKET_BYTES and plan["mesh"]["dp"] * plan["mesh"]["tp"] * plan["mesh"].get("cp", 1) > 1:
+    mesh, microbatches = plan["mesh"], plan["microbatches"]
+    axes = [f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep", "dp_shard") if mesh.get(axis, 1) > 1]
+    text = f"{' '.join(axes) or '1 device'} mb={microbatches}x{plan['global_batch'] // (mesh['dp'] * microbatches)}"
+    if mesh["pp"] > 1:
+        chunks = len(plan.get("stages", ())) // mesh["pp"]
+        text += f" {plan['pipeline_order']}" + (f"x{chunks}" if chunks > 1 else "")
+    text += f" zero{plan['zero_stage']}" if plan.get("zero_stage") else ""
+    size, again = plan.get("bucket_bytes", DEFAULT_BUCKET_BYTES), plan.get("recompute", "none")
+    if size != DEFAULT_BUCKET_BYTES and mesh["dp"] * mesh["tp"] * mesh.get("cp", 1) > 1:
         text += f" buckets={format_bytes(size).replace(' ', '')}"
     if again != "none":
         text += f" recompute={again if isinstance(again, str) else len(again)}"
@@ -402,23 +357,6 @@ def format_error(error: float | None) -> str:
     return text if text == format_percent(0.0) else f"{'+' if error >= 0 else '-'}{text}"
 
 
-def _origin_text(origin: Mapping[str, Any]) -> str:
-    """`layer1.0, microbatch 2, replica 0, stage 1`."""
-    named = [str(origin[key]) for key in ("component", "value") if key in origin]
-    return ", ".join(named + [f"{key} {origin[key]}" for key in ("bucket", "microbatch", "replica", "stage") if key in origin])
-
-
-def _group_text(ranks: Sequence[int]) -> str:
-    """`0,1,3`, or `0-15` for many in a row."""
-    in_a_row = len(ranks) > MOST_LISTED and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if in_a_row else ",".join(map(str, ranks))
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0,2`."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_runs_text(ranks)}"
-
-
 def _runs_text(ranks: Sequence[int]) -> str:
     """Ascending ranks as `0-3,8-11,15`; of many runs the first: `0-1,4-7,10-13,16-19,... (672 ranks)`."""
     runs: list[list[int]] = []
@@ -430,14 +368,6 @@ def _runs_text(ranks: Sequence[int]) -> str:
     shown = runs if len(runs) <= MOST_RUNS else runs[:SHOWN_RUNS]
     text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown)
     return text if shown is runs else f"{text},... ({len(ranks)} ranks)"
-
-
-def _percent_or_nothing(fraction: float | None) -> str:
-    return NOTHING if fraction is None else format_percent(fraction)
-
-
-def _is_chosen(result: Mapping[str, Any], chosen: Mapping[str, Any] | str | None) -> bool:
-    return chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
 
 
 def to_rich(table: ReportTable, width: int | None = None) -> Table:
@@ -467,15 +397,21 @@ def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
         share = max(16, spare // (len(wrapping) - place))
         sizes[number] = min(sizes[number], share)
         spare -= sizes[number]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(size) if column.numeric else cell.ljust(size)
+            for cell, column, size in zip(cells, table.columns, sizes, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
     lines = [table.title, ""] if table.title else []
-    lines.append(_line([column.name for column in table.columns], table.columns, sizes))
-    lines.append("  ".join("-" * size for size in sizes))
+    lines += [line([column.name for column in table.columns]), "  ".join("-" * size for size in sizes)]
     for row in table.rows:
         cells = [
             textwrap.wrap(cell, sizes[number]) or [""] if number in wrapping else [cell] for number, cell in enumerate(row)
         ]
-        for part in range(max(map(len, cells))):
-            lines.append(_line([cell[part] if part < len(cell) else "" for cell in cells], table.columns, sizes))
+        lines += map(line, zip_longest(*cells, fillvalue=""))
     pieces = [piece for note in table.notes for piece in textwrap.wrap(note, width, subsequent_indent="  ")]
     return "\n".join([*lines, "", *pieces] if pieces else lines) + "\n"
 
@@ -494,8 +430,8 @@ def _printable(table: ReportTable) -> ReportTable:
 def _folded(table: ReportTable, width: int) -> ReportTable:
     """Where a last, wrapping column would be squeezed below READABLE characters, its texts become notes instead."""
     sizes = _natural_sizes(table)
-    left = width - 2 * (len(sizes) - 1) - sum(sizes[:-1])
-    if not table.columns[-1].wraps or left >= min(READABLE, sizes[-1]):
+    room = width - 2 * (len(sizes) - 1) - sum(sizes[:-1])
+    if not table.columns[-1].wraps or room >= min(READABLE, sizes[-1]):
         return table
     notes = tuple(f"{row[0].removeprefix(MARK)}: {row[-1]}" for row in table.rows if row[-1] != NOTHING)
     rows = tuple(row[:-1] for row in table.rows)
@@ -504,11 +440,3 @@ def _folded(table: ReportTable, width: int) -> ReportTable:
 
 def _natural_sizes(table: ReportTable) -> list[int]:
     return [max(len(column.name), *(len(row[n]) for row in table.rows), 0) for n, column in enumerate(table.columns)]
-
-
-def _line(cells: Sequence[str], columns: Sequence[Column], sizes: Sequence[int]) -> str:
-    padded = (
-        cell.rjust(size) if column.numeric else cell.ljust(size)
-        for cell, column, size in zip(cells, columns, sizes, strict=True)
-    )
-    return "  ".join(padded).rstrip()

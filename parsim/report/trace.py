@@ -74,11 +74,8 @@ def task_label(task: Task) -> str:
 def chrome_trace(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Trace of one or more timelines of `graph`, e.g. {"predicted": ..., "measured": ...}.
 
-    Returns:
-        {"traceEvents": [...], "displayTimeUnit": "ms"}; metadata first, then events sorted by time.
-
-    Raises:
-        GraphError: if a timeline names a task that the graph has not.
+    Returns {"traceEvents": [...], "displayTimeUnit": "ms"}; metadata first, then events sorted by time.
+    Raises GraphError if a timeline names a task that the graph has not.
     """
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []

@@ -1,16 +1,20 @@
-"""The computation of a plan in closed form: what no place on the pp axis can do faster, conversions and transfers included.
+"""Lower bounds of a step in closed form: what no simulation of a plan goes below, from what is known of it.
 
-Part of the lower bound of a step: `parsim.search.bound`.
+    chain      one microbatch through a whole model on one stage: what all cuts into stages have in common
+    places     computation, conversions and transfers of one cut, at every place on the pp axis, and the order of its blocks
+    step       with sums of gradients, gathered parameters and the optimizer: one plan
+    devices    the computation of the batch, divided evenly over so many devices
 
 Bounds that add up what comes before a stage hold for chains alone; stages of two towers run beside one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -19,26 +23,17 @@ from parsim.engines.noise import FEWEST_DRAWS
 from parsim.model.component import Component, Value
 from parsim.model.shard.narrow import ways_of
 from parsim.numeric import Floats
-from parsim.plans.layouts import (
-    BATCH,
-    LOCAL_HOPS,
-    POINT_TO_POINT_HOPS,
-    Placement,
-    ValueLayout,
-    conversion,
-    hop_groups,
-    hop_pairs,
-)
+from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import few_rounds, pipeline_actions
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
 from parsim.program.passes.compute import computations
-from parsim.program.passes.convert import hop_collective, hop_message
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
-from parsim.program.placed import PlanIndex
-from parsim.search.prices import Prices, device_kinds
+from parsim.program.placed import PlanIndex, Reading
+from parsim.records import once
+from parsim.search.prices import Prices, device_kinds, hop_works
 from parsim.units import divisors
 from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
 
@@ -74,7 +69,7 @@ class ChainSeconds:
 
     @property
     def seconds(self) -> Floats:
-        """Of both, by component."""
+        """Forward and backward, by component."""
         return self.forward_s + self.backward_s
 
     def least_s(self, stages: int) -> float:
@@ -104,68 +99,39 @@ class PlacedChain:
     back: Waits
 
 
-@dataclass
-class _Known:
-    """Of one problem, by ways and placements."""
-
-    placed: dict[tuple[Mesh, tuple[Placement, ...]], PlacedChain] = field(default_factory=dict)
-    seconds: dict[tuple[Mesh, int, tuple[Placement, ...]], ChainSeconds] = field(default_factory=dict)
-
-
 def placed_chain(problem: PlanningProblem, mesh: Mesh, count: int, placements: Mapping[str, Placement]) -> PlacedChain:
-    """What waits for what where a stage holds all components.
-
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
-        placements: by component; what is left out is batch-sharded.
+    """What waits for what where a stage holds all components; those that `placements` leaves out are batch-sharded.
 
     Raises:
         PlanError: a value cannot be cut as its way from layout to layout asks.
     """
-    placed = _placed(problem, placements)
-    key = replace(mesh, pp=1, dp=mesh.ep), placed
-    known = problem.remembered(_Known).placed
+    placed = tuple(placements.get(component.name, BATCH) for component in problem.model.components)
+    known, key = problem.answers(placed_chain), (replace(mesh, pp=1, dp=mesh.ep), placed)
     if key not in known:
-        known[key] = _made(problem, problem.layout(_whole_plan(problem, mesh, count, placed)), placed)
-    return known[key]
+        one = replace(mesh.undivided(), pp=1)
+        names = tuple(component.name for component in problem.model.components)
+        plan = Plan(
+            strategy="custom",
+            mesh=one,
+            stages=(Stage(components=names, ranks=one.stage_ranks(0), placements=placed if mesh.tp > 1 else ()),),
+            global_batch=problem.global_batch,
+            microbatches=count,
+            clip_gradients=problem.clip_gradients,
+        )
+        known[key] = _chain_of(problem, problem.layout(plan), placed)
+    return cast(PlacedChain, known[key])
 
 
 def chain_seconds(problem: PlanningProblem, mesh: Mesh, count: int, placements: Mapping[str, Placement]) -> ChainSeconds:
     """The least seconds of one microbatch, on the fastest device and the fastest links of any place.
 
-    Args:
-        problem, mesh, count, placements: as `placed_chain` takes them.
-
     Raises:
         PlanError: as `placed_chain`. CostError: a component without a price.
     """
-    placed = _placed(problem, placements)
-    key = mesh, count, placed
-    known = problem.remembered(_Known).seconds
-    if key not in known:
-        known[key] = _seconds(problem, mesh, count, placed_chain(problem, mesh, count, placements))
-    return known[key]
+    return _chain_seconds(problem, mesh, count, tuple(sorted(placements.items())))
 
 
-def _placed(problem: PlanningProblem, placements: Mapping[str, Placement]) -> tuple[Placement, ...]:
-    return tuple(placements.get(component.name, BATCH) for component in problem.model.components)
-
-
-def _whole_plan(problem: PlanningProblem, mesh: Mesh, count: int, placed: tuple[Placement, ...]) -> Plan:
-    """All components on one stage."""
-    one = replace(mesh.undivided(), pp=1)
-    names = tuple(component.name for component in problem.model.components)
-    return Plan(
-        strategy="custom",
-        mesh=one,
-        stages=(Stage(components=names, ranks=one.stage_ranks(0), placements=placed if mesh.tp > 1 else ()),),
-        global_batch=problem.global_batch,
-        microbatches=count,
-        clip_gradients=problem.clip_gradients,
-    )
-
-
-def _made(problem: PlanningProblem, layout: PlanIndex, placed: tuple[Placement, ...]) -> PlacedChain:
+def _chain_of(problem: PlanningProblem, layout: PlanIndex, placed: tuple[Placement, ...]) -> PlacedChain:
     model, order = problem.model, problem.model.component_index
     alone = any(placement.kind == "place" for placement in placed)
     kinds: dict[tuple[str, Placement], int] = {}
@@ -205,24 +171,32 @@ def _made(problem: PlanningProblem, layout: PlanIndex, placed: tuple[Placement, 
     return PlacedChain(tuple(shown), tuple(kind_of), tuple(conversions), ahead, back)
 
 
-def _seconds(problem: PlanningProblem, mesh: Mesh, count: int, chain: PlacedChain) -> ChainSeconds:
+@once
+def _chain_seconds(
+    problem: PlanningProblem, mesh: Mesh, count: int, placements: tuple[tuple[str, Placement], ...]
+) -> ChainSeconds:
+    chain = placed_chain(problem, mesh, count, dict(placements))
     samples = problem.global_batch // (mesh.dp * count)
-    prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    prices = Prices(problem, mesh, samples)
     forward, backward = [], []
     for component, placement in chain.kinds:
         share = 1 / mesh.tp if placement.kind == "place" else 1.0
         forward.append(share * prices.compute_s(component, placement, Phase.FORWARD, fastest=True))
         has_backward = component.name in prices.differentiable
         backward.append(share * prices.compute_s(component, placement, Phase.BACKWARD, fastest=True) if has_backward else 0.0)
-    moving = [_least_conversion_s(problem, mesh, samples, *each) for each in chain.conversions]
+    moving = []
+    for value, source, target in chain.conversions:
+        remote = any(hop.operation not in LOCAL_HOPS for hop in conversion(source, target, mesh.tp))
+        bases = _unlike_bases(problem, mesh) if remote else ()
+        moving.append(min((_hops_s(problem, mesh, samples, base, value, source, target) for base in bases), default=0.0))
     n = len(chain.kind_of)
     order = range(n)
     forward_s = _added(order, [forward[kind] for kind in chain.kind_of], chain.ahead, moving)
     backward_s = _added(order[::-1], [backward[kind] for kind in chain.kind_of], chain.back, moving)
     crossing = _crossing(chain.ahead, moving, n) + _crossing(chain.back, moving, n)
-    own_s = [one + two for one, two in zip(forward, backward, strict=True)]
-    computing_s = sum(own_s[kind] for kind in chain.kind_of)
-    return ChainSeconds(forward_s, backward_s, computing_s, max(own_s, default=0.0), crossing)
+    both_s = [one + two for one, two in zip(forward, backward, strict=True)]
+    computing_s = sum(both_s[kind] for kind in chain.kind_of)
+    return ChainSeconds(forward_s, backward_s, computing_s, max(both_s, default=0.0), crossing)
 
 
 def _added(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s: Sequence[float]) -> Floats:
@@ -239,50 +213,46 @@ def _added(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s:
 
 def _crossing(waits: Waits, moving_s: Sequence[float], n: int) -> Floats:
     """By cut before a component, the dearest conversion between both sides of it."""
-    found = np.zeros(n)
-    pairs = np.array([(number, other, way) for number, own in enumerate(waits) for other, way in own], dtype=np.int64)
+    dearest = np.zeros(n)
+    pairs = np.array([(number, other, way) for number, some in enumerate(waits) for other, way in some], dtype=np.int64)
     if not len(pairs):
-        return found
+        return dearest
     first, last = pairs[:, :2].min(axis=1) + 1, pairs[:, :2].max(axis=1) + 1
     seconds = np.array(moving_s)[pairs[:, 2]]
     alone = last - first == 1  # between neighbours
-    np.maximum.at(found, first[alone], seconds[alone])
+    np.maximum.at(dearest, first[alone], seconds[alone])
     for begin, end, moving in zip(first[~alone], last[~alone], seconds[~alone], strict=True):
-        found[begin:end] = np.maximum(found[begin:end], moving)
-    return found
+        dearest[begin:end] = np.maximum(dearest[begin:end], moving)
+    return dearest
 
 
-def _least_conversion_s(
-    problem: PlanningProblem, mesh: Mesh, samples: int, value: Value, source: ValueLayout, target: ValueLayout
+def _hops_s(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    samples: int,
+    base: int,
+    value: Value,
+    source: ValueLayout,
+    target: ValueLayout,
 ) -> float:
-    """In the first replica, at the place where it takes least."""
-    size_bytes, tp = value.size_bytes(samples), mesh.tp
-    hops = [hop for hop in conversion(source, target, tp) if hop.operation not in LOCAL_HOPS]
-    found = []
-    for base in _unlike_bases(problem, mesh) if hops else ():
-        total = 0.0
-        for hop in hops:
-            if hop.operation in POINT_TO_POINT_HOPS:
-                works: list[Work] = [hop_message(hop, base + a, base + b, size_bytes, tp) for a, b in hop_pairs(hop, tp)]
-            else:
-                groups = [tuple(base + rank for rank in group) for group in hop_groups(hop, tp)]
-                works = [hop_collective(hop, group, size_bytes, tp) for group in groups]
-            total += min(problem.price([(work, base)], mesh)[0].median_s for work in works)
-        found.append(total)
-    return min(found, default=0.0)
+    """A conversion on the tp ranks from `base` on: of every hop the message or group that takes least."""
+    total, size_bytes = 0.0, value.size_bytes(samples)
+    for hop in conversion(source, target, mesh.tp):
+        works = hop_works(hop, base, size_bytes, mesh.tp)
+        total += min((problem.price([(work, base)], mesh)[0].median_s for work in works), default=0.0)
+    return total
 
 
 def _unlike_bases(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     """The first ranks of all places in the first replica; of those that lie alike within their nodes one."""
     cluster, width = problem.cluster, mesh.copies * mesh.tp
-    found: dict[object, int] = {}
-    for place in range(mesh.pp):
-        base = place * width
+    bases: dict[object, int] = {}
+    for base in range(0, mesh.pp * width, width):
         ranks = range(base, base + mesh.tp)
         within = len({cluster.places[rank][0] for rank in ranks}) == 1
         kinds = tuple((cluster.places[rank][1], cluster.devices[rank].type.name) for rank in ranks)
-        found.setdefault(kinds if within else base, base)
-    return list(found.values())
+        bases.setdefault(kinds if within else base, base)
+    return list(bases.values())
 
 
 # The blocks of one step in the order of a pipeline: a lower bound that knows where they wait for one another.
@@ -305,18 +275,8 @@ Lags = Mapping[int, Sequence[tuple[int, float, float]]]
 it is on the way."""
 
 
-def is_small(plan: Plan) -> bool:
-    """Whether the blocks of a plan are few enough."""
-    return 2 * len(plan.stages) * plan.microbatches <= MOST_BLOCKS
-
-
-def last_block_s(
-    plan: Plan,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    ahead: Lags,
-    back: Lags,
-    early_s: Sequence[float],
+def _last_block_s(
+    plan: Plan, forward_s: Sequence[float], backward_s: Sequence[float], ahead: Lags, back: Lags, early_s: Sequence[float]
 ) -> float:
     """When the last block of place 0 ends, after the beginning of the step there.
 
@@ -328,12 +288,15 @@ def last_block_s(
     Returns:
         0 where a stage of another place waits for nothing: it may begin its step before place 0 does.
     """
-    places, count = plan.stage_places, plan.microbatches
+    places, ranks = plan.stage_places, plan.mesh.pp
     if any(place and not ahead.get(stage) for stage, place in enumerate(places)):
         return 0.0
-    order, ranks = plan.pipeline_order, plan.mesh.pp
-    actions = [pipeline_actions(order, place, ranks, count, plan.chunks) for place in range(ranks)]
-    sending = _sending(ahead, len(places)), _sending(back, len(places))
+    actions = [pipeline_actions(plan.pipeline_order, place, ranks, plan.microbatches, plan.chunks) for place in range(ranks)]
+    sending: list[list[list[tuple[int, float, float]]]] = [[[] for _ in places] for _ in (ahead, back)]
+    for lags, to_send in zip((ahead, back), sending, strict=True):
+        for target, waits in lags.items():
+            for source, made_s, way_s in waits:
+                to_send[source].append((target, made_s, way_s))
     awaited = [[len(lags.get(stage, ())) for stage in range(len(places))] for lags in (ahead, back)]
     arrived: dict[tuple[bool, int, int], tuple[int, float]] = {}  # of a block: how many messages have come, and the last
     passed: dict[tuple[bool, int, int], float] = {}
@@ -360,19 +323,8 @@ def last_block_s(
     return free[0]
 
 
-def _sending(waits: Lags, stages: int) -> list[list[tuple[int, float, float]]]:
-    """By stage the stages that wait for it, with when it has made what they wait for, and how long that is on the way."""
-    found: list[list[tuple[int, float, float]]] = [[] for _ in range(stages)]
-    for target, own in waits.items():
-        for source, made_s, way_s in own:
-            found[source].append((target, made_s, way_s))
-    return found
-
-
-def lags(
-    stages: Sequence[Sequence[str]],
-    ends: Mapping[str, float],
-    arriving: Callable[[str], Sequence[tuple[int, str, float]]],
+def _lags(
+    stages: Sequence[Sequence[str]], ends: Mapping[str, float], arriving: Callable[[str], Sequence[tuple[int, str, float]]]
 ) -> Lags:
     """How long after the beginning of other blocks each block gets what its first component waits for.
 
@@ -380,17 +332,16 @@ def lags(
         stages: by stage its components, in the order in which the block runs them. ends: of each, after the beginning of its
             block, at least. arriving: by component what it waits for from other stages: (stage, component, seconds on the way).
     """
-    found = {}
+    lags = {}
     for number, names in enumerate(stages):
+        latest: dict[int, tuple[float, float]] = {}
+        for stage, maker, way_s in arriving(names[0]) if names else ():
+            made_s = ends[maker]
+            if stage not in latest or made_s + way_s > sum(latest[stage]):
+                latest[stage] = made_s, way_s
         if names:
-            of_stage: dict[int, tuple[float, float]] = {}
-            for stage, maker, way_s in arriving(names[0]):
-                made_s = ends[maker]
-                before = of_stage.get(stage)
-                if before is None or made_s + way_s > sum(before):
-                    of_stage[stage] = made_s, way_s
-            found[number] = [(stage, made_s, way_s) for stage, (made_s, way_s) in of_stage.items()]
-    return found
+            lags[number] = [(stage, made_s, way_s) for stage, (made_s, way_s) in latest.items()]
+    return lags
 
 
 SOME_BYTES, SOME_REPLICAS = 2**20, 8
@@ -414,52 +365,36 @@ class PlaceWork:
     remaining_s: Mapping[str, float]
 
 
-@dataclass
-class KnownBounds:
-    """Of one problem: the computation of plans that differ in buckets and ZeRO stage only, and prices by mesh and samples."""
-
-    work: dict[Plan, tuple[PlaceWork, ...]] = field(default_factory=dict)
-    prices: dict[tuple[object, int], Prices] = field(default_factory=dict)
-    orders: dict[Plan, float] = field(default_factory=dict)
-
-
 def computation_of(problem: PlanningProblem, plan: Plan) -> tuple[PlaceWork, ...]:
-    """The computation of every place of the plan.
+    """The computation of every place of the plan, which bucket sizes and ZeRO stages do not change."""
+    return _places_of(problem, plan.without_zero())
 
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
-    known = problem.remembered(KnownBounds).work
-    program = plan.without_zero()
-    if program not in known:
-        known[program] = _Computation(problem, problem.layout(plan)).places()
-    return known[program]
+
+@once
+def _places_of(problem: PlanningProblem, program: Plan) -> tuple[PlaceWork, ...]:
+    return _Computation(problem, problem.layout(program)).places()
 
 
 def order_s(problem: PlanningProblem, plan: Plan, *, anew: bool = True) -> float:
     """The end of the last block of place 0 of a pipeline, by the order of its blocks; 0 where that is not known.
 
     Args:
-        problem: model, cluster and batch. plan: of this model. anew: whether to work it out.
+        anew: whether to work it out.
     """
-    known = problem.remembered(KnownBounds).orders
-    program = plan.without_zero()
+    known, program = problem.answers(order_s), plan.without_zero()
     if program not in known and anew:
         known[program] = _Computation(problem, problem.layout(plan)).order_s()
-    return known.get(program, 0.0)
+    return float(known.get(program, 0.0))
 
 
 def prices_of(problem: PlanningProblem, plan: Plan) -> Prices:
-    """Prices on the plan's mesh, for its microbatch.
+    """Prices on the plan's mesh, for its microbatch."""
+    return _prices_on(problem, plan.mesh, plan.microbatch_samples)
 
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
-    known = problem.remembered(KnownBounds).prices
-    key = plan.mesh, plan.microbatch_samples
-    if key not in known:
-        known[key] = Prices(problem=problem, mesh=plan.mesh, samples=plan.microbatch_samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    return known[key]
+
+@once
+def _prices_on(problem: PlanningProblem, mesh: Mesh, samples: int) -> Prices:
+    return Prices(problem, mesh, samples)
 
 
 @dataclass(frozen=True)
@@ -491,30 +426,26 @@ class _Computation:
 
     def places(self) -> tuple[PlaceWork, ...]:
         (before, turned), after = self._begins_s(), self._after_s()
-        found = []
+        works = []
         for place in range(self.plan.mesh.pp):
             chunks = self.plan.place_stages(place)
-            ranks = self._unlike_ranks(place)
-            busiest = max(
-                ((self._blocks(chunks, rank), rank) for rank in ranks), key=lambda entry: sum(map(sum, entry[0][0].values()))
-            )[0]
-            seconds, within = busiest
-            late = [after[chunk] for chunk in chunks]
-            reached = [value for value in late if value is not None]
+            blocks = (self._blocks(chunks, rank) for rank in self._unlike_ranks(place))
+            seconds, within = max(blocks, key=lambda block: sum(map(sum, block[0].values())))
+            reached = [later for chunk in chunks if (later := after[chunk]) is not None]
             busy_s = self.plan.microbatches * sum(map(sum, seconds.values()))
             back_s = self.plan.microbatches * sum(backward for _, backward in seconds.values())
             back_s -= max(map(self._ahead_s, chunks))
-            found.append(
+            works.append(
                 PlaceWork(
                     busy_s=busy_s,
                     done_s=max(
                         min(before[chunk] for chunk in chunks) + busy_s, min(turned[chunk] for chunk in chunks) + back_s
                     ),
-                    after_s=min(reached) if len(reached) == len(late) else None,
+                    after_s=min(reached) if len(reached) == len(chunks) else None,
                     remaining_s=self._remaining_s(place, seconds, within),
                 )
             )
-        return tuple(found)
+        return tuple(works)
 
     def _unlike_ranks(self, place: int) -> Sequence[int]:
         """One rank of each kind of device; where components are placed on single ranks, every shard of the first replica."""
@@ -526,33 +457,28 @@ class _Computation:
     def _ahead_s(self, chunk: int) -> float:
         """What a backward of a stage may do before the gradient has come: the second forward of its first component, or of the
         segment that this one belongs to."""
-        backwards = (name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable)
-        first = next(backwards, None)
+        first = next(
+            (name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable), None
+        )
         if first is None or not self.layout.recomputes(first):
             return 0.0
-        again = self.layout.segment_of(first) or (first,)
+        again = dict.fromkeys(self.layout.segment_of(first) or (first,))
+        pieces = [(self.problem.model.component(name), self.layout.placement[name], Phase.RECOMPUTE) for name in again]
         ranks = self._unlike_ranks(self.plan.stage_places[chunk])
-        of = {name: (self.problem.model.component(name), self.layout.placement[name]) for name in again}
-        return max(sum(self.prices.compute_on_s(*own, Phase.RECOMPUTE, rank) for own in of.values()) for rank in ranks)
+        return max(sum(self.prices.compute_on_s(*piece, rank) for piece in pieces) for rank in ranks)
 
     def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
-        component = self.problem.model.component(name)
-        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank, self._part(name, phase))
-
-    def _part(self, name: str, phase: Phase) -> str:
-        return BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
+        """One computation of a component on a rank, of one microbatch."""
+        part = BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
+        component, placement = self.problem.model.component(name), self.layout.placement[name]
+        return self.prices.compute_on_s(component, placement, phase, rank, part)
 
     def _least_s(self, name: str, phase: Phase) -> float:
         """On the fastest kind of device of its stage."""
-        component, placement = self.problem.model.component(name), self.layout.placement[name]
         ranks = self._unlike_ranks(self.layout.stage_of[name])
         if self._placed_alone:
             ranks = [rank for rank in ranks if self.layout.runs_on(rank, name)]
-        return min(self.prices.compute_on_s(component, placement, phase, rank, self._part(name, phase)) for rank in ranks)
-
-    def _backward_s(self, name: str, rank: int) -> float:
-        halves = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if self.layout.is_halved(name) else (Phase.BACKWARD,)
-        return sum(self._compute_s(name, phase, rank) for phase in halves)
+        return min(self._compute_s(name, phase, rank) for rank in ranks)
 
     def _blocks(self, chunks: Sequence[int], rank: int) -> tuple[dict[int, tuple[float, float]], dict[str, float]]:
         """By chunk the forward and backward of one microbatch on a rank; by component what of the backward follows its own."""
@@ -570,20 +496,17 @@ class _Computation:
         clock = 0.0
         ends: dict[str, float] = {}
         for name in names:
-            for value in self._made_in(chunk, name) if self.converts else ():
-                producer = value.producer
-                assert producer is not None
-                made, read = self.layout.source[value.name].value, self.layout.reads_in(name, value.name).value
-                clock = max(clock, ends[producer] + self._conversion_s(value, chunk, made, read))
+            for value in self._values_read(name) if self.converts else ():
+                if value.producer is not None and self.layout.chunk_of[value.producer] == chunk:
+                    made, read = self.layout.source[value.name].value, self.layout.reads_in(name, value.name).value
+                    clock = max(clock, ends[value.producer] + self._conversion_s(value, chunk, made, read))
             clock += self._compute_s(name, Phase.FORWARD, rank)
             ends[name] = clock
         return ends
 
-    def _made_in(self, chunk: int, name: str) -> list[Value]:
-        """The inputs of a component that its own chunk makes."""
+    def _values_read(self, name: str) -> list[Value]:
         model = self.problem.model
-        values = (model.value[value] for value in dict.fromkeys(model.component(name).inputs))
-        return [value for value in values if value.producer is not None and self.layout.chunk_of[value.producer] == chunk]
+        return [model.value[value] for value in dict.fromkeys(model.component(name).inputs)]
 
     def _backward_ends(self, chunk: int, names: Sequence[str], rank: int) -> tuple[dict[str, float], float]:
         clock = 0.0
@@ -591,26 +514,32 @@ class _Computation:
         for name in reversed(names):
             if name not in self.layout.differentiable:
                 continue
-            ready = 0.0
-            for output in self.problem.model.component(name).outputs if self.converts else ():
-                ready = max(ready, self._gradient_ready_s(chunk, output, ends))
+            ready = self._gradients_ready_s(chunk, name, ends) if self.converts else 0.0
             if self.layout.recomputes(name):
                 clock += self._compute_s(name, Phase.RECOMPUTE, rank)
-            clock = max(clock, ready) + self._backward_s(name, rank)
+            halved = self.layout.is_halved(name)
+            phases = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if halved else (Phase.BACKWARD,)
+            clock = max(clock, ready) + sum(self._compute_s(name, phase, rank) for phase in phases)
             ends[name] = clock
         return ends, clock
 
-    def _gradient_ready_s(self, chunk: int, output: str, ends: Mapping[str, float]) -> float:
-        """When the gradients of a value that come from this chunk have the layout in which its maker wants them."""
-        value, ready = self.problem.model.value[output], 0.0
-        if not value.differentiable:
-            return ready
-        wanted = self.layout.source[output].gradient
-        for reading in self.layout.readings[output]:
-            first = next((name for name in reading.components if name in self.layout.differentiable), None)
-            if first is not None and self.layout.chunk_of[first] == chunk and first in ends:
+    def _gradients_ready_s(self, chunk: int, name: str, ends: Mapping[str, float]) -> float:
+        """When the gradients of what a component makes that come from this chunk have the layout in which it wants them."""
+        ready = 0.0
+        for output, value, reading, first in self._gradient_readings(name):
+            if self.layout.chunk_of[first] == chunk and first in ends:
+                wanted = self.layout.source[output].gradient
                 ready = max(ready, ends[first] + self._conversion_s(value, chunk, reading.ends.gradient, wanted))
         return ready
+
+    def _gradient_readings(self, name: str) -> Iterator[tuple[str, Value, Reading, str]]:
+        """Per value that a component makes and that gets a gradient its readings, with the last of each to add to it."""
+        for output in self.problem.model.component(name).outputs:
+            value = self.problem.model.value[output]
+            for reading in self.layout.readings[output] if value.differentiable else ():
+                last = next((each for each in reading.components if each in self.layout.differentiable), None)
+                if last is not None:
+                    yield output, value, reading, last
 
     def _conversion_s(self, value: Value, chunk: int, source: ValueLayout, target: ValueLayout) -> float:
         if source == target:
@@ -618,26 +547,13 @@ class _Computation:
         place = self.plan.stage_places[chunk]
         key = (value.bytes_per_sample, value.fixed_bytes, place, source, target)
         if key not in self._converted:
-            self._converted[key] = self._hops_s(value, self.layout.rank(place, 0), source, target)
+            samples, base = self.plan.microbatch_samples, self.layout.rank(place, 0)
+            self._converted[key] = _hops_s(self.problem, self.plan.mesh, samples, base, value, source, target)
         return self._converted[key]
 
     @cached_property
     def _converted(self) -> dict[tuple[object, ...], float]:
         return {}
-
-    def _hops_s(self, value: Value, base: int, source: ValueLayout, target: ValueLayout) -> float:
-        total, tp = 0.0, self.plan.mesh.tp
-        size_bytes = value.size_bytes(self.plan.microbatch_samples)
-        for hop in conversion(source, target, tp):
-            if hop.operation in LOCAL_HOPS:
-                continue
-            if hop.operation in POINT_TO_POINT_HOPS:
-                works: list[Work] = [hop_message(hop, base + a, base + b, size_bytes, tp) for a, b in hop_pairs(hop, tp)]
-            else:
-                groups = [tuple(base + rank for rank in group) for group in hop_groups(hop, tp)]
-                works = [hop_collective(hop, group, size_bytes, tp) for group in groups]
-            total += min(self._work_s(work, base) for work in works)
-        return total
 
     def _work_s(self, work: Work, rank: int) -> float:
         return self.problem.price([(work, rank)], self.plan.mesh)[0].median_s
@@ -650,7 +566,7 @@ class _Computation:
 
     @cached_property
     def _replica(self) -> int:
-        """Of the first few. Any replica gives a bound, since all of them take part in every step."""
+        """The one of the first few whose links are slowest: any replica gives a bound, since all take part in every step."""
 
         def passing_s(replica: int) -> float:
             ranks = [self.layout.rank(place, replica) for place in range(self.plan.mesh.pp)]
@@ -687,16 +603,12 @@ class _Computation:
             names = [name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable]
             for number, name in enumerate(names):
                 ready = clocks[chunk]
-                for output in self.problem.model.component(name).outputs:
-                    value = self.problem.model.value[output]
-                    for reading in self.layout.readings[output] if value.differentiable else ():
-                        first = next((each for each in reading.components if each in ends), None)
-                        if first is not None:
-                            ready = max(ready, ends[first] + self._going_s(value, reading.stage, reading.ends.gradient))
+                for _, value, reading, first in self._gradient_readings(name):
+                    if first in ends:
+                        ready = max(ready, ends[first] + self._going_s(value, reading.stage, reading.ends.gradient))
                 if not number:
                     begins[chunk] = ready
-                own = 0.0 if self._halved else self._least_s(name, Phase.BACKWARD)
-                clocks[chunk] = ends[name] = ready + own
+                clocks[chunk] = ends[name] = ready + (0.0 if self._halved else self._least_s(name, Phase.BACKWARD))
         return begins
 
     def _going_s(self, value: Value, stage: int, moved: ValueLayout) -> float:
@@ -711,11 +623,9 @@ class _Computation:
 
     def _after_s(self) -> list[float | None]:
         """Per stage of the plan from the end of its last block to the end of a block at place 0 that waits for it."""
-        found: list[float | None] = [0.0 if place == 0 else None for place in self.plan.stage_places]
-        if self.plan.mesh.pp == 1 or self._placed_alone:
-            return found
-        if self._halved:
-            return found  # the last task of a place may be the half that nobody waits for
+        after: list[float | None] = [0.0 if place == 0 else None for place in self.plan.stage_places]
+        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved:
+            return after  # the last task of a place may be the half that nobody waits for
         rest: dict[str, float] = {}
         for chunk, stage in enumerate(self.plan.stages):
             names = [name for name in stage.components if name in self.layout.differentiable]
@@ -723,40 +633,39 @@ class _Computation:
             for name in names:
                 total += self._least_s(name, Phase.BACKWARD)
                 rest[name] = total
-            if names and (going := self._returning_s(chunk, names[0], rest, found)) is not None:
-                found[chunk] = max(going, found[chunk] or 0.0)
-        return found
+            if names and (going := self._returning_s(chunk, names[0], rest, after)) is not None:
+                after[chunk] = max(going, after[chunk] or 0.0)
+        return after
 
-    def _returning_s(self, chunk: int, first: str, rest: Mapping[str, float], found: Sequence[float | None]) -> float | None:
+    def _returning_s(self, chunk: int, first: str, rest: Mapping[str, float], after: Sequence[float | None]) -> float | None:
         """From the backward of a stage's first component by way of its inputs to place 0, the longest way."""
-        model, longest = self.problem.model, None
-        for input_name in model.component(first).inputs:
-            value = model.value[input_name]
+        longest = None
+        for value in self._values_read(first):
             if value.producer is None or not value.differentiable or value.producer not in rest:
                 continue
             home = self.layout.chunk_of[value.producer]
-            onwards = found[home]
-            mine = next(entry for entry in self.layout.readings[input_name] if first in entry.components)
-            leading = next((name for name in mine.components if name in self.layout.differentiable), None)
+            onwards = after[home]
+            reading = next(entry for entry in self.layout.readings[value.name] if first in entry.components)
+            leading = next((name for name in reading.components if name in self.layout.differentiable), None)
             if home == chunk or onwards is None or leading != first:
                 continue
-            places = self.plan.stage_places[chunk], self.plan.stage_places[home]
-            moving = 0.0 if places[0] == places[1] else self._transfer_s(value, *places, mine.ends.gradient)
+            moving = self._going_s(value, self.plan.stage_places[chunk], reading.ends.gradient)
             longest = max(longest or 0.0, moving + rest[value.producer] + onwards)
         return longest
 
     def order_s(self) -> float:
-        """As `parsim.search.bound` bounds it."""
-        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved or not is_small(self.plan):
+        """The end of the last block of place 0; 0 where conversions beside the blocks, or too many blocks, hide the order."""
+        small = 2 * len(self.plan.stages) * self.plan.microbatches <= MOST_BLOCKS
+        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved or not small:
             return 0.0
         stages = [stage.components for stage in self.plan.stages]
         turned = [[name for name in reversed(names) if name in self.layout.differentiable] for names in stages]
         forward_s, made = self._least_ends(stages, self._forward_ends)
         backward_s, made_back = self._least_ends(stages, lambda *block: self._backward_ends(*block)[0])
-        ahead = lags(stages, made, self._inputs_from_others)
-        back = lags(turned, made_back, self._gradients_from_others)
+        ahead = _lags(stages, made, self._inputs_from_others)
+        back = _lags(turned, made_back, self._gradients_from_others)
         early_s = [self._ahead_s(chunk) for chunk in range(len(stages))]
-        return last_block_s(self.plan, forward_s, backward_s, ahead, back, early_s)
+        return _last_block_s(self.plan, forward_s, backward_s, ahead, back, early_s)
 
     def _least_ends(
         self, stages: Sequence[Sequence[str]], ends_of: Callable[[int, Sequence[str], int], Mapping[str, float]]
@@ -764,124 +673,96 @@ class _Computation:
         """Per stage the seconds of its block; by component its end after the block begins, on the fastest rank."""
         seconds, ends = [], dict[str, float]()
         for chunk, names in enumerate(stages):
-            found = [ends_of(chunk, names, rank) for rank in self._unlike_ranks(self.plan.stage_places[chunk])]
-            ends |= {name: min(each[name] for each in found) for name in found[0]}
-            seconds.append(min(max(each.values(), default=0.0) for each in found))
+            by_rank = [ends_of(chunk, names, rank) for rank in self._unlike_ranks(self.plan.stage_places[chunk])]
+            ends |= {name: min(each[name] for each in by_rank) for name in by_rank[0]}
+            seconds.append(min(max(each.values(), default=0.0) for each in by_rank))
         return seconds, ends
 
     def _inputs_from_others(self, name: str) -> list[tuple[int, str, float]]:
         """What a component reads from other stages of the plan: the stage, the maker, the seconds on the way."""
-        values = [self.problem.model.value[value] for value in dict.fromkeys(self.problem.model.component(name).inputs)]
         chunk_of = self.layout.chunk_of
         return [
             (chunk_of[value.producer], value.producer, self._coming_s(value, name))
-            for value in values
+            for value in self._values_read(name)
             if value.producer is not None and chunk_of[value.producer] != chunk_of[name]
         ]
 
     def _gradients_from_others(self, name: str) -> list[tuple[int, str, float]]:
-        """The same for its backward: the last of each stage to add to the gradients of what it makes."""
-        found = []
-        for output in self.problem.model.component(name).outputs:
-            value = self.problem.model.value[output]
-            for reading in self.layout.readings[output] if value.differentiable else ():
-                last = next((each for each in reading.components if each in self.layout.differentiable), None)
-                if last is not None and self.layout.chunk_of[last] != self.layout.chunk_of[name]:
-                    going = self._going_s(value, reading.stage, reading.ends.gradient)
-                    found.append((self.layout.chunk_of[last], last, going))
-        return found
+        """What a backward waits for from other stages: the last of each to add to the gradients of what the component makes."""
+        chunk_of = self.layout.chunk_of
+        return [
+            (chunk_of[last], last, self._going_s(value, reading.stage, reading.ends.gradient))
+            for _, value, reading, last in self._gradient_readings(name)
+            if chunk_of[last] != chunk_of[name]
+        ]
 
     def _remaining_s(
         self, place: int, seconds: Mapping[int, tuple[float, float]], within: Mapping[str, float]
     ) -> dict[str, float]:
         """By component, what the place computes after its last backward."""
-        plan = self.plan
-        later = 0.0
+        plan, later = self.plan, 0.0
         behind: dict[int, float] = {}
         count = few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
-        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, count, plan.chunks)
-        for action in reversed(actions):
+        for action in reversed(pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, count, plan.chunks)):
             forward, backward = seconds[action.stage]
             if action.phase is not Phase.FORWARD:
                 behind.setdefault(action.stage, later)
                 if len(behind) == len(seconds):
                     break
             later += forward if action.phase is Phase.FORWARD else backward
-        return {name: behind[self.layout.chunk_of[name]] + own for name, own in within.items()}
+        return {name: behind[self.layout.chunk_of[name]] + after for name, after in within.items()}
 
+    # ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
+    #
+    # A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the
+    # previous one on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous
+    # one on. So lots that compute little leave the gathers of the next ones uncovered.
+    #
+    # Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which
+    # share the stream.
 
-# ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
-#
-# A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the previous
-# one on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous one on. So
-# lots that compute little leave the gathers of the next ones uncovered.
-#
-# Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which
-# share the stream.
+    def gathered_s(self, place: int, rank: int) -> tuple[float, float]:
+        """Seconds of all gathers of one microbatch on the first rank of a place, and of computation that waits for them.
 
+        Returns:
+            Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
+        """
+        total = waiting = 0.0
+        for chunk in self.plan.place_stages(place):
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                block = [entry for entry in computations(self.layout, chunk, phase) if self.layout.runs_on(rank, entry[1])]
+                ends: list[float] = []
+                ahead = phase is Phase.FORWARD or self.plan.backward_prefetch
+                for number, (gathering, between, computing) in enumerate(self._lots(rank, block)):
+                    total += gathering
+                    ready = (ends[-1] if ends else 0.0) + between
+                    if number >= 2:
+                        ready = max(ready, (ends[-2] if ahead else ends[-1]) + gathering)
+                    ends.append(ready + computing)
+                waiting += ends[-1] if ends and not self._halved else 0.0
+        return total, waiting
 
-def gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> tuple[float, float]:
-    """Of one microbatch: seconds of all gathers, and of computation that waits for them.
-
-    Args:
-        problem: model, cluster and batch. layout: of a plan with ZeRO 3. place: on the pp axis. rank: the first one there.
-
-    Returns:
-        Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
-    """
-    total = waiting = 0.0
-    whole = not any(map(layout.is_halved, layout.plan.components))
-    for chunk in layout.plan.place_stages(place):
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            block = [own for own in computations(layout, chunk, phase) if layout.runs_on(rank, own[1])]
-            lots = _lots(problem, layout, rank, block)
-            total += sum(gathered for gathered, *_ in lots)
-            waiting += _block_s(lots, ahead=phase is Phase.FORWARD or layout.plan.backward_prefetch) if whole else 0.0
-    return total, waiting
-
-
-def _lots(
-    problem: PlanningProblem, layout: PlanIndex, rank: int, block: list[tuple[Phase, str]]
-) -> list[tuple[float, float, float]]:
-    """Of a block's lots: seconds of the gathers that one begins with (none of the first), of computation before it that needs
-    no parameters, and of its own."""
-    lots: list[tuple[float, float, float]] = []
-    needed: dict[int, None] | None = None
-    between, prices = 0.0, prices_of(problem, layout.plan)
-    for phase, name in block:
-        buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
-        own = _compute_s(prices, layout, rank, name, phase)
-        if not buckets:
-            between += own
-            continue
-        if needed is None or needed.keys() != buckets.keys():
-            entering = [bucket for number, bucket in buckets.items() if needed is not None and number not in needed]
-            gathering = sum(
-                problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s for bucket in entering
-            )
-            lots.append((gathering, between, own))
-        else:
-            gathering, before, others = lots[-1]
-            lots[-1] = (gathering, before, others + between + own)
-        needed, between = dict.fromkeys(buckets), 0.0
-    return lots
-
-
-def _block_s(lots: list[tuple[float, float, float]], *, ahead: bool) -> float:
-    """When a block's last lot ends, after the block has begun."""
-    ends: list[float] = []
-    for number, (gathering, between, own) in enumerate(lots):
-        ready = (ends[-1] if ends else 0.0) + between
-        if number >= 2:
-            ready = max(ready, (ends[-2] if ahead else ends[-1]) + gathering)
-        ends.append(ready + own)
-    return ends[-1] if ends else 0.0
-
-
-def _compute_s(prices: Prices, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
-    """Of one computation of a microbatch."""
-    part = BY_OPERATOR_PART if phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name) else ""
-    return prices.compute_on_s(prices.problem.model.component(name), layout.placement[name], phase, rank, part)
+    def _lots(self, rank: int, block: Sequence[tuple[Phase, str]]) -> list[tuple[float, float, float]]:
+        """By lot of a block the seconds of the gathers that it begins with (none of the first), of computation before it that
+        needs no parameters, and of its own."""
+        lots: list[tuple[float, float, float]] = []
+        needed: dict[int, None] | None = None
+        between = 0.0
+        for phase, name in block:
+            buckets = {bucket.number: bucket for bucket in self.layout.unsharded_buckets(name) if rank in bucket.group}
+            computing = self._compute_s(name, phase, rank)
+            if not buckets:
+                between += computing
+                continue
+            if needed is None or needed.keys() != buckets.keys():
+                entering = [bucket for number, bucket in buckets.items() if needed is not None and number not in needed]
+                gathering = sum(self._work_s(gathering_work(bucket), rank) for bucket in entering)
+                lots.append((gathering, between, computing))
+            else:
+                gathering, before, others = lots[-1]
+                lots[-1] = (gathering, before, others + between + computing)
+            needed, between = dict.fromkeys(buckets), 0.0
+        return lots
 
 
 # Lower bounds of a plan's step: what the simulation of the plan cannot go below, without lowering or simulating it.
@@ -891,14 +772,11 @@ def _compute_s(prices: Prices, layout: PlanIndex, rank: int, name: str, phase: P
 #
 #     own       M * (F + B), then every bucket whose gradients are complete k seconds before the end, then the optimizer
 #     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the
-#     last
-#               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place
-#               0;
-#               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
-#     order     the last block of place 0 by the order of all blocks (`parsim.search.bound`), then its last buckets
+#               last backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of
+#               place 0; nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
+#     order     the last block of place 0 by the order of all blocks, then its last buckets
 #     sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups are not
-#     on
-#               it); with ZeRO 3 also what waits for parameters that are gathered late (`parsim.search.bound`)
+#               on it); with ZeRO 3 also what waits for parameters that are gathered late
 #
 # The bound is the largest of these over the places. All prices are those of the simulation.
 #
@@ -909,124 +787,110 @@ ROUNDING = 1 - 1e-9
 """Sums in another order differ by rounding: a bound is lowered by that much."""
 
 
-@dataclass
-class KnownNoise:
-    """Of one problem, by number of ranks: the mean of the least noisy core over the draws of the simulation, at most 1."""
-
-    means: dict[int, float] = field(default_factory=dict)
-
-
 def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     """Seconds that no simulation of the plan goes below.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
 
     Raises:
         PlanError: the plan does not match the model. CostError: a component without a price.
     """
-    layout = problem.layout(plan)
-    places = computation_of(problem, plan)
-    ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
-    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
-    rounds.append(order_s(problem, plan, anew=False))
-    last = _last_buckets_s(problem, layout, places[0])
-    bound = max(*ends, max(rounds, default=0.0) + last)
-    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    layout, places = problem.layout(plan), computation_of(problem, plan)
+    ends = [_place_ends_s(problem, layout, place, work) for place, work in enumerate(places)]
+    last_round_s = max(0.0, order_s(problem, plan, anew=False), *_rounds_s(places))
+    return whole_step_s(problem, plan, max(*(end for end, _ in ends), last_round_s + ends[0][1]))
+
+
+def _rounds_s(places: Sequence[PlaceWork]) -> list[float]:
+    """When the last block of place 0 can have ended, by what each place waits for and makes it wait for."""
+    return [work.done_s + work.after_s for work in places if work.after_s is not None]
+
+
+def whole_step_s(problem: PlanningProblem, plan: Plan, bound_s: float) -> float:
+    """A bound of a step's tasks as one of a simulated step: with the least noise, and what lies between steps."""
+    ranks = plan.world_size
+    return (bound_s * least_noise(problem, ranks) + problem.costs(ranks).between_steps_s) * ROUNDING
+
+
+Seconds = TypeVar("Seconds", float, Floats)
+
+
+def lowered_s(problem: PlanningProblem, mesh: Mesh, bound_s: Seconds) -> Seconds:
+    """A bound of a step's tasks, or an array of them, with the least noise."""
+    return bound_s * least_noise(problem, mesh.size) * ROUNDING
 
 
 def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
-    """The same for all ZeRO stages and bucket sizes at once: computation, conversions and transfers alone.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
+    """A bound for all ZeRO stages and bucket sizes at once: computation, conversions and transfers alone."""
     places = computation_of(problem, plan)
-    own = max(work.busy_s for work in places)
-    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
-    bound = max(own, *rounds) if rounds else own
-    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return whole_step_s(problem, plan, max(*(work.busy_s for work in places), *_rounds_s(places), 0.0))
 
 
 def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
-    """As `computation_bound_s`, by the order of the pipeline's blocks: sharper, and slower to find. Later bounds of plans that
-    differ in ZeRO stage and bucket size alone include it.
+    """A bound for all ZeRO stages and bucket sizes by the order of the pipeline's blocks: sharper, and slower to find.
 
-    Args:
-        problem: model, cluster and batch. plan: of this model.
+    Later bounds of plans that differ in ZeRO stage and bucket size alone include it.
     """
-    bound = order_s(problem, plan)
-    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return whole_step_s(problem, plan, order_s(problem, plan))
 
 
+@once
 def least_noise(problem: PlanningProblem, ranks: int) -> float:
-    """The mean of the least noisy core over the draws with which a step is simulated, however many, at most 1.
-
-    Args:
-        problem: whose profile may hold noise of single ranks. ranks: of the plan.
-    """
+    """The mean of the least noisy core over the draws with which a step is simulated, however many, at most 1."""
     noise = problem.cluster.profile.noise
     if noise is None or not noise.rank_sigma or ranks == 1:
         return 1.0
-    known = problem.remembered(KnownNoise).means
-    if ranks not in known:
-        cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
-        means = rank_noise(np.arange(max(len(cores), ranks)), noise.rank_sigma, NOISY_STEPS, SEED)
-        own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
-        known[ranks] = min(1.0, _least_mean(means), _least_mean(own))
-    return known[ranks]
+    cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
+    least = 1.0
+    for drawn in (np.arange(max(len(cores), ranks)), cores):
+        draws = rank_noise(drawn, noise.rank_sigma, NOISY_STEPS, SEED)
+        means = np.cumsum(draws, axis=0) / np.arange(1, len(draws) + 1)[:, None]
+        least = min(least, float(means[FEWEST_DRAWS - 1 :].min()))
+    return least
 
 
-def _least_mean(draws: Floats) -> float:
-    """Over the cores, and over the numbers of draws from `FEWEST_DRAWS` on."""
-    means = np.cumsum(draws, axis=0) / np.arange(1, len(draws) + 1)[:, None]
-    return float(means[FEWEST_DRAWS - 1 :].min())
-
-
-# --- gradients and parameters -----------------------------------------------------------------------------------------
-
-
-def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: PlaceWork) -> float:
-    """When the first rank of a place is done with its own step, or its gradients' stream is."""
-    mesh, microbatches = layout.plan.mesh, layout.plan.microbatches
-    rank = layout.rank(place, 0)
+def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: PlaceWork) -> tuple[float, float]:
+    """When the first rank of a place, and its gradients' stream, is done with its own step; and what follows its last backward:
+    the sums of the buckets that it completes, the optimizer, gathered parameters."""
+    mesh, rank = layout.plan.mesh, layout.rank(place, 0)
 
     def seconds(of: Work) -> float:
         return problem.price([(of, rank)], mesh)[0].median_s
 
-    sending, gathering, done, late = 0.0, 0.0, work.busy_s, []
+    sending, gathering, done, buckets = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):
         across = replica_sum_work(layout, bucket, rank)
-        across_s = 0.0 if across is None else seconds(across)
-        if len(bucket.group) == 1:
-            if across is not None:
-                late.append((_remaining(work, layout.completes(bucket.family, place)), 0.0, across_s))
+        several = len(bucket.group) > 1
+        if not several and across is None:
             continue
+        summed = seconds(bucket_work(layout, bucket)) if several else 0.0
         stage = layout.zero_stage_of(bucket)
-        summed = seconds(bucket_work(layout, bucket))
-        sending += summed * (microbatches if stage >= 2 else 1)
-        if stage in (1, 2):
+        sending += summed * (layout.plan.microbatches if stage >= 2 else 1)
+        if several and stage in (1, 2):
             gathering += seconds(gathering_work(bucket))
-        late.append((_remaining(work, layout.completes(bucket.family, place)), summed, across_s))
+        later = [work.remaining_s[name] for name in layout.completes(bucket.family, place) if name in work.remaining_s]
+        remaining = min(later, default=work.busy_s)  # of tied parameters at any of their places
+        buckets.append((remaining, summed, 0.0 if across is None else seconds(across)))
     if layout.plan.zero_stage >= 3:
-        gathered, waiting = gathered_s(problem, layout, place, rank)
-        sending += microbatches * gathered
-        done = max(done, microbatches * waiting)
-    last = _Sums()
-    for remaining, summed, across_s in sorted(late):
-        last.add(summed, across_s)
-        done = max(done, work.busy_s - remaining + last.end_s)
-    return max(done + _after_s(_update_s(problem, layout, rank), gathering, layout), sending + gathering)
-
-
-def _after_s(update_s: float, gathering_s: float, layout: PlanIndex) -> float:
-    """What follows the last gradients. A host's update goes bucket by bucket, and buckets are gathered beside later ones."""
-    return max(update_s, gathering_s) if layout.plan.optimizer_offload else update_s + gathering_s
+        gathered, waiting = _Computation(problem, layout).gathered_s(place, rank)
+        sending += layout.plan.microbatches * gathered
+        done = max(done, layout.plan.microbatches * waiting)
+    sums, following = _Sums(), 0.0
+    for remaining, summed, across_s in sorted(buckets):
+        sums.add(summed, across_s)
+        done = max(done, work.busy_s - remaining + sums.end_s)
+        if remaining <= 0.0:
+            following = sums.end_s
+    steps: list[Work] = list(updates_of(layout, rank))
+    if layout.plan.optimizer_offload:
+        steps = [HostUpdate(elements=step.elements, optimizer=step.optimizer) for step in updates_of(layout, rank)]
+    update_s = sum(map(seconds, steps))
+    # a host's update goes bucket by bucket, and buckets are gathered beside later ones
+    after_s = max(update_s, gathering) if layout.plan.optimizer_offload else update_s + gathering
+    return max(done + after_s, sending + gathering), following + after_s
 
 
 @dataclass
 class _Sums:
-    """Of buckets that are complete at one moment or later: what passes at least until their sums have ended.
+    """What passes at least until the sums of buckets that are complete at one moment or later have ended.
 
     Sums of a sharding group run one after the other. Sums over all groups do too, each behind the first sum of its bucket.
     """
@@ -1037,7 +901,6 @@ class _Sums:
     least_across_s: float = float("inf")
 
     def add(self, summed_s: float, across_s: float) -> None:
-        """One more bucket."""
         self.summed_s += summed_s
         self.across_s += across_s
         self.least_summed_s = min(self.least_summed_s, summed_s)
@@ -1045,38 +908,7 @@ class _Sums:
 
     @property
     def end_s(self) -> float:
-        if self.least_summed_s == float("inf"):
-            return 0.0
         return max(self.summed_s + self.least_across_s, self.least_summed_s + self.across_s)
-
-
-def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
-    """Seconds that the place computes after the gradients of a bucket are complete; of tied parameters at any of its places."""
-    known = [work.remaining_s[name] for name in completing if name in work.remaining_s]
-    return min(known, default=work.busy_s)
-
-
-def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork) -> float:
-    """What follows the last backward of place 0: the buckets that it completes, the optimizer, gathered parameters."""
-    rank, last, gathering = layout.rank(0, 0), _Sums(), 0.0
-
-    def seconds(of: Work) -> float:
-        return problem.price([(of, rank)], layout.plan.mesh)[0].median_s
-
-    for bucket in layout.rank_buckets(rank):
-        across, several = replica_sum_work(layout, bucket, rank), len(bucket.group) > 1
-        if (several or across is not None) and _remaining(work, layout.completes(bucket.family, 0)) <= 0.0:
-            last.add(seconds(bucket_work(layout, bucket)) if several else 0.0, 0.0 if across is None else seconds(across))
-        if several and layout.zero_stage_of(bucket) in (1, 2):
-            gathering += seconds(gathering_work(bucket))
-    return last.end_s + _after_s(_update_s(problem, layout, rank), gathering, layout)
-
-
-def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
-    steps: list[tuple[Work, int]] = [(step, rank) for step in updates_of(layout, rank)]
-    if layout.plan.optimizer_offload:
-        steps = [(HostUpdate(elements=own.elements, optimizer=own.optimizer), rank) for own in updates_of(layout, rank)]
-    return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0
 
 
 # A lower bound of the step on so many devices, whatever the mesh: all computation of the batch, divided evenly.
@@ -1085,67 +917,35 @@ def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
 # portion divides the batch. So the least device-seconds per sample, over all portions and shardings, bound every plan.
 
 
-@dataclass
-class DeviceSeconds:
-    """Of one problem, by prices and kinds of devices: the least device-seconds of one batch."""
+def device_bound_s(problem: PlanningProblem, devices: int) -> float:
+    """Seconds that no step on the first devices of the cluster goes below."""
+    known, key = problem.answers(device_bound_s), (problem.cost_group(devices), tuple(sorted(device_kinds(problem, devices))))
+    if key not in known:
+        known[key] = _batch_s(problem, devices)
+    return float(known[key]) / devices * least_noise(problem, devices) * ROUNDING
 
-    known: dict[tuple[int, tuple[str, ...]], float] = field(default_factory=dict)
 
-    def step_s(self, problem: PlanningProblem, devices: int) -> float:
-        """Seconds that no step on so many devices goes below.
-
-        Args:
-            problem: model, cluster and batch. devices: the first ones of the cluster.
-        """
-        kinds = tuple(sorted(device_kinds(problem, devices)))
-        key = problem.cost_group(devices), kinds
-        if key not in self.known:
-            self.known[key] = _batch_s(problem, devices)
-        return self.known[key] / devices * least_noise(problem, devices) * ROUNDING
-
-    def are_alike(self, problem: PlanningProblem) -> bool:
-        """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
-        noise = problem.cluster.profile.noise
-        return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
+def prices_are_alike(problem: PlanningProblem) -> bool:
+    """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
+    noise = problem.cluster.profile.noise
+    return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
 
 
 def _batch_s(problem: PlanningProblem, devices: int) -> float:
+    """The least device-seconds of one batch."""
     known: dict[object, float] = {}
-    total = 0.0
+    prices, ranks, total = Prices(problem, Mesh(dp=devices), 1), device_kinds(problem, devices).values(), 0.0
     for component in problem.model.components:
-        prices = _prices(problem, devices, 1)
-        ways = _ways(component, devices)
-        key = prices.same_work(component), component.name in prices.differentiable, tuple(ways)
+        cut = ((each.rule, ways) for each in component.shardings for ways in ways_of(each) if ways <= devices)
+        placements = (BATCH, *(Placement("shard", rule=rule, ways=ways) for rule, ways in cut))
+        phases = prices.phases(component)
+        key = prices.same_work(component), phases, placements
         if key not in known:
             known[key] = min(
-                _device_seconds(_prices(problem, devices, samples), component, placement) / samples
+                placement.ways * sum(prices.local_s(component, placement, phase, rank, samples) for phase in phases) / samples
                 for samples in divisors(problem.global_batch)
-                for placement in ways
+                for placement in placements
+                for rank in ranks
             )
         total += known[key]
     return total * problem.global_batch
-
-
-def _prices(problem: PlanningProblem, devices: int, samples: int) -> Prices:
-    return Prices(problem=problem, mesh=Mesh(dp=devices), samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-
-
-def _ways(component: Component, devices: int) -> list[Placement]:
-    """Whole, and every rule with every number of shards."""
-    return [
-        BATCH,
-        *(
-            Placement("shard", rule=each.rule, ways=ways)
-            for each in component.shardings
-            for ways in ways_of(each)
-            if ways <= devices
-        ),
-    ]
-
-
-def _device_seconds(prices: Prices, component: Component, placement: Placement) -> float:
-    """Forward and backward of so many samples, times the devices that share them."""
-    phases = (Phase.FORWARD, Phase.BACKWARD) if component.name in prices.differentiable else (Phase.FORWARD,)
-    ranks = device_kinds(prices.problem, prices.mesh.size).values()
-    whole = [sum(prices.local_s(component, placement, phase, rank) for phase in phases) for rank in ranks]
-    return placement.ways * min(whole)

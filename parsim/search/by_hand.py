@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from parsim.errors import ConfigError, ModelError, PlanError, near_matches
+from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -26,8 +26,9 @@ from parsim.plans.plan import (
     ActivationOffload,
     Plan,
     Recompute,
+    check_batch,
     check_plan,
-    holding,
+    tied_apart,
 )
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.problem import PlanningProblem
@@ -40,12 +41,12 @@ Forbids = tuple[tuple[str, str], ...]
 def components_of(pattern: str, model: Model, key: str) -> tuple[str, ...]:
     """The components a pattern means, in execution order. Raises ConfigError if there are none; `key` says where it stands."""
     names = tuple(component.name for component in model.components)
-    found = tuple(name for name in names if fnmatchcase(name, pattern))
-    if not found:
+    matching = tuple(name for name in names if fnmatchcase(name, pattern))
+    if not matching:
         alike = {re.sub(r"[0-9]+", "*", name) for name in names}  # of 100 layers one pattern, where no name is near
         near = near_matches(pattern, names if get_close_matches(pattern, names, cutoff=0.5) else alike)
         raise ConfigError(f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}{near}")
-    return found
+    return matching
 
 
 def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> dict[str, Placement]:
@@ -55,10 +56,10 @@ def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> di
         ConfigError: a pattern without a component, or whose components all belong to earlier patterns; a placement that its
             component cannot have.
     """
-    found: dict[str, Placement] = {}
+    placement_of: dict[str, Placement] = {}
     for pattern, placement in patterns.items():
         names = components_of(pattern, model, "plan.placements")
-        free = [name for name in names if name not in found]
+        free = [name for name in names if name not in placement_of]
         if not free:
             raise ConfigError(
                 f"plan.placements.{pattern!r} = {str(placement)!r} never applies: an earlier pattern has placed each of its "
@@ -66,8 +67,8 @@ def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> di
             )
         for name in free:
             _check_rule(model, name, placement, f"plan.placements.{pattern!r}")
-            found[name] = placement
-    return {component.name: found.get(component.name, BATCH) for component in model.components}
+            placement_of[name] = placement
+    return {component.name: placement_of.get(component.name, BATCH) for component in model.components}
 
 
 def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: int) -> Pins:
@@ -77,18 +78,24 @@ def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: in
         ConfigError: a pattern without a component, two pins that contradict each other, a placement that its component cannot
             have on any mesh of so many devices.
     """
-    found: dict[str, tuple[str, Placement]] = {}
+    pinned: dict[str, tuple[str, Placement]] = {}
     for pattern, placement in patterns.items():
         for name in components_of(pattern, model, "plan.pin"):
-            earlier, other = found.setdefault(name, (pattern, placement))
+            earlier, other = pinned.setdefault(name, (pattern, placement))
             if other != placement:
                 raise ConfigError(
                     f"plan.pin contradicts itself: {name} is {other} by {earlier!r} and {placement} by {pattern!r}; drop one"
                 )
             _check_rule(model, name, placement, f"plan.pin.{pattern!r}")
             _check_devices(placement, devices, f"plan.pin.{pattern!r}")
-    _check_tied(model, found)
-    return tuple((component.name, found[component.name][1]) for component in model.components if component.name in found)
+    placements = {component.name: pinned[component.name][1] for component in model.components if component.name in pinned}
+    if (apart := tied_apart(model, placements)) is not None:
+        first, second, parameter = apart
+        raise ConfigError(
+            f"plan.pin contradicts itself: {first} ({placements[first]}) and {second} ({placements[second]}) share "
+            f"the parameter {parameter} and would hold it differently; pin them alike, or only one of them"
+        )
+    return tuple(placements.items())
 
 
 def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins: Pins = ()) -> Forbids:
@@ -97,25 +104,25 @@ def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins
     Raises:
         ConfigError: a pattern without a component, a pin that is forbidden, a component that is left no kind of placement.
     """
-    found: dict[str, dict[str, str]] = {}
+    forbidden_by: dict[str, dict[str, str]] = {}
     for pattern, texts in patterns.items():
         for name in components_of(pattern, model, "plan.forbid"):
-            found.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
+            forbidden_by.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
     for name, pinned in pins:
         for text in (pinned.kind, str(pinned)):
-            if text in found.get(name, {}):
+            if text in forbidden_by.get(name, {}):
                 raise ConfigError(
                     f"plan.pin and plan.forbid contradict each other: {name} is pinned to {pinned}, and {text} is forbidden by "
-                    f"{found[name][text]!r}; drop one"
+                    f"{forbidden_by[name][text]!r}; drop one"
                 )
-    for name, forbidden in found.items():
+    for name, forbidden in forbidden_by.items():
         possible = [kind for kind in KINDS if kind != "shard" or model.component(name).shardings]
         if all(kind in forbidden for kind in possible):
             raise ConfigError(
                 f"plan.forbid leaves {name} no placement: {', '.join(possible)} are all it can have, and all are forbidden; "
                 "allow one of them"
             )
-    return tuple((name, text) for name, forbidden in found.items() for text in forbidden)
+    return tuple((name, text) for name, forbidden in forbidden_by.items() for text in forbidden)
 
 
 def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
@@ -124,11 +131,10 @@ def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
 
 
 def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
-    """The same with every pattern of names as the components that it means.
+    """The choice with every pattern of names as the components that it means.
 
     Args:
-        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:". model: whose components are
-            meant.
+        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:".
 
     Raises:
         ConfigError: a pattern means none, or no component that it means keeps less by operator.
@@ -137,21 +143,18 @@ def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
         if recompute == SELECTIVE:
             _check_by_operator(model, model.components, recompute)
         return recompute
-    found: dict[str, None] = {}
+    entries: dict[str, None] = {}
     for entry in recompute:
         pattern = entry.removeprefix(BY_OPERATOR)
         names = components_of(pattern, model, "plan.recompute")
         if entry != pattern:
             _check_by_operator(model, [model.component(name) for name in names], entry)
-        found.update((entry.removesuffix(pattern) + name, None) for name in names)
-    return tuple(found)
+        entries.update((entry.removesuffix(pattern) + name, None) for name in names)
+    return tuple(entries)
 
 
 def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOffload:
-    """The same with every pattern of names as the components that it means.
-
-    Args:
-        offload: of activations. model: whose components are meant.
+    """The choice of activations with every pattern of names as the components that it means.
 
     Raises:
         ConfigError: a pattern means none.
@@ -200,22 +203,6 @@ def _check_devices(placement: Placement, devices: int, where: str) -> None:
         raise ConfigError(f"{where} = {str(placement)!r}: there is nothing to replicate over on one device")
 
 
-def _check_tied(model: Model, pinned: Mapping[str, tuple[str, Placement]]) -> None:
-    """Pinned components that share a parameter hold it alike."""
-    held: dict[str, tuple[str, object]] = {}
-    for component in model.components:
-        if component.name in pinned:
-            placement = pinned[component.name][1]
-            for parameter in component.parameters:
-                how = holding(component, placement, parameter.name)
-                first, other = held.setdefault(parameter.name, (component.name, how))
-                if other != how:
-                    raise ConfigError(
-                        f"plan.pin contradicts itself: {first} ({pinned[first][1]}) and {component.name} ({placement}) share "
-                        f"the parameter {parameter.name} and would hold it differently; pin them alike, or only one of them"
-                    )
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,12 +230,7 @@ def custom_plan(
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
         CostError: stages cannot be balanced where a component has no cost.
     """
-    parts = mesh.dp * microbatches
-    if problem.global_batch % parts:
-        raise PlanError(
-            f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
-            f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
-        )
+    check_batch(problem.global_batch, mesh, microbatches)
     problem = problem.on(mesh)
     plan = balanced_plan(
         problem,

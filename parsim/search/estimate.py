@@ -11,25 +11,27 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from parsim.errors import ScheduleError
+from parsim.model.component import Component
 from parsim.model.optimizers import update_steps
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, ZERO_STAGES
+from parsim.plans.plan import AUTO, ZERO_STAGES
 from parsim.predict.problem import PlanningProblem
+from parsim.records import once
 from parsim.search.bound import ChainSeconds
 from parsim.search.memory_floor import HeldTotals, LeastKept, held_totals, memory_floor, missing_bytes, tightest
-from parsim.search.prices import Prices, device_kinds, placements_of
+from parsim.search.prices import Prices, device_kinds
 from parsim.search.stages import crossing_bytes
-from parsim.search.tensor import MOST_PLACES, uniform_options
-from parsim.work import Collective, HostCopy, HostUpdate, OptimizerStep, Phase, SendRecv, Work
+from parsim.search.tensor import allowed_placements, uniform_options
+from parsim.work import Collective, HostCopy, HostUpdate, OptimizerStep, SendRecv, Work
 
 INFINITE = float("inf")
 
@@ -43,19 +45,6 @@ UNCOVERED = 0.85
 """Of the gathers and sums of ZeRO 3, the share that nothing covers where norms are components: they run too shortly."""
 
 
-@dataclass
-class _Known:
-    """Of one problem: bytes that cross the middle of the model, by samples of a microbatch; seconds of their transfer by mesh
-    and samples, and of updates by shares of the model and ranks; updates of the whole model; by tp and placements the samples
-    of each component over those of a microbatch."""
-
-    middle: dict[int, int] = field(default_factory=dict)
-    transfers: dict[tuple[Mesh, int], float] = field(default_factory=dict)
-    updates: dict[tuple[int, int], float] = field(default_factory=dict)
-    steps: tuple[OptimizerStep, ...] | None = None
-    local: dict[tuple[int, tuple[Placement, ...]], Floats] = field(default_factory=dict)
-
-
 def estimated_s(
     problem: PlanningProblem,
     mesh: Mesh,
@@ -67,11 +56,11 @@ def estimated_s(
     """Seconds of a step of the best plan; infinite where none is likely to fit.
 
     Args:
-        problem: model, cluster and batch. mesh, order: of the outline; the order with its stages per rank. count: microbatches.
+        mesh, order: of the outline; the order with its stages per rank. count: microbatches.
         placements: by component; what is left out is batch-sharded. chain: seconds of one microbatch.
     """
     samples = problem.global_batch // (mesh.dp * count)
-    placed = [placements.get(component.name, BATCH) for component in problem.model.components]
+    placed = tuple(placements.get(component.name, BATCH) for component in problem.model.components)
     held = held_totals(problem, mesh, samples, placed)
     forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
     rounds = count + (mesh.pp - 1) / order[1]
@@ -101,13 +90,13 @@ def _recomputed_share(
     mesh: Mesh,
     count: int,
     order: tuple[str, int],
-    placed: Sequence[Placement],
+    placed: tuple[Placement, ...],
     held: HeldTotals,
     stage: int,
 ) -> float:
-    """Of the forwards that must run again; infinite where that is not enough with equal stages."""
+    """The share of the forwards that must run again; infinite where that is not enough with equal stages."""
     devices = problem.cluster.devices[: mesh.size]
-    room = USED * min(device.type.memory_bytes - device.type.context_bytes for device in devices) * mesh.pp
+    room = USED * min(device.type.room_bytes for device in devices) * mesh.pp
     name, chunks = order
     alive = in_flight(name, 0, mesh.pp, count, chunks) / chunks
     over = held.weights[stage] + alive * held.saved - room
@@ -120,22 +109,19 @@ def _recomputed_share(
 
 
 def least_bytes(problem: PlanningProblem, way: LeastKept, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
-    """float64 [n]: what each component keeps of one microbatch where a rank recomputes in a way that keeps little.
-
-    Args:
-        problem: model and cluster. way: what is recomputed. mesh: its tp.
-        samples: of a replica's microbatch. placed: by component.
-    """
-    known = problem.remembered(_Known).local
-    key = mesh.tp, tuple(placed)
-    if key not in known:
-        known[key] = np.array([placement.batch_ways(mesh.tp) / mesh.tp for placement in placed])
-    local: Floats = way.kept * known[key] * samples
+    """float64 [n]: what each component keeps of one microbatch where a rank recomputes in a way that keeps little."""
+    local: Floats = way.kept * _local_shares(problem, mesh.tp, tuple(placed)) * samples
     return local
 
 
+@once
+def _local_shares(problem: PlanningProblem, tp: int, placed: tuple[Placement, ...]) -> Floats:
+    """By component its samples over those of a microbatch."""
+    return np.array([placement.batch_ways(tp) / tp for placement in placed])
+
+
 def _slowest_share(
-    problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], placed: Sequence[Placement], stage: int
+    problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], placed: tuple[Placement, ...], stage: int
 ) -> float:
     """How much longer than the others' mean the slowest stage takes, where stages that hold fewer microbatches are longer.
 
@@ -166,17 +152,18 @@ def _slowest_share(
     return tried[bisect_left(tried, True, key=reaches)]
 
 
+@once
 def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
-    """Of what crosses the middle of the model, between the first two places."""
+    """Seconds of what crosses the middle of the model, between the first two places."""
     if mesh.pp == 1:
         return 0.0
-    known, key = problem.remembered(_Known), (mesh, samples)
-    if key not in known.transfers:
-        if samples not in known.middle:
-            known.middle[samples] = int(np.median(crossing_bytes(problem, samples)))
-        size = max(1, known.middle[samples] // mesh.tp)
-        known.transfers[key] = price_s(problem, mesh, SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=size))
-    return known.transfers[key]
+    size = max(1, _middle_bytes(problem, samples) // mesh.tp)
+    return price_s(problem, mesh, SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=size))
+
+
+@once
+def _middle_bytes(problem: PlanningProblem, samples: int) -> int:
+    return int(np.median(crossing_bytes(problem, samples)))
 
 
 def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
@@ -198,7 +185,7 @@ class Sent(NamedTuple):
 
 
 def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) -> Sent:
-    """What a ZeRO stage sends of the parameters of a rank, in one piece each. Args: size_bytes: of the parameters."""
+    """What a ZeRO stage sends of a rank's `size_bytes` of parameters, in one piece each."""
 
     def seconds(operation: str, copies: range, part_bytes: int) -> float:
         group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in copies)
@@ -216,26 +203,25 @@ def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) ->
 
 
 def update_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> float:
-    """Of the update of a rank's equal share of the model, at a ZeRO stage; on the host, beside the copies of new parameters."""
+    """Seconds of the update of a rank's equal share of the model; on the host, beside the copies of new parameters."""
     shares = mesh.pp * mesh.tp * (mesh.group_copies if stage else 1)
-    known, key = problem.remembered(_Known), (shares, mesh.size)
-    if key not in known.updates:
-        if known.steps is None:
-            known.steps = update_steps(problem.model.trainable_parameters)
-        own = [_update(problem, step, max(1, round(step.elements / shares))) for step in known.steps]
-        known.updates[key] = sum(price_s(problem, mesh, step) for step in own)
+    known, key = problem.answers(update_s), (shares, mesh.size)
+    if key not in known:
+        parts = [(step, max(1, round(step.elements / shares))) for step in _updates(problem)]
+        if problem.optimizer_offload:
+            works: list[Work] = [HostUpdate(elements=elements, optimizer=step.optimizer) for step, elements in parts]
+        else:
+            works = [replace(step, elements=elements, tensors=1) for step, elements in parts]
+        known[key] = sum(price_s(problem, mesh, work) for work in works)
         if problem.optimizer_offload:
             size = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters) // shares
-            back_s = price_s(problem, mesh, HostCopy(size_bytes=size, to_host=False))
-            known.updates[key] = max(known.updates[key], back_s)
-    return known.updates[key]
+            known[key] = max(known[key], price_s(problem, mesh, HostCopy(size_bytes=size, to_host=False)))
+    return float(known[key])
 
 
-def _update(problem: PlanningProblem, step: OptimizerStep, elements: int) -> Work:
-    """Of so many elements, where the problem's plans make it."""
-    if problem.optimizer_offload:
-        return HostUpdate(elements=elements, optimizer=step.optimizer)
-    return replace(step, elements=elements, tensors=1)
+@once
+def _updates(problem: PlanningProblem) -> tuple[OptimizerStep, ...]:
+    return update_steps(problem.model.trainable_parameters)
 
 
 def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
@@ -254,73 +240,48 @@ class LeastSeconds(NamedTuple):
     options: tuple[tuple[Placement, ...], ...]
 
 
-@dataclass
-class _LeastSteps:
-    """Of one problem, by prices, kinds of devices, tp, samples and whether placements are mixed."""
-
-    by_shape: dict[tuple[int, tuple[str, ...], int, int, bool], LeastSeconds] = field(default_factory=dict)
-    missing: dict[tuple[Mesh, int, bool, tuple[tuple[str, int], ...]], float] = field(default_factory=dict)
-
-
 def least_seconds(problem: PlanningProblem, mesh: Mesh, count: int, *, mixed: bool) -> LeastSeconds:
     """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device.
 
     Args:
-        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
         mixed: whether every component has a placement of its own.
     """
     samples = problem.global_batch // (mesh.dp * count)
-    known = problem.remembered(_LeastSteps).by_shape
-    kinds = device_kinds(problem, mesh.size)
-    key = (problem.cost_group(mesh.size), tuple(kinds), mesh.tp, samples, mixed)
+    known = problem.answers(least_seconds)
+    key = (problem.cost_group(mesh.size), tuple(device_kinds(problem, mesh.size)), mesh.tp, samples, mixed)
     if key not in known:
-        prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        prices = Prices(problem=problem, mesh=mesh, samples=samples)
         seen: dict[object, float] = {}
-        found, chosen = [], []
+        seconds, chosen = [], []
         for component in problem.model.components:
-            options = _options(problem, component.name, mesh.tp, samples, mixed=mixed)
+            options = _options(problem, component, mesh.tp, samples, mixed=mixed)
             chosen.append(options)
             work = (prices.same_work(component), component.name in prices.differentiable, options)
             if work not in seen:
-                seen[work] = min((_mean_s(prices, component.name, option) for option in options), default=0.0)
-            found.append(seen[work])
-        known[key] = LeastSeconds(np.array(found), sum(found), max(found), tuple(chosen))
-    return known[key]
+                seen[work] = min((_mean_s(prices, component, option) for option in options), default=0.0)
+            seconds.append(seen[work])
+        known[key] = LeastSeconds(np.array(seconds), sum(seconds), max(seconds), tuple(chosen))
+    return cast(LeastSeconds, known[key])
 
 
+@once
 def least_missing_bytes(
-    problem: PlanningProblem, mesh: Mesh, count: int, pipeline: Sequence[tuple[str, int]], *, mixed: bool
+    problem: PlanningProblem, mesh: Mesh, count: int, pipeline: tuple[tuple[str, int], ...], *, mixed: bool
 ) -> float:
-    """By how much no plan can fit; 0 where some might.
-
-    Args:
-        problem, mesh, count, mixed: as `least_seconds` takes them. pipeline: orders, with their stages per rank.
-    """
-    known = problem.remembered(_LeastSteps).missing
-    key = (mesh, count, mixed, tuple(pipeline))
-    if key not in known:
-        known[key] = missing_bytes(problem, mesh, count, least_seconds(problem, mesh, count, mixed=mixed).options, pipeline)
-    return known[key]
+    """By how much no plan with these pipeline orders can fit; 0 where some might."""
+    return missing_bytes(problem, mesh, count, least_seconds(problem, mesh, count, mixed=mixed).options, pipeline)
 
 
-def _options(problem: PlanningProblem, name: str, tp: int, samples: int, *, mixed: bool) -> tuple[Placement, ...]:
-    component = problem.model.component(name)
+def _options(problem: PlanningProblem, component: Component, tp: int, samples: int, *, mixed: bool) -> tuple[Placement, ...]:
     if not mixed:
         with contextlib.suppress(ScheduleError):  # said where such a part is opened
             return uniform_options(problem, component, tp, divides=samples % tp == 0)
         return ()
-    options = placements_of(component, Mesh(tp=tp), samples, places=places(tp))
-    return tuple(option for option in options if problem.allows(name, option))
+    return allowed_placements(problem, component, Mesh(tp=tp), samples)
 
 
-def _mean_s(prices: Prices, name: str, placement: Placement) -> float:
+def _mean_s(prices: Prices, component: Component, placement: Placement) -> float:
     """Forward and backward of one microbatch on the fastest device, as the mean over the tp ranks."""
-    component = prices.problem.model.component(name)
-    phases = (Phase.FORWARD, Phase.BACKWARD) if name in prices.differentiable else (Phase.FORWARD,)
     share = 1 / prices.mesh.tp if placement.kind == "place" else 1.0
+    phases = prices.phases(component)
     return share * sum(prices.compute_s(component, placement, phase, fastest=True) for phase in phases)
-
-
-def places(tp: int) -> range | tuple[int]:
-    """The tp ranks on which a component may be placed alone."""
-    return range(tp) if tp <= MOST_PLACES else (0,)

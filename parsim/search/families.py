@@ -17,8 +17,6 @@ from parsim.registry import Registry
 from parsim.search.space import FEW_COMPONENTS, Node, is_large, meshes
 from parsim.search.tree import Members
 
-Meshes = Callable[[PlanningProblem], list[Mesh]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
@@ -31,22 +29,30 @@ class Strategy:
     """
 
     plans: Callable[[PlanningProblem], Iterator[Plan]] | None = None
-    meshes: Meshes | None = None
+    meshes: Callable[[PlanningProblem], list[Mesh]] | None = None
 
     def __post_init__(self) -> None:
         if (self.plans is None) == (self.meshes is None):
             raise ScheduleError("a strategy has either plans or meshes; give one of them")
 
     def __call__(self, problem: PlanningProblem) -> Iterator[Plan]:
+        """All members, those that are impossible left out; with recomputation only where it is asked for.
+
+        Raises:
+            ScheduleError: there is none.
+        """
         if self.plans is not None:
-            return self.plans(problem)
-        return every_plan(problem, self)
+            yield from self.plans(problem)
+            return
+        assert self.meshes is not None
+        name = next((key for key, row in FAMILIES.items() if row is self), "custom")
+        members, some = Members(problem, name), self.meshes(problem)
+        nodes_of(members, some)
+        for mesh in some:
+            yield from members.plans(mesh)
 
     def nodes(self, problem: PlanningProblem, name: str) -> list[Node]:
-        """The family as parts with lower bounds.
-
-        Args:
-            problem: model, cluster, batch and constraints. name: of the strategy.
+        """The family `name` as parts with lower bounds.
 
         Raises:
             ScheduleError: it has no member. The message names every reason.
@@ -67,140 +73,70 @@ def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
     sizes = sorted(by_size, reverse=True)
     reasons: dict[str, None] = {}
     for number, size in enumerate(sizes):
-        found = _on_meshes(members, by_size[size], reasons)
-        if found:
+        nodes = _on_meshes(members, by_size[size], reasons)
+        if nodes:
             dividing = ([mesh for mesh in by_size[size] if members.divides(mesh)] for size in sizes[number + 1 :])
             fewer = members.of_fewer_devices([some for some in dividing if some], _on_meshes)
             if not is_large(members.problem):
-                return found + fewer
-            if all(node.late for node in found) and not members.mixed:
-                found = [replace(node, late=False) for node in found]
-            return found + [replace(node, late=True) for node in fewer]
+                return nodes + fewer
+            if all(node.late for node in nodes) and not members.mixed:
+                nodes = [replace(node, late=False) for node in nodes]
+            return nodes + [replace(node, late=True) for node in fewer]
     raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
 
 
 def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None]) -> list[Node]:
     """The parts on these meshes, with the reasons why others have none."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     for mesh in some:
         try:
-            found += members.of_mesh(mesh)
+            nodes += members.of_mesh(mesh)
         except ScheduleError as error:
             reasons[str(error)] = None
-    return found
+    return nodes
 
 
-def every_plan(problem: PlanningProblem, strategy: Strategy) -> Iterator[Plan]:
-    """All members of a family, those that are impossible left out; with recomputation only where it is asked for.
-
-    Args:
-        problem: model, cluster, batch and constraints. strategy: with meshes.
-
-    Raises:
-        ScheduleError: it has no member.
-    """
-    assert strategy.meshes is not None
-    name = next((key for key, row in FAMILIES.items() if row is strategy), "custom")
-    members, some = Members(problem, name), strategy.meshes(problem)
-    nodes_of(members, some)
-    for mesh in some:
-        yield from members.plans(mesh)
+def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """Meshes with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
+    axis beside it adds little, and is left out where a model has many components. None where the constraints give tp, for then
+    all that can be cut is cut."""
+    constraints = problem.constraints
+    if constraints.tp is not None:
+        return []
+    few = len(problem.model.components) <= FEW_COMPONENTS
+    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (constraints.dp or 1))))
 
 
-def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans on one device, fewest microbatches first.
-
-    Args:
-        problem: model, cluster and batch.
-    """
-    return FAMILIES["single"](problem)
-
-
-def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans with a replica per device, most devices and fewest microbatches first.
-
-    Args:
-        problem: model, cluster and batch.
-
-    Raises:
-        ScheduleError: the batch does not divide over any number of devices.
-    """
-    return FAMILIES["dp"](problem)
-
-
-def single_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """One device.
-
-    Args:
-        problem: with constraints.
-
-    Raises:
-        ScheduleError: another mesh is asked for.
-    """
+def _single(problem: PlanningProblem) -> list[Mesh]:
+    """One device."""
     return _kept(problem, "single", [Mesh()])
 
 
-def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """A replica per device, of all devices or of fewer.
-
-    Args:
-        problem: with constraints.
-
-    Raises:
-        ScheduleError: another mesh is asked for.
-    """
+def _dp(problem: PlanningProblem) -> list[Mesh]:
+    """A replica per device, of all devices or of fewer."""
     return _kept(problem, "dp", [mesh for mesh in meshes(problem, lambda pp, _, tp: pp == tp == 1) if mesh.size > 1])
 
 
-def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp).
-
-    Args:
-        problem: with constraints.
-
-    Raises:
-        ScheduleError: another mesh is asked for.
-    """
+def _mp(problem: PlanningProblem) -> list[Mesh]:
+    """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp)."""
     some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1) if mesh.size > 1]
-    whole = Mesh(pp=problem.cluster.size)
-    return _kept(problem, "mp", some or [whole])  # too few components: it says so
+    return _kept(problem, "mp", some or [Mesh(pp=problem.cluster.size)])  # too few components: it says so
 
 
-def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """Every pp x dp x tp mesh with dp above one and another axis above one.
-
-    Args:
-        problem: with constraints.
-
-    Raises:
-        ScheduleError: there is none, or another mesh is asked for.
-    """
+def _hp(problem: PlanningProblem) -> list[Mesh]:
+    """Every pp x dp x tp mesh with dp above one and another axis above one."""
     batch = problem.global_batch
-    dividing = list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1 and batch % dp == 0))
-    if not dividing and not problem.constraints.axes:
+    hybrid = list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1 and batch % dp == 0))
+    if not hybrid and not problem.constraints.axes:
         raise ScheduleError(
             f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp at most {problem.cluster.size} and dp dividing the batch "
             f"({problem.global_batch}); use another number of devices or another batch"
         )
-    return _kept(problem, "hp", dividing or list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1)))
-
-
-def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
-    axis beside it adds little, and is left out where a model has many components.
-
-    Args:
-        problem: with constraints. Where it gives tp, all that can be cut is cut, so there are none.
-    """
-    asked = problem.constraints
-    if asked.tp is not None:
-        return []
-    few = len(problem.model.components) <= FEW_COMPONENTS
-    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (asked.dp or 1))))
+    return _kept(problem, "hp", hybrid or list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1)))
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:
-    """Those that keep the constraints. Raises ScheduleError if none does."""
+    """The meshes that keep the constraints. Raises ScheduleError if none does."""
     kept = [mesh for mesh in some if problem.constraints.allow(mesh)]
     if not kept:
         raise ScheduleError(
@@ -213,10 +149,10 @@ FAMILIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,
     {
-        "single": Strategy(meshes=single_meshes),
-        "dp": Strategy(meshes=dp_meshes),
-        "mp": Strategy(meshes=mp_meshes),
-        "hp": Strategy(meshes=hp_meshes),
+        "single": Strategy(meshes=_single),
+        "dp": Strategy(meshes=_dp),
+        "mp": Strategy(meshes=_mp),
+        "hp": Strategy(meshes=_hp),
     },
     error=ScheduleError,
 )

@@ -11,20 +11,17 @@ above the bound may still not fit.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.model.component import Component, Parameter
+from parsim.model.component import Component
 from parsim.model.formats import component_in, value_in
-from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
@@ -32,7 +29,9 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, moments
 from parsim.plans.plan import AUTO, BY_OPERATOR, NONE, ZERO_STAGES, Plan, Recompute
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
-from parsim.search.bound import ROUNDING, computation_of, least_noise, prices_of
+from parsim.records import once
+from parsim.search.bound import ROUNDING, computation_of, prices_of, whole_step_s
+from parsim.search.prices import narrowed
 from parsim.search.stages import Segments, segments_of
 from parsim.work import Phase
 
@@ -50,153 +49,119 @@ MOST_KINDS = 24
 """Kinds of components of which more and less recomputation is tried, the most frequent first."""
 
 AS_IT_IS, SOME, WHOLE = 0, 1, 2
+"""How a component is recomputed: not, by operator, or all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastKept:
     """Attributes:
     recompute, segments: of a plan, of which stages may cut segments in two.
-    kept: float64 [n], bytes per sample that each component keeps. whole: bool [n], whether all of its forward runs again.
+    kept: float64 [n], bytes per sample that each component keeps.
     """
 
     recompute: Recompute
     kept: Floats
-    whole: NDArray[np.bool_]
     segments: Segments = ()
 
 
-@dataclass
-class _LeastKept:
-    """Of one problem."""
-
-    alone: LeastKept | None = None
-    together: tuple[LeastKept, ...] | None = None
+def recompute_of(levels: Iterable[tuple[str, int]]) -> Recompute:
+    """A plan's choice of components with SOME, WHOLE or AS_IT_IS."""
+    return tuple(name if level == WHOLE else BY_OPERATOR + name for name, level in levels if level != AS_IT_IS) or NONE
 
 
+@once
 def least_kept(problem: PlanningProblem) -> LeastKept:
-    """The choice that keeps least of those that treat components of one kind alike, without segments.
-
-    Args:
-        problem: model and precision.
-    """
-    known = problem.remembered(_LeastKept)
-    if known.alone is None:
-        known.alone = _found(problem.model, _Ledger(problem.model, problem.numerics.precision))
-    return known.alone
-
-
-def kept_together(problem: PlanningProblem) -> tuple[LeastKept, ...]:
-    """The same with layers as segments, the shortest segments first; none where a problem has no segments.
-
-    Args:
-        problem: model, precision and what plans may have.
-    """
-    known = problem.remembered(_LeastKept)
-    if known.together is None:
-        ways = segments_of(problem)
-        ledger = _Ledger(problem.model, problem.numerics.precision) if ways else None
-        known.together = tuple(_together(problem, ledger, segments) for segments in ways) if ledger is not None else ()
-    return known.together
-
-
-def tightest(problem: PlanningProblem) -> LeastKept:
-    """What keeps least: single components, or segments of one block, which are hardly more than these while they are whole.
-
-    Args:
-        problem: model, precision and what plans may have.
-    """
-    return min([least_kept(problem), *kept_together(problem)[:1]], key=lambda way: float(way.kept.sum()))
-
-
-def _together(problem: PlanningProblem, ledger: _Ledger, segments: Segments) -> LeastKept:
-    """Layers as segments, and all else as it keeps least alone."""
-    alone, names = least_kept(problem), problem.model.component_index
-    number_of = {name: number for number, segment in enumerate(segments) for name in segment}
-    entries = () if alone.recompute == NONE else alone.recompute
-    levels = dict.fromkeys(names, AS_IT_IS)
-    rest = [entry for entry in entries if entry.removeprefix(BY_OPERATOR) not in number_of]
-    levels |= {entry.removeprefix(BY_OPERATOR): SOME if entry.startswith(BY_OPERATOR) else WHOLE for entry in rest}
-    backwards = problem.model.differentiable_components
-    levels |= {name: WHOLE for name in number_of if name in backwards}
-    own = list(levels.values())
-    return LeastKept(
-        recompute=tuple(rest) or NONE,
-        kept=ledger.kept(own, [number_of.get(name, -1) for name in names]),
-        whole=np.array(own) == WHOLE,
-        segments=segments,
-    )
-
-
-def _found(model: Model, ledger: _Ledger) -> LeastKept:
-    backwards = model.differentiable_components
+    """The choice that keeps least of those that treat components of one kind alike, without segments."""
+    components, backwards = problem.model.components, problem.model.differentiable_components
     kinds: dict[str, list[int]] = {}
-    for number, component in enumerate(model.components):
+    for number, component in enumerate(components):
         if component.name in backwards:
             kinds.setdefault(component.fingerprint, []).append(number)
-    levels = [WHOLE if component.name in backwards else AS_IT_IS for component in model.components]
-    least = ledger.kept(levels).sum()
-    frequent = Counter({kind: len(numbers) for kind, numbers in kinds.items()}).most_common(MOST_KINDS)
-    for kind, _ in frequent:
-        numbers = kinds[kind]
-        ways = (AS_IT_IS, SOME) if model.components[numbers[0]].selective is not None else (AS_IT_IS,)
-        for level in ways:
+    levels = [WHOLE if component.name in backwards else AS_IT_IS for component in components]
+    least = _kept_bytes(problem, levels).sum()
+    for numbers in sorted(kinds.values(), key=len, reverse=True)[:MOST_KINDS]:
+        for level in (AS_IT_IS, SOME) if components[numbers[0]].selective is not None else (AS_IT_IS,):
             tried = list(levels)
             for number in numbers:
                 tried[number] = level
-            if (total := ledger.kept(tried).sum()) < least:
+            if (total := _kept_bytes(problem, tried).sum()) < least:
                 least, levels = total, tried
-    entries = tuple(
-        component.name if level == WHOLE else BY_OPERATOR + component.name
-        for component, level in zip(model.components, levels, strict=True)
-        if level != AS_IT_IS
-    )
-    return LeastKept(recompute=entries or NONE, kept=ledger.kept(levels), whole=np.array(levels) == WHOLE)
+    recompute = recompute_of(zip(problem.model.component_index, levels, strict=True))
+    return LeastKept(recompute=recompute, kept=_kept_bytes(problem, levels))
 
 
-class _Ledger:
-    """By value the components that may keep it and when, by component what it keeps beside values."""
+@once
+def kept_together(problem: PlanningProblem) -> tuple[LeastKept, ...]:
+    """Layers as segments, and all else as it keeps least alone; the shortest segments first, none where there may be none."""
+    return tuple(_together(problem, segments) for segments in segments_of(problem))
 
-    def __init__(self, model: Model, precision: str) -> None:
-        order = model.component_index
-        components = [component_in(component, precision) for component in model.components]
-        self._own = [
-            (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0)
-            for one in components
-        ]
-        keepers: dict[str, dict[int, set[int]]] = {}
-        for number, component in enumerate(components):
-            for name in dict.fromkeys(component.inputs):
-                keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
-            for name in component.selective.values if component.selective else ():
-                keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
-        self._values: list[tuple[float, int, list[tuple[int, set[int]]]]] = []
-        for value in (value_in(value, precision) for value in model.values):
-            savers = sorted(order[name] for name in value.savers or ())
-            size = float(value.bytes_per_sample)
-            if savers:
-                saved, some, whole = self._own[savers[0]]
-                self._own[savers[0]] = max(0.0, saved - size), some, whole
-            if value.producer is None:
-                continue
-            found = keepers.get(value.name, {})
+
+def tightest(problem: PlanningProblem) -> LeastKept:
+    """What keeps least: single components, or segments of one block, which are hardly more than these while they are whole."""
+    return min([least_kept(problem), *kept_together(problem)[:1]], key=lambda way: float(way.kept.sum()))
+
+
+def _together(problem: PlanningProblem, segments: Segments) -> LeastKept:
+    alone = least_kept(problem).recompute
+    number_of = {name: number for number, segment in enumerate(segments) for name in segment}
+    levels = dict.fromkeys(problem.model.component_index, AS_IT_IS)
+    for entry in () if isinstance(alone, str) else alone:
+        levels[entry.removeprefix(BY_OPERATOR)] = SOME if entry.startswith(BY_OPERATOR) else WHOLE
+    recompute = recompute_of((name, level) for name, level in levels.items() if name not in number_of)
+    for name in number_of:
+        levels[name] = WHOLE if name in problem.model.differentiable_components else AS_IT_IS
+    kept = _kept_bytes(problem, list(levels.values()), [number_of.get(name, -1) for name in levels])
+    return LeastKept(recompute=recompute, kept=kept, segments=segments)
+
+
+Keepers = list[tuple[int, set[int]]]
+"""Components that may keep a value, and at which levels each does."""
+
+
+@once
+def _ledger(problem: PlanningProblem) -> tuple[list[tuple[float, float, float]], list[tuple[float, int, Keepers]]]:
+    """By component the bytes that it keeps beside values at every level; by value its bytes, its maker and who may keep it."""
+    model, precision, order = problem.model, problem.numerics.precision, problem.model.component_index
+    components = [component_in(component, precision) for component in model.components]
+    beside = [
+        (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0) for one in components
+    ]
+    keepers: dict[str, dict[int, set[int]]] = {}
+    for number, component in enumerate(components):
+        for name in dict.fromkeys(component.inputs):
+            keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
+        for name in component.selective.values if component.selective else ():
+            keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
+    values = []
+    for value in (value_in(value, precision) for value in model.values):
+        savers = sorted(order[name] for name in value.savers or ())
+        size = float(value.bytes_per_sample)
+        if savers:
+            saved, some, whole = beside[savers[0]]
+            beside[savers[0]] = max(0.0, saved - size), some, whole
+        if value.producer is not None:
+            keeping = keepers.get(value.name, {})
             for number in savers:
-                found.setdefault(number, set()).add(AS_IT_IS)
-            self._values.append((size, order[value.producer], sorted(found.items())))
+                keeping.setdefault(number, set()).add(AS_IT_IS)
+            values.append((size, order[value.producer], sorted(keeping.items())))
+    return beside, values
 
-    def kept(self, levels: list[int], segments: Sequence[int] = ()) -> Floats:
-        """float64 [n], bytes per sample: a value counts with the first component that keeps it.
 
-        Args:
-            levels: by component. segments: by component the number of its segment, -1 for none.
-        """
-        total = np.array([own[level] for own, level in zip(self._own, levels, strict=True)])
-        for size, maker, keepers in self._values:
-            for number, when in keepers:
-                remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
-                if levels[number] in when and not remade:
-                    total[number] += size
-                    break
-        return total
+def _kept_bytes(problem: PlanningProblem, levels: Sequence[int], segments: Sequence[int] = ()) -> Floats:
+    """float64 [n], bytes per sample: a value counts with the first component that keeps it.
+
+    Args:
+        levels: by component. segments: by component the number of its segment, -1 for none.
+    """
+    beside, values = _ledger(problem)
+    total = np.array([sizes[level] for sizes, level in zip(beside, levels, strict=True)])
+    for size, maker, keepers in values:
+        for number, when in keepers:
+            remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
+            if levels[number] in when and not remade:
+                total[number] += size
+                break
+    return total
 
 
 # Bytes of parameters, gradients and optimizer state that the components hold at least, by ZeRO stage.
@@ -204,18 +169,8 @@ class _Ledger:
 # Divided by as much as tp and ZeRO can. A tied parameter counts with the first component that has it.
 
 
-Options = Sequence[tuple[Placement, ...]]
-
-
-@dataclass
-class _KnownWeights:
-    """Of one problem."""
-
-    untied: tuple[Component, ...] | None = None
-    parts: dict[tuple[str, Placement, int], WeightParts] = field(default_factory=dict)
-    prints: tuple[tuple[str, str], ...] = ()
-    total_bytes: float | None = None
-    alike: dict[tuple[tuple[Placement, ...], ...], AlikeComponents] = field(default_factory=dict)
+Options = tuple[tuple[Placement, ...], ...]
+"""Per component the placements that it may have."""
 
 
 @dataclass(frozen=True)
@@ -229,57 +184,41 @@ class LeastWeights:
 
     def of(self, stage: int) -> Floats:
         if stage not in self.stages:
-            self.stages[stage] = self._of(stage)
+            alike = alike_components(self.problem, self.options)
+            untied, least = untied_components(self.problem), []
+            for number in alike.first:
+                parts = (weight_parts(self.problem, self.mesh.tp, untied[number], choice) for choice in self.options[number])
+                least.append(min((each.bytes_at(stage, self.mesh.group_copies) for each in parts), default=0.0))
+            self.stages[stage] = np.array(least)[alike.kinds]
         return self.stages[stage]
-
-    def _of(self, stage: int) -> Floats:
-        alike = alike_components(self.problem, self.options)
-        parts, copies = self.problem.remembered(_KnownWeights).parts, self.mesh.group_copies
-        untied, found = untied_components(self.problem), []
-        for number in alike.first:
-            component, least = untied[number], float("inf")
-            for choice in self.options[number]:
-                held = component.fingerprint, choice, self.mesh.tp
-                if held not in parts:
-                    parts[held] = weight_parts(self.problem, self.mesh.tp, component, choice)
-                least = min(least, parts[held].bytes_at(stage, copies))
-            found.append(least if self.options[number] else 0.0)
-        own: Floats = np.array(found)[alike.kinds]
-        return own
 
 
 class AlikeComponents(NamedTuple):
-    """Components that do the same work, have the same parameters to themselves, and have the same options.
-
-    Attributes: first: by kind the number of its first component. kinds: int64 [n], by component.
-    """
+    """Components that do the same work, have the same parameters to themselves, and have the same options: by kind the number
+    of its first component, and int64 [n] the kind of every component."""
 
     first: tuple[int, ...]
     kinds: NDArray[np.int64]
 
 
+@once
 def alike_components(problem: PlanningProblem, options: Options) -> AlikeComponents:
-    """Which components are alike; worked out once for the same options.
+    """Which components are alike where each may have these placements."""
+    numbers: dict[object, int] = {}
+    kinds = [numbers.setdefault(each, len(numbers)) for each in zip(_prints(problem), options, strict=True)]
+    first = np.unique(kinds, return_index=True)[1]
+    return AlikeComponents(tuple(first.tolist()), np.array(kinds, dtype=np.int64))
 
-    Args:
-        problem: model, cluster and batch. options: per component the placements that it may have.
-    """
-    known = problem.remembered(_KnownWeights)
-    key = tuple(options)
-    if key not in known.alike:
-        if not known.prints:
-            own = [component.fingerprint for component in untied_components(problem)]
-            known.prints = tuple(zip(problem.model.fingerprints, own, strict=True))
-        numbers: dict[object, int] = {}
-        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(known.prints, key, strict=True)]
-        first = np.unique(kinds, return_index=True)[1]
-        known.alike[key] = AlikeComponents(tuple(first.tolist()), np.array(kinds, dtype=np.int64))
-    return known.alike[key]
+
+@once
+def _prints(problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
+    untied = [component.fingerprint for component in untied_components(problem)]
+    return tuple(zip(problem.model.fingerprints, untied, strict=True))
 
 
 class WeightParts(NamedTuple):
-    """Of the mean tp rank: bytes that every rank holds, and bytes per number of tp ranks that hold the same. The latter are the
-    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their copies."""
+    """Bytes of the mean tp rank: what every rank holds, and by number of tp ranks that hold the same the optimizer state, the
+    gradients and the parameters, which ZeRO divides over these ranks and their copies."""
 
     whole: float
     divided: tuple[tuple[int, tuple[float, float, float]], ...]
@@ -292,51 +231,45 @@ class WeightParts(NamedTuple):
         )
 
 
+@once
 def untied_components(problem: PlanningProblem) -> tuple[Component, ...]:
-    """The components, each without the parameters that an earlier one has.
-
-    Args:
-        problem: with the model.
-    """
-    known = problem.remembered(_KnownWeights)
-    if known.untied is None:
-        seen: set[str] = set()
-        found = []
-        for component in problem.model.components:
-            own = tuple(each for each in component.parameters if each.name not in seen)
-            seen.update(each.name for each in own)
-            found.append(component if own == component.parameters else replace(component, parameters=own))
-        known.untied = tuple(found)
-    return known.untied
+    """The components, each without the parameters that an earlier one has."""
+    seen: set[str] = set()
+    untied = []
+    for component in problem.model.components:
+        parameters = tuple(each for each in component.parameters if each.name not in seen)
+        seen.update(each.name for each in parameters)
+        untied.append(component if parameters == component.parameters else replace(component, parameters=parameters))
+    return tuple(untied)
 
 
 def weights_are_too_many(problem: PlanningProblem, devices: int) -> bool:
-    """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer.
-
-    Args:
-        problem: model, cluster and optimizer. devices: the first ones of the cluster.
-    """
-    known = problem.remembered(_KnownWeights)
-    if known.total_bytes is None:
-        known.total_bytes = sum(
-            _held_once(problem, parameter) for one in untied_components(problem) for parameter in one.parameters
-        )
-    rooms = (device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[:devices])
-    return known.total_bytes > devices * max(rooms)
+    """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer."""
+    rooms = (device.type.room_bytes for device in problem.cluster.devices[:devices])
+    return _weights_bytes(problem) > devices * max(rooms)
 
 
-def _held_once(problem: PlanningProblem, parameter: Parameter) -> float:
-    if not parameter.trainable:
-        return parameter.size_bytes
-    return problem.device_bytes_per_element(parameter.optimizer) * parameter.elements + 2 * parameter.size_bytes
+@once
+def _weights_bytes(problem: PlanningProblem) -> float:
+    """Parameters, gradients and optimizer state of the whole model, each once."""
+    return sum(
+        problem.device_bytes_per_element(parameter.optimizer) * parameter.elements + 2 * parameter.size_bytes
+        if parameter.trainable
+        else parameter.size_bytes
+        for component in untied_components(problem)
+        for parameter in component.parameters
+    )
 
 
 def weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:
-    """Of one component of the mean tp rank.
+    """What the mean tp rank holds of one component; worked out once for components that are alike."""
+    known, key = problem.answers(weight_parts), (component.fingerprint, placement, tp)
+    if key not in known:
+        known[key] = _weight_parts(problem, tp, component, placement)
+    return cast(WeightParts, known[key])
 
-    Args:
-        problem: with the optimizer. tp: ways of the mesh. component: of the model. placement: how it lies.
-    """
+
+def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:
     whole, divided = 0.0, dict[int, list[float]]()
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
@@ -349,70 +282,45 @@ def weight_parts(problem: PlanningProblem, tp: int, component: Component, placem
         state = problem.device_bytes_per_element(parameter.optimizer) * held.elements
         for number, size in enumerate((state, held.size_bytes, held.size_bytes)):
             sizes[number] += holders * size
-    return WeightParts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
+    return WeightParts(whole, tuple((ranks, (sizes[0], sizes[1], sizes[2])) for ranks, sizes in divided.items()))
 
 
 # Bytes of one microbatch that the components keep at least for their backward.
 
 
-@dataclass
-class _KnownKept:
-    """Of one problem: what one component saves of so many samples, and the rates that are always kept."""
-
-    saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
-    rates: Floats | None = None
-
-
 def least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> tuple[Floats, float]:
     """By component what it saves of one microbatch on the mean tp rank; and the most that one saves on a rank that has it.
-
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
-        options: per component the placements that it may have.
 
     Returns:
         Bytes, float64 [n] and one number.
     """
-    known, alike = problem.remembered(_KnownKept).saved, alike_components(problem, options)
-    found = []
+    known, alike = problem.answers(least_saved), alike_components(problem, options)
+    least = []
     for number in alike.first:
         component, choices = problem.model.components[number], options[number]
         key = component.fingerprint, choices, mesh.tp, samples
         if key not in known:
-            every = [saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
-            means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(every, choices, strict=True)]
-            known[key] = min(means, default=0.0), min(every, default=0.0)
-        found.append(known[key])
-    saved: Floats = np.array([mean for mean, _ in found])[alike.kinds]
-    return saved, max((alone for _, alone in found), default=0.0)
+            alone = [saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
+            means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(alone, choices, strict=True)]
+            known[key] = min(means, default=0.0), min(alone, default=0.0)
+        least.append(known[key])
+    saved: Floats = np.array([mean for mean, _ in least])[alike.kinds]
+    return saved, max((alone for _, alone in least), default=0.0)
 
 
 def saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:
-    """What one component saves of one microbatch on a rank that has it.
-
-    Args:
-        problem: with the precision. mesh: of the plans. samples: of one replica's microbatch.
-        component: of the model. placement: how it lies.
-    """
-    own = narrow(component_in(component, problem.numerics.precision), placement.rule, placement.ways)
+    """What one component saves of one microbatch on a rank that has it."""
     local = samples * placement.batch_ways(mesh.tp) // mesh.tp
-    return float(own.saved_activation_bytes * local)
+    return float(narrowed(problem, component.name, placement.rule, placement.ways)[0].saved_activation_bytes * local)
 
 
 def always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
     """By component, of one microbatch: what is kept whatever is recomputed. A shard has at least its part of each value.
 
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
-
     Returns:
         Bytes, float64 [n].
     """
-    known = problem.remembered(_KnownKept)
-    if known.rates is None:
-        known.rates = _kept_rates(problem)
-    rounded = np.maximum(0.0, known.rates / mesh.tp - ROUNDED_VALUES)
-    kept: Floats = rounded * samples
+    kept: Floats = np.maximum(0.0, _kept_rates(problem) / mesh.tp - ROUNDED_VALUES) * samples
     return kept
 
 
@@ -420,6 +328,7 @@ ROUNDED_VALUES = 16
 """Bytes per sample by which the values of one component in shards are rounded down together: they are whole numbers."""
 
 
+@once
 def _kept_rates(problem: PlanningProblem) -> Floats:
     """Bytes per sample that are kept whatever is recomputed, by component.
 
@@ -457,9 +366,6 @@ def _kept_rates(problem: PlanningProblem) -> Floats:
     return least
 
 
-ROUNDED = 1 - 1e-9
-
-
 class HeldRuns(NamedTuple):
     """A place on the pp axis: its runs of components (first, one past the last), and at some moments how many microbatches it
     holds of each."""
@@ -495,33 +401,31 @@ class MemoryFloor:
         """By how much no plan can fit, whatever the cut into stages; 0 where some might.
 
         Args:
-            stage: of ZeRO. pipeline: orders with their stages per rank. microbatches: per replica.
             recomputing: whether plans may recompute what they like. segments: and in segments, within which nothing is kept.
         """
-        own = self._kept_at_least(recomputing=recomputing, segments=segments)
-        weights, room = self.weights.of(stage), float(self.rooms.max())
-        places = len(self.rooms)
+        kept = self._kept_at_least(recomputing=recomputing, segments=segments)
+        weights, room, places = self.weights.of(stage), float(self.rooms.max()), len(self.rooms)
         held = float(weights.sum())
-        if max(held / places, self.largest_bytes) * ROUNDED > room:  # beside the weights of all there is the largest, or all
-            beside = max(self.largest_bytes, float(own.sum()))
-            return max((held + beside) / places, self.largest_bytes) * ROUNDED - room
+        if max(held / places, self.largest_bytes) * ROUNDING > room:  # beside the weights of all there is the largest, or all
+            beside = max(self.largest_bytes, float(kept.sum()))
+            return max((held + beside) / places, self.largest_bytes) * ROUNDING - room
         least = float("inf")
         for order, chunks in pipeline:
-            least = min(least, self._missing_of(self.weights.of(stage), own, order, chunks, microbatches))
+            least = min(least, self._missing_of(weights, kept, order, chunks, microbatches))
             if not least:
                 break
         return least
 
-    def _missing_of(self, weights: Floats, own: Floats, order: str, chunks: int, microbatches: int) -> float:
+    def _missing_of(self, weights: Floats, kept: Floats, order: str, chunks: int, microbatches: int) -> float:
         places = len(self.rooms)
         if chunks > 1 or PIPELINE_ORDERS[order].halves:  # several runs of components per place: one microbatch of all
-            total = float(weights.sum() + own.sum())
-            return max(0.0, (total * ROUNDED - float(self.rooms.sum())) / places)
-        up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, own], axis=1)], axis=1)
-        taken, count = 0, len(own)
+            total = float(weights.sum() + kept.sum())
+            return max(0.0, (total * ROUNDING - float(self.rooms.sum())) / places)
+        up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, kept], axis=1)], axis=1)
+        taken, count = 0, len(kept)
         for place in range(places):  # as many as may fit: what is left is least
             alive = moments(order, place, places, microbatches)[-1][0]
-            held = (up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])) * ROUNDED
+            held = (up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])) * ROUNDING
             taken = int(np.searchsorted(held, self.rooms[place], side="right")) - 1
             if taken >= count:
                 return 0.0
@@ -534,50 +438,37 @@ class MemoryFloor:
         return self.kept if recomputing else self.saved
 
     def of_places(self, stage: int, places: Sequence[HeldRuns], *, recomputing: bool, segments: bool = False) -> Floats:
-        """float64 [places]: by how much each holds more than it has room for, at least; negative where there is room.
-
-        Args:
-            stage: of ZeRO. places: what they run. recomputing, segments: as above.
-        """
-        weights, own = self.weights.of(stage), self._kept_at_least(recomputing=recomputing, segments=segments)
+        """float64 [places]: by how much each holds more than it has room for, at least; negative where there is room."""
+        weights, kept = self.weights.of(stage), self._kept_at_least(recomputing=recomputing, segments=segments)
         held = []
         for place in places:
-            kept = [float(own[first:last].sum()) for first, last in place.runs]
-            most = max(sum(map(mul, alive, kept)) for alive in place.moments)
+            by_run = [float(kept[first:last].sum()) for first, last in place.runs]
+            most = max(sum(map(mul, alive, by_run)) for alive in place.moments)
             held.append(most + sum(float(weights[first:last].sum()) for first, last in place.runs))
-        found: Floats = np.array(held) * ROUNDED - self.rooms
-        return found
+        excess: Floats = np.array(held) * ROUNDING - self.rooms
+        return excess
 
 
+@once
 def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> MemoryFloor:
-    """What the components of a model hold at least.
+    """What the components of a model hold at least where each may have these placements."""
+    devices = problem.cluster.devices
+    rooms = [max(devices[rank].type.room_bytes for rank in mesh.stage_ranks(place)) for place in range(mesh.pp)]
+    saved, largest_bytes = least_saved(problem, mesh, samples, options)
+    if problem.activation_offload:  # what a component saves may all be away, but for its own backward
+        saved = np.zeros_like(saved)
+    return MemoryFloor(
+        weights=_least_weights(problem, mesh, options),
+        kept=saved if problem.recompute == NONE or problem.activation_offload else always_kept(problem, mesh, samples),
+        saved=saved,
+        largest_bytes=largest_bytes,
+        rooms=np.array(rooms, dtype=np.float64),
+    )
 
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
-        options: per component the placements that it may have.
-    """
-    known = problem.remembered(_KnownFloors)
-    held = tuple(options), mesh
-    key = (*held, samples)
-    if key not in known.floors:
-        if held not in known.weights:
-            known.weights[held] = LeastWeights(problem, mesh, held[0])
-        devices = problem.cluster.devices
-        rooms = [
-            max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
-            for place in range(mesh.pp)
-        ]
-        saved, largest_bytes = least_saved(problem, mesh, samples, held[0])
-        if problem.activation_offload:  # what a component saves may all be away, but for its own backward
-            saved = np.zeros_like(saved)
-        known.floors[key] = MemoryFloor(
-            weights=known.weights[held],
-            kept=saved if problem.recompute == NONE or problem.activation_offload else always_kept(problem, mesh, samples),
-            saved=saved,
-            largest_bytes=largest_bytes,
-            rooms=np.array(rooms, dtype=np.float64),
-        )
-    return known.floors[key]
+
+@once
+def _least_weights(problem: PlanningProblem, mesh: Mesh, options: Options) -> LeastWeights:
+    return LeastWeights(problem, mesh, options)
 
 
 def missing_bytes(
@@ -587,36 +478,15 @@ def missing_bytes(
     options: Options,
     pipeline: Sequence[tuple[str, int]] = (("1f1b", 1),),
 ) -> float:
-    """By how much no plan can fit; 0 where some might.
-
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
-        options: per component the placements that it may have. pipeline: orders of the plans, with their stages per rank.
-    """
+    """By how much no plan with these pipeline orders can fit; 0 where some might."""
     floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
-    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1:]  # the most divided
-    return floor.missing_bytes(stages[0], pipeline, count, segments=problem.segments and problem.recompute == AUTO)
-
-
-_Kind = tuple[int, Component, Placement, WeightParts]
-"""How many components are alike, one of them, and how they lie."""
-
-
-@dataclass
-class _KnownFloors:
-    """Of one problem: weights and floors on a mesh, and components that are alike."""
-
-    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], LeastWeights] = field(default_factory=dict)
-    floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
-    kinds: dict[tuple[int, tuple[Placement, ...]], list[_Kind]] = field(default_factory=dict)
+    stage = problem.zero_stage if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1]  # the most divided
+    return floor.missing_bytes(stage, pipeline, count, segments=problem.segments and problem.recompute == AUTO)
 
 
 class HeldTotals(NamedTuple):
-    """Bytes of the mean tp rank that holds the whole model.
-
-    Attributes: weights: by ZeRO stage. parameters: trainable ones alone. saved: of one microbatch. kept: likewise, whatever is
-        recomputed.
-    """
+    """Bytes of the mean tp rank that holds the whole model: by ZeRO stage its weights, the trainable parameters alone, what is
+    saved of one microbatch, and what is kept of it whatever is recomputed."""
 
     weights: tuple[float, ...]
     parameters: float
@@ -625,40 +495,36 @@ class HeldTotals(NamedTuple):
 
 
 def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> HeldTotals:
-    """What the components hold together, each kind worked out once.
-
-    Args:
-        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch. placed: by component.
-    """
-    known = problem.remembered(_KnownFloors)
-    key = (mesh.tp, tuple(placed))
-    if key not in known.kinds:
-        kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
-        untied, alike = untied_components(problem), alike_components(problem, [(placement,) for placement in placed])
-        for kind, of_kind in zip(alike.first, np.bincount(alike.kinds).tolist(), strict=True):
-            component, placement = untied[kind], placed[kind]
-            first, number = kinds.get((component.fingerprint, placement), (component, 0))
-            kinds[component.fingerprint, placement] = first, number + of_kind
-        known.kinds[key] = [
-            (number, component, placement, weight_parts(problem, mesh.tp, component, placement))
-            for (_, placement), (component, number) in kinds.items()
-        ]
-    every = known.kinds[key]
+    """What the components hold together where they are placed so, each kind worked out once."""
+    kinds = _kinds(problem, mesh.tp, tuple(placed))
     copies = mesh.group_copies
-    weights = tuple(sum(number * parts.bytes_at(stage, copies) for number, *_, parts in every) for stage in ZERO_STAGES)
-    parameters = sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided)
+    weights = tuple(sum(number * parts.bytes_at(stage, copies) for number, *_, parts in kinds) for stage in ZERO_STAGES)
+    parameters = sum(number * sizes[2] for number, *_, parts in kinds for _, sizes in parts.divided)
     if problem.activation_offload:
         return HeldTotals(weights=weights, parameters=parameters, saved=0.0, kept=0.0)
     saved = sum(
         number * saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
-        for number, component, placement, _ in every
+        for number, component, placement, _ in kinds
     )
-    return HeldTotals(
-        weights=weights,
-        parameters=parameters,
-        saved=saved,
-        kept=saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum()),
-    )
+    kept = saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum())
+    return HeldTotals(weights=weights, parameters=parameters, saved=saved, kept=kept)
+
+
+@once
+def _kinds(
+    problem: PlanningProblem, tp: int, placed: tuple[Placement, ...]
+) -> list[tuple[int, Component, Placement, WeightParts]]:
+    """How many components are alike, one of them, how they lie, and what one holds."""
+    kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
+    untied, alike = untied_components(problem), alike_components(problem, tuple((placement,) for placement in placed))
+    for kind, of_kind in zip(alike.first, np.bincount(alike.kinds).tolist(), strict=True):
+        component, placement = untied[kind], placed[kind]
+        first, number = kinds.get((component.fingerprint, placement), (component, 0))
+        kinds[component.fingerprint, placement] = first, number + of_kind
+    return [
+        (number, component, placement, weight_parts(problem, tp, component, placement))
+        for (_, placement), (component, number) in kinds.items()
+    ]
 
 
 # What a plan holds at least, and what it must recompute at least to fit: known without working out its memory.
@@ -674,7 +540,7 @@ MOST_FORWARDS = 256
 
 @dataclass(frozen=True)
 class PlanFloor:
-    """Of the plans of one cut into stages: the floor of its mesh and placements, and what its places run.
+    """The floor of the mesh and placements of plans with one cut into stages, and what its places run.
 
     Attributes: plan: with any ZeRO stage, buckets and recomputation.
     """
@@ -688,7 +554,7 @@ class PlanFloor:
         """By how much the plan does not fit at least; 0 where it might.
 
         Args:
-            stage: of ZeRO. recomputing: whether it may recompute what it likes. segments: and whole runs of components.
+            recomputing: whether it may recompute what it likes. segments: and whole runs of components.
         """
         over = max(0.0, self.floor.largest_bytes - float(self.floor.rooms.max()))
         held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
@@ -701,64 +567,47 @@ class PlanFloor:
         components save.
 
         Args:
-            stage: of ZeRO. whole, some: components whose forward runs again, or some operators of it; not as segments.
+            whole, some: components whose forward runs again, or some operators of it; not as segments.
         """
+        names, saved = [component.name for component in self.problem.model.components], self.floor.saved.tolist()
+
+        def frees(place: HeldRuns) -> float:
+            alive = np.max(np.array(place.moments), axis=0).tolist()
+            return sum(
+                float(count * saved[number])
+                for (first, last), count in zip(place.runs, alive, strict=True)
+                for number in range(first, last)
+                if names[number] in whole or names[number] in some
+            )
+
+        def holds_again(place: HeldRuns, room: float) -> bool:
+            """Whether each component may be whole in its backward."""
+            weights = self.floor.weights.of(stage)
+            left = room / ROUNDING - sum(float(weights[first:last].sum()) for first, last in place.runs)
+            for first, last in place.runs:
+                earlier = 0.0
+                for number in range(first, last):
+                    if names[number] not in some and earlier + saved[number] > left:
+                        return False
+                    if names[number] not in whole and names[number] not in some:
+                        earlier += saved[number]
+            return True
+
+        # components on single ranks run beside one another: of these it is not known what they hold again
+        alone = any(placement.kind == "place" for part in self.plan.stages for placement in part.placements)
         over = self.floor.of_places(stage, self.places, recomputing=False).tolist()
         return all(
-            excess <= 0
-            or (self._frees(place, whole | some) >= excess * ROUNDED and self._holds_again(stage, place, room, whole, some))
+            excess <= 0 or (frees(place) >= excess * ROUNDING and (alone or holds_again(place, room)))
             for place, excess, room in zip(self.places, over, self.floor.rooms.tolist(), strict=True)
         )
 
-    def _frees(self, place: HeldRuns, again: Set[str]) -> float:
-        alive = np.max(np.array(place.moments), axis=0).tolist()
-        names, saved = self._names, self.floor.saved.tolist()
-        return sum(
-            float(count * saved[number])
-            for (first, last), count in zip(place.runs, alive, strict=True)
-            for number in range(first, last)
-            if names[number] in again
-        )
-
-    def _holds_again(self, stage: int, place: HeldRuns, room: float, whole: Set[str], some: Set[str]) -> bool:
-        """Whether each component may be whole in its backward. Not known of components on single ranks, which run beside one
-        another."""
-        if self._placed_alone:
-            return True
-        names, saved, weights = self._names, self.floor.saved.tolist(), self.floor.weights.of(stage)
-        left = room / ROUNDED - sum(float(weights[first:last].sum()) for first, last in place.runs)
-        for first, last in place.runs:
-            earlier = 0.0
-            for number in range(first, last):
-                if names[number] not in some and earlier + saved[number] > left:
-                    return False
-                if names[number] not in whole and names[number] not in some:
-                    earlier += saved[number]
-        return True
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [component.name for component in self.problem.model.components]
-
-    @cached_property
-    def _placed_alone(self) -> bool:
-        return any(placement.kind == "place" for stage in self.plan.stages for _, placement in stage.placed())
-
     def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
-        """The same whatever the cut into stages.
-
-        Args:
-            stage, recomputing: as above.
-        """
+        """By how much the plan does not fit at least, whatever the cut into stages."""
         pipeline = ((self.plan.pipeline_order, self.plan.chunks),)
         return self.floor.missing_bytes(stage, pipeline, self.plan.microbatches, recomputing=recomputing)
 
     def recomputing_bound_s(self, stage: int) -> float:
-        """Seconds that no step goes below which recomputes as much as the plan must.
-
-        Args:
-            stage: of ZeRO.
-        """
+        """Seconds that no step goes below which recomputes as much as the plan must at a ZeRO stage."""
         problem, plan = self.problem, self.plan
         over = self.floor.of_places(stage, self.places, recomputing=False)
         bound = 0.0
@@ -767,7 +616,7 @@ class PlanFloor:
             bound = max(bound, work.busy_s + plan.microbatches * again)
             if work.after_s is not None:  # the first second forward may run before the first gradient has come
                 bound = max(bound, work.done_s + work.after_s + (plan.microbatches - 1) * again)
-        return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+        return whole_step_s(problem, plan, bound)
 
     def _freeing_s(self, place: HeldRuns, excess: float) -> float:
         """The least seconds per microbatch of forwards that free so much."""
@@ -801,32 +650,16 @@ class PlanFloor:
         )
 
 
-@dataclass
-class _Known:
-    """Of one problem, by plan without ZeRO stage, buckets and recomputation."""
-
-    floors: dict[Plan, PlanFloor | None] = field(default_factory=dict)
-
-
 def plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
-    """What a plan holds at least; None where its stages are no runs of components.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
-    known = problem.remembered(_Known).floors
-    program = plan.without_zero()
-    if program not in known:
-        known[program] = _made(problem, program)
-    return known[program]
+    """What a plan holds at least; None where its stages are no runs of components."""
+    return _plan_floor(problem, plan.without_zero())
 
 
 def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool, segments: bool = False) -> float:
     """By how much a plan does not fit at least; 0 where it might.
 
     Args:
-        problem: model, cluster and batch. plan: of this model. recomputing: whether it may recompute what it likes.
-        segments: and whole runs of components.
+        recomputing: whether it may recompute what it likes. segments: and whole runs of components.
     """
     floor = plan_floor(problem, plan)
     if floor is None:
@@ -834,7 +667,8 @@ def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: boo
     return max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing, segments=segments))
 
 
-def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
+@once
+def _plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
     order, mesh = problem.model.component_index, plan.mesh
     runs = [(order[stage.components[0]], order[stage.components[-1]] + 1) for stage in plan.stages if stage.components]
     lengths = [len(stage.components) for stage in plan.stages]

@@ -10,8 +10,9 @@ component's gradients is charged its share of a full bucket).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from parsim.costs.costs import Costs
 from parsim.model.component import Component, Value
@@ -31,11 +32,13 @@ from parsim.plans.layouts import (
     hop_pairs,
 )
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.plans.stages import Groups, concurrent_with
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
-from parsim.program.passes.convert import hop_collective
-from parsim.work import Collective, Compute, Phase, SendRecv, Work
+from parsim.program.passes.convert import hop_collective, hop_message
+from parsim.records import once
+from parsim.work import Collective, Compute, Phase, Work
 
 
 def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Sequence[int] = ()) -> tuple[Placement, ...]:
@@ -45,17 +48,17 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
         places: the tp ranks worth placing a component on alone.
     """
     tp = mesh.tp
-    found = [BATCH] if samples % tp == 0 else []
+    placements = [BATCH] if samples % tp == 0 else []
     if tp > 1:
-        found.append(REPLICATE)
-        found += [Placement("place", shard=shard) for shard in places]
+        placements.append(REPLICATE)
+        placements += [Placement("place", shard=shard) for shard in places]
     for sharding in component.shardings:
-        found += [
+        placements += [
             Placement("shard", rule=sharding.rule, ways=ways)
             for ways in range(2, tp + 1)
             if tp % ways == 0 and sharding.allows(ways) and samples % (tp // ways) == 0
         ]
-    return tuple(found)
+    return tuple(placements)
 
 
 ComputeKey = tuple[str, bool, Phase, int, str, int, str, tuple[tuple[int, int], ...]]
@@ -63,55 +66,49 @@ ComputeKey = tuple[str, bool, Phase, int, str, int, str, tuple[tuple[int, int], 
 operators where only some run again."""
 
 
-@dataclass
-class ComputeSeconds:
-    """Of one problem: prices of computation by numbers of ranks that are priced alike, and what tells components apart that
-    cost differently."""
-
-    by_ranks: dict[int, dict[ComputeKey, float]] = field(default_factory=dict)
-    same_work: dict[str, tuple[str, bool]] = field(default_factory=dict)
-
-
-@dataclass
-class _Narrowed:
-    """Of one problem, by component, rule and ways: one shard, and the bytes of its weights in another precision."""
-
-    by_shard: dict[tuple[str, str, int], tuple[Component, int]] = field(default_factory=dict)
-
-
-@dataclass
-class _Kinds:
-    """Of one problem: the first rank of each kind of device, and these by numbers of ranks; components that have a backward."""
-
-    first: dict[str, int] = field(default_factory=dict)
-    by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
-    differentiable: frozenset[str] | None = None
-
-
+@once
 def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
-    """The kinds of device of the first ranks, each with its first rank.
+    """The kinds of device of the first ranks, each with its first rank."""
+    return {kind: first for kind, first in _first_of_kind(problem).items() if first < ranks}
 
-    Args:
-        problem: whose cluster is meant. ranks: of a plan.
-    """
-    known = problem.remembered(_Kinds)
-    if not known.first:
-        costs = problem.costs(problem.cluster.size)
-        for rank in range(problem.cluster.size):
-            known.first.setdefault(costs.device_kind(rank), rank)
-    if ranks not in known.by_ranks:
-        known.by_ranks[ranks] = {kind: first for kind, first in known.first.items() if first < ranks}
-    return known.by_ranks[ranks]
+
+@once
+def _first_of_kind(problem: PlanningProblem) -> dict[str, int]:
+    costs = problem.costs(problem.cluster.size)
+    kinds: dict[str, int] = {}
+    for rank in range(problem.cluster.size):
+        kinds.setdefault(costs.device_kind(rank), rank)
+    return kinds
+
+
+@once
+def _same_work(problem: PlanningProblem) -> dict[str, tuple[str, bool]]:
+    """By component its fingerprint, and whether it reads more than the batch: equal where components cost the same."""
+    values = problem.model.value
+    return {
+        component.name: (component.fingerprint, any(values[name].producer is not None for name in component.inputs))
+        for component in problem.model.components
+    }
 
 
 ShardRanks = tuple[tuple[int, ...], ...]
 
 
-@dataclass
-class _Gradients:
-    """Of one problem, by component, placement and tp."""
+@once
+def narrowed(problem: PlanningProblem, name: str, rule: str, ways: int) -> tuple[Component, int]:
+    """One shard of a component, and the bytes of its weights in another precision."""
+    shard = narrow(component_in(problem.model.component(name), problem.numerics.precision), rule, ways)
+    return shard, shard.cast_bytes
 
-    by_placement: dict[tuple[str, Placement, int], dict[ShardRanks, int]] = field(default_factory=dict)
+
+def hop_works(hop: Hop, base: int, size_bytes: int, tp: int) -> list[Work]:
+    """What a hop over the tp ranks from `base` on sends: its messages, or a collective per group; nothing if it is local."""
+    if hop.operation in LOCAL_HOPS:
+        return []
+    if hop.operation in POINT_TO_POINT_HOPS:
+        return [hop_message(hop, base + source, base + target, size_bytes, tp) for source, target in hop_pairs(hop, tp)]
+    groups = (tuple(base + rank for rank in group) for group in hop_groups(hop, tp))
+    return [hop_collective(hop, group, size_bytes, tp) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Prices:
     problem: PlanningProblem
     mesh: Mesh
     samples: int
-    bucket_bytes: int
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     in_flight: int = 1
     zero_stage: int = 0
 
@@ -133,47 +130,35 @@ class Prices:
         return {}
 
     def work_s(self, work: Work, rank: int) -> float:
-        """The median price of any work."""
+        """The median price of any work, beside what communicates at the same time on this mesh."""
         key = (work, rank)
         if key not in self._seconds:
-            self._seconds[key] = self._costs.estimate(work, rank, self._beside(work)).median_s
+            beside = concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
+            self._seconds[key] = self._costs.estimate(work, rank, beside).median_s
         return self._seconds[key]
-
-    def _beside(self, work: Work) -> Groups:
-        """What communicates at the same time on this mesh."""
-        return concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
-
-    @cached_property
-    def _device_types(self) -> dict[str, int]:
-        """One rank for each device type."""
-        return device_kinds(self.problem, self.mesh.size)
 
     def compute_s(
         self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False, part: str = ""
     ) -> float:
         """One microbatch on the slowest device that has the component, or on the fastest. `part`: as in Compute."""
-        ranks = (
-            [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.copies)]
-            if placement.kind == "place"
-            else list(self._device_types.values())
-        )
+        if placement.kind == "place":
+            replicas = range(self.mesh.copies)
+            ranks = [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in replicas]
+        else:
+            ranks = list(device_kinds(self.problem, self.mesh.size).values())
         seconds = [self.compute_on_s(component, placement, phase, rank, part) for rank in ranks]
         return min(seconds) if fastest else max(seconds)
 
     def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int, part: str = "") -> float:
         """One microbatch on a rank of the cluster. Components that do the same work share a price, unless one of them alone
         reads nothing but the batch."""
-        return self._local_s(
-            component, placement, phase, rank, self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp, part
-        )
+        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        return self.local_s(component, placement, phase, rank, samples, part)
 
-    def local_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
-        """As `compute_on_s`, where every rank that takes part computes all `samples`."""
-        return self._local_s(component, placement, phase, rank, self.samples)
-
-    def _local_s(
+    def local_s(
         self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int, part: str = ""
     ) -> float:
+        """So many samples on a rank that computes all of them."""
         kind = self._costs.device_kind(rank)
         again = component.selective.operators if part and component.selective is not None else ()
         key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind, again)
@@ -191,21 +176,11 @@ class Prices:
     @cached_property
     def _computed(self) -> dict[ComputeKey, float]:
         """Shared by all meshes whose numbers of ranks have the same prices."""
-        group = self.problem.cost_group(self.mesh.size)
-        return self.problem.remembered(ComputeSeconds).by_ranks.setdefault(group, {})
+        return self.problem.answers(("compute_s", self.problem.cost_group(self.mesh.size)))
 
     @cached_property
     def _same_work(self) -> dict[str, tuple[str, bool]]:
-        model, known = self.problem.model, self.problem.remembered(ComputeSeconds).same_work
-        if not known:
-            known |= {
-                component.name: (
-                    component.fingerprint,
-                    any(model.value[name].producer is not None for name in component.inputs),
-                )
-                for component in model.components
-            }
-        return known
+        return _same_work(self.problem)
 
     def same_work(self, component: Component) -> tuple[str, bool]:
         """Equal for components that cost the same."""
@@ -214,36 +189,31 @@ class Prices:
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """Components that have a backward."""
-        known = self.problem.remembered(_Kinds)
-        if known.differentiable is None:
-            known.differentiable = self.problem.model.differentiable_components
-        return known.differentiable
+        return self.problem.model.differentiable_components
+
+    def phases(self, component: Component) -> tuple[Phase, ...]:
+        """What a component computes of every microbatch."""
+        return (Phase.FORWARD, Phase.BACKWARD) if component.name in self.differentiable else (Phase.FORWARD,)
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
-        """One microbatch of a value from one layout to another, in the first replica."""
+        """One microbatch of a value from one layout to another, in the first replica.
+
+        Messages of a hop go one after another, and its groups at the same time.
+        """
         if source == target:
             return 0.0
         key = (value.bytes_per_sample, value.fixed_bytes, source, target)
         if key not in self._converted:
-            self._converted[key] = sum(self._hop_s(value, hop) for hop in conversion(source, target, self.mesh.tp))
+            total, size_bytes, tp = 0.0, value.size_bytes(self.samples), self.mesh.tp
+            for hop in conversion(source, target, tp):
+                seconds = [self.work_s(work, 0) for work in hop_works(hop, 0, size_bytes, tp)]
+                total += sum(seconds) if hop.operation in POINT_TO_POINT_HOPS else max(seconds, default=0.0)
+            self._converted[key] = total
         return self._converted[key]
 
     @cached_property
     def _converted(self) -> dict[tuple[int, int, ValueLayout, ValueLayout], float]:
         return {}
-
-    def _hop_s(self, value: Value, hop: Hop) -> float:
-        if hop.operation in LOCAL_HOPS:
-            return 0.0
-        tp = self.mesh.tp
-        size_bytes = value.size_bytes(self.samples)
-        if hop.operation in POINT_TO_POINT_HOPS:
-            piece = size_bytes if hop.operation == "move" else size_bytes // tp
-            return sum(
-                self.work_s(SendRecv(source=source, destination=target, size_bytes=piece), 0)
-                for source, target in hop_pairs(hop, tp)
-            )
-        return max(self.work_s(hop_collective(hop, group, size_bytes, tp), 0) for group in hop_groups(hop, tp))
 
     def synchronisation_s(self, component: Component, placement: Placement) -> float:
         """Summing the component's gradients over all ranks that hold them alike, with ZeRO gathering its parameters once."""
@@ -265,11 +235,6 @@ class Prices:
             total += self.work_s(work, 0) * size_bytes / whole
         return total
 
-    def every_microbatch_s(self, component: Component, placement: Placement) -> float:
-        """What of the component's gradients and parameters is sent for every microbatch (ZeRO 2 and 3)."""
-        gathers = ("all_gather",) * 2 if self.zero_stage >= 3 else ()
-        return self._buckets_s(component, placement, ("reduce_scatter", *gathers)) if self.zero_stage >= 2 else 0.0
-
     def _buckets_s(self, component: Component, placement: Placement, operations: Sequence[str]) -> float:
         """Collectives over the component's share of full buckets."""
         total = 0.0
@@ -286,13 +251,13 @@ class Prices:
 
     def _gradients(self, component: Component, placement: Placement) -> dict[ShardRanks, int]:
         """By the tp ranks that sum them together the bytes of a component's gradients."""
-        known, key = self.problem.remembered(_Gradients).by_placement, (component.name, placement, self.mesh.tp)
+        known, key = self.problem.answers("gradients"), (component.name, placement, self.mesh.tp)
         if key not in known:
-            sizes = known[key] = {}
+            known[key] = sizes = dict[ShardRanks, int]()
             for parameter in component.trainable_parameters:
                 shards = alike(component, placement, parameter.name, self.mesh.tp)
                 sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
-        return known[key]
+        return cast(dict[ShardRanks, int], known[key])
 
     def update_s(self, component: Component, placement: Placement) -> float:
         """The optimizer's step over what one rank holds of the component."""
@@ -305,15 +270,6 @@ class Prices:
             total += self.work_s(whole, 0) * step.elements / whole.elements
         return total
 
-    def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
-        """One shard of a component, and the bytes of its weights in another precision."""
-        known, precision = self.problem.remembered(_Narrowed).by_shard, self.problem.numerics.precision
-        key = component.name, placement.rule, placement.ways
-        if key not in known:
-            own = narrow(component_in(component, precision), placement.rule, placement.ways)
-            known[key] = own, own.cast_bytes
-        return known[key]
-
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
         """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.
 
@@ -322,7 +278,7 @@ class Prices:
         if not placement.runs_on(shard):
             return 0.0
         tp = self.mesh.tp
-        own, cast = self._narrowed(component, placement)
+        own, cast = narrowed(self.problem, component.name, placement.rule, placement.ways)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         rate = self.problem.device_bytes_per_element
         state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))

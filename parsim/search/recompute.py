@@ -6,26 +6,23 @@ whole (`Plan.segments`). What a place does not fit is the excess of its worst ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from parsim.plans.plan import BY_OPERATOR, FULL, NONE, SELECTIVE, Plan, Recompute
+from parsim.plans.plan import FULL, SELECTIVE, Plan
 from parsim.predict.memory import BUFFERS
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import prices_of
-from parsim.search.memory_floor import kept_together, least_kept
+from parsim.search.memory_floor import SOME, WHOLE, kept_together, least_kept, recompute_of
 from parsim.search.space import is_large
-from parsim.search.stages import Segments, is_long, within_stages
+from parsim.search.stages import Segments, is_long, place_excess_bytes, within_stages
 from parsim.work import BY_OPERATOR_PART, Phase
 
 FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocator")
 """Lines of memory of which recomputation may free something."""
-
-SOME, WHOLE = 1, 2
-"""How a component is recomputed: by operator, or all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +34,28 @@ class Relief:
 
 
 def backwards_of(problem: PlanningProblem, plan: Plan) -> list[str]:
-    """The components of a plan that have a backward, in execution order.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
+    """The components of a plan that have a backward, in execution order."""
     backwards = problem.layout(plan).differentiable
     return [name for name in plan.components if name in backwards]
 
 
-def recompute_of(levels: Iterable[tuple[str, int]]) -> Recompute:
-    """Of a plan.
-
-    Args:
-        levels: components with SOME, WHOLE or 0, which is neither.
-    """
-    return tuple(name if level == WHOLE else BY_OPERATOR + name for name, level in levels if level) or NONE
-
-
 def recomputing(plan: Plan, by_place: Sequence[Sequence[Relief]], counts: Sequence[int]) -> Plan:
-    """The plan with the first steps of every place; a later step of a component replaces an earlier one.
-
-    Args:
-        plan: without recomputation. by_place: steps. counts: how many are taken.
-    """
+    """A plan without recomputation with the first `counts` steps of every place; a later step of a component replaces an
+    earlier one."""
     taken = [step for steps, count in zip(by_place, counts, strict=True) for step in steps[:count]]
     levels = {step.names[0]: step.level for step in taken if len(step.names) == 1}
-    return replace(
-        plan, recompute=recompute_of(levels.items()), segments=tuple(step.names for step in taken if len(step.names) > 1)
-    )
-
-
-def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
-    """Per place on the pp axis by how much its worst rank does not fit.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
-    worst = [0.0] * plan.mesh.pp
-    for entry in problem.unlike_memory(plan):
-        if not entry.fits:
-            place = plan.stage_of_rank(entry.rank)
-            worst[place] = max(worst[place], float(entry.excess_bytes), 1.0)
-    return worst
+    segments = tuple(step.names for step in taken if len(step.names) > 1)
+    return replace(plan, recompute=recompute_of(levels.items()), segments=segments)
 
 
 def may_fit_recomputing(problem: PlanningProblem, plan: Plan) -> bool:
     """Whether a plan may fit if it recomputes what it likes; false only where none of these plans does.
 
     Recomputation frees at most what is kept for backwards. Weights, communicators and the workspace of the fullest moment stay.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
     """
     return all(
-        sum(size for name, size in entry.lines if name not in FREED) <= entry.limit_bytes
-        for entry in problem.unlike_memory(plan)
+        sum(size for name, size in memory.lines if name not in FREED) <= memory.limit_bytes
+        for memory in problem.unlike_memory(plan)
     )
 
 
@@ -100,7 +63,6 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
     """Per place the steps of components that have a backward, by bytes that each frees per second that it adds.
 
     Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
         segments: runs within stages whose components are recomputed together or not at all.
     """
     whole = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.numerics.precision)
@@ -108,7 +70,7 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
     prices = prices_of(problem, plan)
     together = {name: segment for segment in segments for name in segment}
     sums: dict[tuple[str, ...], tuple[float, float]] = {}
-    worth: list[tuple[float, int, Relief]] = []
+    worth: list[tuple[Relief, float, float]] = []
     for component in problem.model.components:
         name, placement = component.name, whole.layout.placement[component.name]
         if not whole.layout.recomputes(name):
@@ -118,30 +80,24 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
             bytes_so_far, seconds_so_far = sums.get(together[name], (0.0, 0.0))
             sums[together[name]] = bytes_so_far + freed, seconds_so_far + seconds
             continue
-        steps = [(Relief((name,), WHOLE), freed, seconds)]
         if some.layout.recomputes_by_operator(name):
             part = prices.compute_s(component, placement, Phase.RECOMPUTE, part=BY_OPERATOR_PART)
             less = float(some.again(name).saved_bytes)
             if part < seconds and less * seconds > freed * part:  # dearer per second than all of it: no step of its own
-                steps = [
-                    (Relief((name,), SOME), less, part),
-                    (Relief((name,), WHOLE), freed - less, seconds - part),
-                ]
-        stage = whole.layout.stage_of[name]
-        worth += [(size / max(more, 1e-12), stage, step) for step, size, more in steps]
-    worth += [
-        (size / max(more, 1e-12), whole.layout.stage_of[run[0]], Relief(run, WHOLE)) for run, (size, more) in sums.items()
-    ]
-    found: list[list[Relief]] = [[] for _ in range(plan.mesh.pp)]
-    for _, stage, step in sorted(worth, key=lambda entry: (-entry[0], entry[2].level)):
-        found[stage].append(step)
-    return found
+                worth.append((Relief((name,), SOME), less, part))
+                freed, seconds = freed - less, seconds - part
+        worth.append((Relief((name,), WHOLE), freed, seconds))
+    worth += [(Relief(run, WHOLE), freed, seconds) for run, (freed, seconds) in sums.items()]
+    by_place: list[list[Relief]] = [[] for _ in range(plan.mesh.pp)]
+    for step, _, _ in sorted(worth, key=lambda entry: (-entry[1] / max(entry[2], 1e-12), entry[0].level)):
+        by_place[whole.layout.stage_of[step.names[0]]].append(step)
+    return by_place
 
 
 # The cheapest recomputation that makes a plan fit: memory bought with forwards run twice.
 #
 # At every place on the pp axis, steps are taken in the order of what a second of recomputing each frees, the best first. As
-# few are taken as make its ranks fit (`parsim.search.recompute`).
+# few are taken as make its ranks fit.
 #
 # Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few
 # components all sets are tried (`every_set`).
@@ -154,11 +110,11 @@ MOST_HALVINGS, FEW_HALVINGS = 64, 4
 def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
     """The plan with as few of each place's components recomputed as make it fit, the most worthwhile first.
 
-    Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
-
     Returns:
-        None if it fits with none of the sets that are likely to hold least. Raises CostError where a forward has no price.
+        None if it fits with none of the sets that are likely to hold least.
+
+    Raises:
+        CostError: a forward has no price.
     """
     everything = next((each for each in _holding_least(problem, plan) if _fits(problem, each)), None)
     if everything is None:
@@ -167,13 +123,10 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
 
 
 def segmented_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
-    """The same with layers recomputed as segments: as few as make the plan fit, and as short ones.
+    """The plan with layers recomputed as segments: as few as make it fit, and as short ones; None if it does not fit so.
 
-    Args:
-        problem: model, cluster and batch, and whether plans may have segments. plan: of this model, without recomputation.
-
-    Returns:
-        None if it does not fit so. Raises CostError where a forward has no price.
+    Raises:
+        CostError: a forward has no price.
     """
     for way in kept_together(problem):
         segments = within_stages(plan, way.segments)
@@ -234,14 +187,8 @@ MOST_SETS = 2**FEW_COMPONENTS
 
 
 def every_set(problem: PlanningProblem, plan: Plan) -> list[Plan]:
-    """The plan with every set of recomputed components, the smallest sets first. By operator, too, where these are few.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
-
-    Returns:
-        None for larger models.
-    """
+    """The plan with every set of recomputed components, the smallest sets first; none where there are too many components.
+    By operator, too, where these sets are few."""
     if not are_few(problem, plan):
         return []
     backwards, ways = backwards_of(problem, plan), _ways(problem, plan)
@@ -252,11 +199,7 @@ def every_set(problem: PlanningProblem, plan: Plan) -> list[Plan]:
 
 
 def tries_all_of(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether `every_set` holds every set, those by operator too.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
-    """
+    """Whether `every_set` holds every set, those by operator too."""
     return are_few(problem, plan) and prod(map(len, _ways(problem, plan))) <= MOST_SETS
 
 
@@ -278,9 +221,5 @@ def recomputes_more(one: Plan, other: Plan) -> bool:
 
 
 def are_few(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether every set of recomputed components is tried.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
+    """Whether every set of recomputed components is tried."""
     return len(backwards_of(problem, plan)) <= FEW_COMPONENTS

@@ -18,9 +18,9 @@ from parsim.hardware.devices import DEVICE_KINDS
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
-from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, FULL, Plan
+from parsim.plans.plan import AUTO, FULL, Plan
 from parsim.predict.problem import PlanningProblem
-from parsim.search.bound import ROUNDING, least_noise, step_bound_s
+from parsim.search.bound import lowered_s, step_bound_s
 from parsim.search.estimate import LeastSeconds, least_bytes, least_missing_bytes
 from parsim.search.memory_floor import LeastKept, floor_excess_bytes, kept_together, least_kept, plan_floor
 from parsim.search.placement.problem import choices_by_bound, count_choices
@@ -29,7 +29,6 @@ from parsim.search.recompute import (
     are_few,
     every_set,
     may_fit_recomputing,
-    place_excess_bytes,
     recomputed_to_fit,
     recomputes_more,
     segmented_to_fit,
@@ -47,7 +46,7 @@ from parsim.search.space import (
     orders,
     zero_stages,
 )
-from parsim.search.stages import Cutting, ending_with_most, is_long, segments_of
+from parsim.search.stages import Cutting, ending_with_most, is_long, place_excess_bytes, segments_of
 
 OfCut = Callable[[Cutting, Bounds], list[Node]]
 
@@ -59,26 +58,25 @@ def other_cuts(cutting: Cutting, size: int, bound_s: float, of_cut: OfCut) -> li
     """Every cut but the one whose slowest stage is fastest, the least bound first.
 
     Args:
-        cutting: into how many stages, with which placements. size: plans of one cut. bound_s: of all of them.
-        of_cut: the parts of one cut.
+        size: plans of one cut. bound_s: of all of them. of_cut: the parts of one cut.
     """
     most = min(MOST_CUTS, cutting.others)
     if not most:
         return []
-    listed: Iterator[tuple[float, Bounds]] = iter(())
 
     def begun() -> list[Node]:
-        nonlocal listed
         listed = cutting.others_by_bound()
-        return following(most)
 
-    def following(left: int) -> list[Node]:
-        found = next(listed, None) if left else None
-        if found is None:
-            return []
-        least = found[0] * least_noise(cutting.problem, cutting.mesh.size) * ROUNDING
-        rest = Node(least, size * (left - 1), lambda: following(left - 1), late=True, visits=0)
-        return [Node(least, size, partial(of_cut, cutting, found[1]), late=True), rest]
+        def following(left: int) -> list[Node]:
+            bound_and_cut = next(listed, None) if left else None
+            if bound_and_cut is None:
+                return []
+            least_s, cut = bound_and_cut
+            least_s = lowered_s(cutting.problem, cutting.mesh, least_s)
+            rest = Node(least_s, size * (left - 1), lambda: following(left - 1), late=True, visits=0)
+            return [Node(least_s, size, partial(of_cut, cutting, cut), late=True), rest]
+
+        return following(most)
 
     return [Node(bound_s, size * most, begun, late=True)]
 
@@ -89,14 +87,14 @@ def every_choice(
     """Every joint choice of placements under every cut, where both are few.
 
     Args:
-        problem, mesh: of the plans. strategy: name that they get. count: microbatches per replica. least: with the options of
-            the components. size: plans of one choice. of_cut: the parts of one cut.
+        strategy: name that the plans get. least: with the options of the components. size: plans of one choice.
+        of_cut: the parts of one cut.
     """
     total, components = count_choices(least.options), len(problem.model.components)
     if not total:
         return []
-    found = []
-    bound_s = least.sum_s * count / mesh.pp * least_noise(problem, mesh.size) * ROUNDING
+    nodes = []
+    bound_s = lowered_s(problem, mesh, least.sum_s * count / mesh.pp)
     for order, chunks in orders(problem, mesh):
         stages = mesh.pp * chunks
         if not are_listed(components, stages) or count_cuts(components, stages) > MOST_CUTS:
@@ -104,22 +102,30 @@ def every_choice(
         cutting = Cutting(
             problem=problem, strategy=strategy, mesh=mesh, microbatches=count, order=order, chunks=chunks, placements={}
         )
+        missing = partial(least_missing_bytes, problem, mesh, count, ((order, chunks),), mixed=True)
         for cut in every_cut(components, stages):
             opened = partial(_choices, cutting, cut, least.options, size, of_cut)
-            missing = partial(least_missing_bytes, problem, mesh, count, ((order, chunks),), mixed=True)
-            found.append(Node(bound_s, total * size, opened, missing_bytes=missing, late=True))
-    return found
+            nodes.append(Node(bound_s, total * size, opened, missing_bytes=missing, late=True))
+    return nodes
 
 
 def _choices(cutting: Cutting, cut: Bounds, options: Sequence[Sequence[Placement]], size: int, of_cut: OfCut) -> list[Node]:
     """One by one, the least bound first."""
     problem, mesh = cutting.problem, cutting.mesh
-    samples = problem.global_batch // (mesh.dp * cutting.microbatches)
-    prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    names = [component.name for component in problem.model.components]
     places = rank_of_stage(cutting.order, mesh.pp, cutting.chunks)
     place_of = [places[number] for number, (first, last) in enumerate(cut) for _ in range(first, last)]
+    prices = Prices(problem, mesh, problem.global_batch // (mesh.dp * cutting.microbatches))
     bounds, rows = choices_by_bound(prices, options, place_of, cutting.microbatches)
-    bounds = bounds * least_noise(problem, mesh.size) * ROUNDING
+    bounds = lowered_s(problem, mesh, bounds)
+
+    def of_choice(chosen: Sequence[Placement]) -> list[Node]:
+        placed = cutting.placing(dict(zip(names, chosen, strict=True)))
+        try:
+            problem.layout(placed.plan(cut))
+        except PlanError:  # components that share a parameter hold it differently, or a value cannot be cut
+            return []
+        return of_cut(placed, cut)
 
     def following(number: int) -> list[Node]:
         if number == len(bounds):
@@ -129,28 +135,15 @@ def _choices(cutting: Cutting, cut: Bounds, options: Sequence[Sequence[Placement
         rest = Node(bound_s, size * (len(bounds) - number - 1), partial(following, number + 1), late=True, visits=0)
         if all(placement == BATCH for placement in chosen):
             return [rest]  # more replicas, by another name
-        return [Node(bound_s, size, partial(_of_choice, cutting, cut, chosen, of_cut), late=True), rest]
+        return [Node(bound_s, size, partial(of_choice, chosen), late=True), rest]
 
     return following(0)
-
-
-def _of_choice(cutting: Cutting, cut: Bounds, chosen: Sequence[Placement], of_cut: OfCut) -> list[Node]:
-    names = (component.name for component in cutting.problem.model.components)
-    placed = cutting.placing(dict(zip(names, chosen, strict=True)))
-    try:
-        cutting.problem.layout(placed.plan(cut))
-    except PlanError:  # components that share a parameter hold it differently, or a value cannot be cut
-        return []
-    return of_cut(placed, cut)
 
 
 def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
     """The plan with every set of recomputed components that fits and does not recompute more than another one.
 
     The least bound first, and one by one: memory takes longer to work out than a bound, and most sets are too slow.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model, without recomputation.
     """
     floor = plan_floor(problem, plan)
     possible = (
@@ -180,14 +173,14 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
 # stages          the fastest cut whose stages fit without recomputation
 # components      as few of them recomputed as make the plan fit
 # segments        whole layers recomputed, as few as make it fit, where a problem has segments
-# sets            of a model of few components, every set that fits (`parsim.search.refine`)
+# sets            of a model of few components, every set that fits (`sets_that_fit`)
 
 
 def may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> bool:
     """Whether a plan may fit with recomputation, or with its stages cut otherwise.
 
     Args:
-        problem: model, cluster and batch. plan: of this model. cutting: where its stages may be cut otherwise.
+        cutting: where its stages may be cut otherwise.
     """
     if _recomputed_may_fit(problem, plan) or _segmented_may_fit(problem, plan):
         return True
@@ -195,37 +188,27 @@ def may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> bo
 
 
 def missing_of_cut(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
-    """By how much no plan with these stages fits, nor with those that are cut instead, and the one that needs least.
-
-    Args:
-        problem, plan, cutting: as above; the plan with any ZeRO stage.
-
-    Returns:
-        Where one might fit, 0 and the plan as it is.
-    """
-    found, closest = float("inf"), plan
+    """By how much no plan with these stages and any ZeRO stage fits, nor with those that are cut instead, and the one that
+    needs least; where one might fit, 0 and the plan as it is."""
+    least, closest = float("inf"), plan
     for stage in zero_stages(problem, problem.layout(plan)):
-        own = replace(plan, zero_stage=stage)
-        over = floor_excess_bytes(problem, own, recomputing=plan.recomputes)
-        if not over or may_fit(problem, own, cutting):
+        staged = replace(plan, zero_stage=stage)
+        over = floor_excess_bytes(problem, staged, recomputing=plan.recomputes)
+        if not over or may_fit(problem, staged, cutting):
             return 0.0, plan
-        if over < found:
-            found, closest = over, own
-    return found, closest
+        if over < least:
+            least, closest = over, staged
+    return least, closest
 
 
 def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:
-    """Parts that stand for a plan that does not fit.
-
-    Args:
-        problem, plan, cutting: as above.
-    """
+    """Parts that stand for a plan that does not fit."""
     bound_s = step_bound_s(problem, plan)
 
-    def of(found: Plan | None, *, fits: bool = False) -> list[Node]:
-        if found is None or found == plan:
+    def of(other: Plan | None, *, fits: bool = False) -> list[Node]:
+        if other is None or other == plan:
             return []
-        return [Node(step_bound_s(problem, found), 1, None, found, visits=REMEMBERED, fits=fits)]
+        return [Node(step_bound_s(problem, other), 1, None, other, visits=REMEMBERED, fits=fits)]
 
     if _other_stages_may_fit(problem, plan, cutting) and cutting is not None:
         fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
@@ -243,13 +226,13 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
             yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
     def segments() -> list[Node]:
-        found = _segmented(problem, plan, cutting)
-        other = ending_with_most(problem, found) if found is not None and plan.zero_stage == 3 else None
-        if found is None or other is None:
-            return of(found, fits=True)
-        if step_bound_s(problem, other) < step_bound_s(problem, found) and not any(place_excess_bytes(problem, other)):
-            found, other = other, found
-        return of(found, fits=True) + of(other)
+        first = _segmented(problem, plan, cutting)
+        second = ending_with_most(problem, first) if first is not None and plan.zero_stage == 3 else None
+        if first is None or second is None:
+            return of(first, fits=True)
+        if step_bound_s(problem, second) < step_bound_s(problem, first) and not any(place_excess_bytes(problem, second)):
+            first, second = second, first
+        return of(first, fits=True) + of(second)
 
     if segmented:
         yield Node(least_s, not recomputed, segments, visits=TRIED, instead_of_one=True)
@@ -277,14 +260,14 @@ def _recomputed(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -
         ways.append(lambda: _with_longer_stages(problem, plan, cutting, least_kept(problem)))
         if is_long(problem.model):
             ways.reverse()  # memory takes long to work out, and the second way knows the better cut
-    return next((found for way in ways if (found := way()) is not None), None)
+    return next((fitting for way in ways if (fitting := way()) is not None), None)
 
 
 def _segmented(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Plan | None:
-    """The same with whole layers."""
-    found = segmented_to_fit(problem, plan)
-    if found is not None or cutting is None or plan.mesh.pp == 1 or not is_large(problem):
-        return found
+    """With whole layers recomputed, of large problems also with longer stages."""
+    fitting = segmented_to_fit(problem, plan)
+    if fitting is not None or cutting is None or plan.mesh.pp == 1 or not is_large(problem):
+        return fitting
     tried = (_with_longer_stages(problem, plan, cutting, way) for way in kept_together(problem))
     return next((each for each in tried if each is not None), None)
 
@@ -300,16 +283,14 @@ def _with_longer_stages(problem: PlanningProblem, plan: Plan, cutting: Cutting, 
 
 
 def way_out(problem: PlanningProblem, plan: Plan) -> str:
-    """`; with plan.optimizer_offload = true it would fit`; "" where offload does not help, or devices compute on the host.
-
-    Args:
-        problem: model, cluster and batch. plan: that does not fit.
-    """
+    """`; with plan.optimizer_offload = true it would fit`; "" where offload does not help, or devices compute on the host."""
     if any(DEVICE_KINDS[device.type.kind].on_cores for device in problem.cluster.devices[: plan.world_size]):
         return ""
+    state: dict[str, Any] = {} if plan.optimizer_offload else {"optimizer_offload": True}
+    activations: dict[str, Any] = {} if plan.activation_offload is True else {"activation_offload": True}
     again: tuple[dict[str, Any], ...] = ({}, {"recompute": FULL, "segments": ()}) if problem.recompute == AUTO else ({},)
-    for keys in _offloads(plan):
-        for recomputing in again:
+    for keys in (state, activations, state | activations if state and activations else {}):
+        for recomputing in again if keys else ():
             try:
                 other = replace(plan, **keys, **recomputing)
             except PlanError:  # segments, halves, relaxed synchronisation
@@ -318,15 +299,3 @@ def way_out(problem: PlanningProblem, plan: Plan) -> str:
                 more = ", recomputing activations" if recomputing else ""
                 return f"; with {' and '.join(f'plan.{key} = true' for key in keys)} it would fit{more}"
     return ""
-
-
-def _offloads(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What else may lie in the host's memory, the least first."""
-    state = {} if plan.optimizer_offload else {"optimizer_offload": True}
-    activations = {} if plan.activation_offload is True else {"activation_offload": True}
-    if state:
-        yield state
-    if activations:
-        yield activations
-    if state and activations:
-        yield state | activations

@@ -24,7 +24,7 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import folds
 from parsim.search.by_hand import custom_plan
-from parsim.search.search import Search
+from parsim.search.search import Search, first_of_each
 from parsim.search.space import meshes, microbatch_counts
 from parsim.search.tree import Tally
 from parsim.units import format_seconds
@@ -41,7 +41,7 @@ def relaxed_search(
 
     Args:
         problem: with `constraints.synchronisation` relaxed. strategies: dp, hp, mp (stale) or adaptive, which is all of them.
-        samples: draws for the intervals. top: keep so many plans instead of the best of each family.
+        top: keep so many plans instead of the best of each family.
 
     Returns:
         A Search, whose candidates all keep the rule.
@@ -50,56 +50,58 @@ def relaxed_search(
         ScheduleError: the rule has no plan on these devices, with the reasons. CostError: nothing can be priced.
     """
     reasons: dict[str, None] = {}
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     untried = 0
     plans = _plans(problem, strategies, reasons)
     for mesh, same in groupby(plans, key=lambda plan: plan.mesh):
         group = list(same)
-        one_is_enough = top is None and mesh.size > SCREENED_RANKS and len(group) > 1 and _is_dear(problem, group[0])
+        # such ranks are simulated one by one, and once where the replicas average
+        is_dear = group[0].synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(group[0]))
+        one_is_enough = top is None and mesh.size > SCREENED_RANKS and len(group) > 1 and is_dear
         if one_is_enough:
             group.sort(key=lambda plan: _screened_s(problem, plan))
         for number, plan in enumerate(group):
-            if len(found) == MOST_PLANS:
+            if len(evaluations) == MOST_PLANS:
                 untried += 1
                 continue
             try:
-                found.append(evaluate(problem, plan, samples=0))
+                evaluations.append(evaluate(problem, plan, samples=0))
             except PlanError as error:
                 reasons[str(error)] = None
                 continue
-            if one_is_enough and found[-1].result.fits:
+            if one_is_enough and evaluations[-1].result.fits:
                 untried += len(group) - number - 1
                 break
-    if not found:
+    if not evaluations:
         rule = problem.constraints.synchronisation
         why = "; ".join(reason.removeprefix(f"synchronisation {rule}: ") for reason in reasons)
         raise ScheduleError(f"no plan has synchronisation {rule}: {why or _no_mesh(problem, strategies)}")
-    found.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
-    shown = found[:top] if top is not None else _best_of_each(found)
+    evaluations.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    best_of_each = first_of_each(evaluations, lambda entry: entry.result.plan.strategy)
+    shown = best_of_each if top is None else evaluations[:top]
     best = shown[0]
     candidates = tuple(with_interval(problem, entry, samples=samples, reason=_reason(entry, best)) for entry in shown)
     return Search(
         candidates=candidates,
         chosen=candidates[0] if best.result.fits else None,
         status="best_of_candidates" if best.result.fits else "infeasible",
-        lower_bound_s=min(entry.result.lower_bound_s for entry in found),
-        judged=len(found),
+        lower_bound_s=min(entry.result.lower_bound_s for entry in evaluations),
+        judged=len(evaluations),
         skipped=(),
-        tally=Tally(simulated=len(found), untried=untried),
+        tally=Tally(simulated=len(evaluations), untried=untried),
     )
 
 
 def _no_mesh(problem: PlanningProblem, strategies: Sequence[str]) -> str:
     """Why no mesh suits the rule and the family."""
-    asked = problem.constraints
-    if tuple(strategies) == ("hp",) and asked.synchronisation.mixes and (asked.pp or 1) * (asked.tp or 1) == 1:
+    constraints = problem.constraints
+    if (
+        tuple(strategies) == ("hp",)
+        and constraints.synchronisation.mixes
+        and (constraints.pp or 1) * (constraints.tp or 1) == 1
+    ):
         return 'replicas of strategy "hp" have several ranks: set plan.mesh with pp or tp above 1, or plan.strategy = "dp"'
     return "the mesh leaves no replicas"
-
-
-def _is_dear(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether many ranks may be simulated one by one, and once where the replicas average."""
-    return plan.synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(plan))
 
 
 def _averaging(plan: Plan) -> Plan:
@@ -112,13 +114,6 @@ def _screened_s(problem: PlanningProblem, plan: Plan) -> float:
         return evaluate(problem, _averaging(plan), samples=0).result.step_s.median
     except PlanError:
         return math.inf
-
-
-def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    best: dict[str, Evaluation] = {}
-    for entry in ranked:
-        best.setdefault(entry.result.plan.strategy, entry)
-    return list(best.values())
 
 
 def _reason(entry: Evaluation, best: Evaluation) -> str:
@@ -136,17 +131,17 @@ def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[
     Args:
         problem: with constraints; an axis that they give is kept. strategies: as `relaxed_search` takes them.
     """
-    asked, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
-    found: list[Mesh] = []
+    constraints, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
+    chosen: list[Mesh] = []
     for mesh in meshes(problem):
-        if mesh.tp != (asked.tp or 1) or problem.global_batch % mesh.dp:
+        if mesh.tp != (constraints.tp or 1) or problem.global_batch % mesh.dp:
             continue
-        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (asked.pp or 1)
+        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (constraints.pp or 1)
         if suits and ("adaptive" in strategies or _family(mesh) in strategies):
-            if found and mesh.size < found[0].size:
+            if chosen and mesh.size < chosen[0].size:
                 break
-            found.append(mesh)
-    return found
+            chosen.append(mesh)
+    return chosen
 
 
 def _family(mesh: Mesh) -> str:
@@ -155,24 +150,24 @@ def _family(mesh: Mesh) -> str:
 
 def _plans(problem: PlanningProblem, strategies: Sequence[str], reasons: dict[str, None]) -> Iterator[Plan]:
     """The plans of the rule; why others are none goes into `reasons`."""
-    asked = problem.constraints
-    stale = asked.synchronisation.kind == "stale"
+    constraints = problem.constraints
+    stale = constraints.synchronisation.kind == "stale"
     if barred := [each.name for each in problem.model.components if not problem.allows(each.name, BATCH)]:
         text = f"plan.pin and plan.forbid bar placement batch for {', '.join(barred[:4])}, and relaxed plans have no other"
         reasons[f"{text}; drop them"] = None
         return
     for mesh in relaxed_meshes(problem, strategies):
         try:
-            for count in [asked.microbatches or 1] if stale else microbatch_counts(problem, mesh):
+            for count in [constraints.microbatches or 1] if stale else microbatch_counts(problem, mesh):
                 plan = custom_plan(
                     problem,
                     mesh,
                     microbatches=count,
-                    pipeline_order=asked.pipeline_order or "1f1b",
-                    chunks=asked.chunks or 1,
-                    bucket_bytes=asked.bucket_bytes or DEFAULT_BUCKET_BYTES,
+                    pipeline_order=constraints.pipeline_order or "1f1b",
+                    chunks=constraints.chunks or 1,
+                    bucket_bytes=constraints.bucket_bytes or DEFAULT_BUCKET_BYTES,
                     recompute=NONE if problem.recompute == AUTO else problem.recompute,
-                    synchronisation=asked.synchronisation,
+                    synchronisation=constraints.synchronisation,
                 )
                 yield replace(plan, strategy=_family(mesh))
         except (PlanError, ScheduleError) as error:

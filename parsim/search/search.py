@@ -7,10 +7,11 @@ choice stays the fastest.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 from parsim.costs.draws import medians_s
 from parsim.errors import PlanError, ScheduleError, near_matches
@@ -25,9 +26,9 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.search.families import FAMILIES, Strategy, mixed_meshes, nodes_of
+from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
 from parsim.search.refine import way_out
-from parsim.search.space import Allowance, Node, PosedPlacement, allowance, is_large, most_late, most_singles, zero_stages
+from parsim.search.space import Allowance, Node, PosedPlacement, is_large, most_late, most_singles, zero_stages
 from parsim.search.tree import Incumbents, JudgedPlan, Members, Tally, Variants, judged_best_first, open_one_by_one
 from parsim.units import format_bytes, format_seconds
 
@@ -88,7 +89,7 @@ def search(
         problem: model, cluster, batch and constraints: what it leaves open is free.
         strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
             of all plans considered, so no other candidate is predicted faster.
-        samples: draws for the intervals. top: keep this many plans over all families instead of the best of each.
+        top: keep this many plans over all families instead of the best of each.
 
     Returns:
         A Search. A plan that was not simulated has a lower bound that is not below the best of its family. Leaves out plans
@@ -97,25 +98,23 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
-    asked = problem.constraints
-    problem = problem.on(Mesh(dp=asked.ep or 1, cp=asked.cp or 1, ep=asked.ep or 1))
+    cp, ep = problem.constraints.cp or 1, problem.constraints.ep or 1
+    problem = problem.on(Mesh(dp=ep, cp=cp, ep=ep))
     mixes = "adaptive" in strategies
-    wanted = _known_names(strategies)
-    families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
+    names = _known_names(strategies)
     posed: list[PosedPlacement] = []
-    full = dict[Plan, Evaluation]()
     skipped: dict[str, str] = {}
     together = Incumbents(wanted=top or 1)
     opening = _Opening(problem)
     parts: dict[str, list[Node]] = {}
     owners: dict[str, Incumbents] = {}
-    for name in wanted:
+    for name in names:
         if name != "single" and problem.cluster.size == 1:
             skipped[name] = "one device: there is nothing to distribute"
             continue
         members = Members(problem, name, mixed=name == "adaptive", placements=posed)
         try:
-            parts[name] = _nodes(members, None if name == "adaptive" else families[name])
+            parts[name] = _nodes(members)
         except ScheduleError as error:
             skipped[name] = str(error)
             continue
@@ -140,7 +139,8 @@ def search(
     for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
         skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
     if not judged:
-        raise _nothing_to_choose(tally, skipped)
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise tally.unpriced or ScheduleError(f"no plan to choose from: {why}")
     skipped.pop("adaptive", None)  # its plan is then the best one of the families
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
@@ -148,9 +148,8 @@ def search(
         ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
     elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-    shown = ranked[:top] if top is not None else _best_of_each(ranked)
-    kept = [_evaluated(problem, entry.plan, full, steps) for entry in shown]
-    candidates = _with_intervals(problem, kept, samples)
+    shown = ranked[:top] if top is not None else first_of_each(ranked, lambda entry: entry.plan.strategy)
+    candidates = _with_intervals(problem, _evaluated(problem, shown, steps), samples)
     chosen = candidates[0] if candidates[0].result.fits else None
     if mixes and chosen is not None:
         chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
@@ -169,7 +168,7 @@ def search(
 
 def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
     first = candidates[0].result.plan
-    return any(each.result.strategy == name and not same_program(each.result.plan, first) for each in candidates)
+    return any(each.result.strategy == name and each.result.plan.program != first.program for each in candidates)
 
 
 NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
@@ -201,51 +200,42 @@ def _without_idle_ranks(problem: PlanningProblem, entry: JudgedPlan, steps: _Ste
     return replace(entry, plan=other, step_s=step_s) if step_s <= entry.step_s * (1 + 1e-12) else entry
 
 
-def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:
-    if tally.unpriced is not None:
-        return tally.unpriced
-    return ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
-
-
 def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
     """Every name once; "adaptive" stands for all families. Raises ScheduleError for an unknown one."""
-    wanted = (*FAMILIES, "adaptive") if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
-    for name in wanted:
-        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
-            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
-    return wanted
+    every = (*FAMILIES, "adaptive")
+    names = every if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    for name in names:
+        if name not in every and not is_reference(name):
+            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, every)}")
+        if name != "adaptive":
+            FAMILIES[name]  # raises for a reference that leads nowhere
+    return names
 
 
-def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
-    """The family as parts with lower bounds; "adaptive" (None): all placements of single components."""
+def _nodes(members: Members) -> list[Node]:
+    """The family as parts with lower bounds; "adaptive": all placements of single components."""
     problem = members.problem
-    if strategy is None:
+    if members.mixed:
         some = mixed_meshes(problem)
         return nodes_of(members, some) if some else []
+    strategy = FAMILIES[members.strategy]
     if strategy.plans is None:
         return strategy.nodes(problem, members.strategy)
-    plans = (replace(plan, strategy=members.strategy) for plan in strategy.plans(problem))
-    if problem.recompute != AUTO:
-        plans = (replace(plan, recompute=problem.recompute) for plan in plans)
-    listed = list(plans)
-    kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
-    if listed and not kept:
+    recomputed: dict[str, Any] = {} if problem.recompute == AUTO else {"recompute": problem.recompute}
+    plans = [replace(plan, strategy=members.strategy, **recomputed) for plan in strategy.plans(problem)]
+    kept = [plan for plan in plans if _keeps(problem.constraints, plan)]
+    if plans and not kept:
         raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")
     return members.given(kept)
 
 
 def _keeps(asked: PlanConstraints, plan: Plan) -> bool:
-    pairs = (
-        (asked.microbatches, plan.microbatches),
-        (asked.bucket_bytes, plan.bucket_bytes),
-        (asked.pipeline_order, plan.pipeline_order),
-        (asked.chunks, plan.chunks),
-    )
-    return asked.allow(plan.mesh) and all(given in (None, own) for given, own in pairs)
+    keys = ("microbatches", "bucket_bytes", "pipeline_order", "chunks")
+    return asked.allow(plan.mesh) and all(getattr(asked, key) in (None, getattr(plan, key)) for key in keys)
 
 
 def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
-    return max((entry.excess_bytes for entry in problem.unlike_memory(plan) if not entry.fits), default=0)
+    return max((memory.excess_bytes for memory in problem.unlike_memory(plan)), default=0)
 
 
 def _rank(entry: JudgedPlan) -> tuple[bool, float]:
@@ -254,7 +244,7 @@ def _rank(entry: JudgedPlan) -> tuple[bool, float]:
 
 
 def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
-    """The same plan and the same figures under another strategy's name."""
+    """A plan and its figures under another strategy's name."""
     return replace(entry, plan=replace(entry.plan, strategy=strategy))
 
 
@@ -262,17 +252,33 @@ def _result_named(entry: Evaluation, strategy: str) -> PlanResult:
     return replace(entry.result, plan=replace(entry.result.plan, strategy=strategy), strategy=strategy)
 
 
-def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation], steps: _Steps) -> Evaluation:
-    """The evaluation of a plan under its own strategy's name, made once per program."""
-    program = replace(plan, strategy="custom")
-    if program not in known:
-        known[program] = evaluate(problem, plan, samples=0, fold=True, run=steps.simulated(program))
-    return replace(known[program], result=_result_named(known[program], plan.strategy))
+def _evaluated(problem: PlanningProblem, shown: Sequence[JudgedPlan], steps: _Steps) -> list[Evaluation]:
+    """The evaluation of every plan under its own strategy's name, made once per program."""
+    known: dict[Plan, Evaluation] = {}
+    evaluations = []
+    for entry in shown:
+        program = entry.plan.program
+        if program not in known:
+            known[program] = evaluate(problem, entry.plan, samples=0, fold=True, run=steps.simulated(program))
+        evaluation = known[program]
+        evaluations.append(replace(evaluation, result=_result_named(evaluation, entry.plan.strategy)))
+    return evaluations
+
+
+Entry = TypeVar("Entry")
+
+
+def first_of_each(ranked: Iterable[Entry], key: Callable[[Entry], object]) -> list[Entry]:
+    """The first of all that have the same key, in order."""
+    first: dict[object, Entry] = {}
+    for entry in ranked:
+        first.setdefault(key(entry), entry)
+    return list(first.values())
 
 
 @dataclass
 class _Steps:
-    """Of one search: the step of every program that was simulated, and a bound of the mean of many such steps."""
+    """The step of every program that one search simulated, and a bound of the mean of many such steps."""
 
     problem: PlanningProblem
     seconds: dict[Plan, float] = field(default_factory=dict)
@@ -281,11 +287,11 @@ class _Steps:
 
     def simulated(self, program: Plan) -> SimulatedStep | None:
         """The simulation of a program, where it is kept."""
-        return next((own[program] for own in self.runs.values() if program in own), None)
+        return next((runs[program] for runs in self.runs.values() if program in runs), None)
 
     def of(self, plan: Plan) -> float:
         """Simulated once, whatever the strategy is called."""
-        program = replace(plan, strategy="custom")
+        program = plan.program
         if program not in self.seconds:
             run = simulated_step(self.problem, plan, fold=True)
             self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
@@ -297,7 +303,7 @@ class _Steps:
 
 @dataclass
 class _Opening:
-    """Of one search: what was opened, and what became of it.
+    """What was opened in one search, and what became of it.
 
     Attributes: late: by family the parts that are put aside. impossible: by family the reasons of impossible plans.
         spare: what may be spent on a large problem.
@@ -315,7 +321,7 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return allowance(self.problem) if is_large(self.problem) else None
+        return Allowance(len(self.problem.model.components)) if is_large(self.problem) else None
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
@@ -332,20 +338,21 @@ class _Opening:
 
     @property
     def _variants(self) -> Variants:
-        return (self._recomputed, self._divided)
+        """With all recomputed, and with every other ZeRO stage, where the question leaves that open: whole parameters may be
+        the most of what a plan holds."""
 
-    def _recomputed(self, plan: Plan) -> list[Plan]:
-        """The plan, and with all recomputed where the question leaves that open."""
-        free = self.problem.recompute == AUTO and not plan.recomputes
-        return [plan, replace(plan, recompute=FULL)] if free else [plan]
+        def recomputed(plan: Plan) -> list[Plan]:
+            free = self.problem.recompute == AUTO and not plan.recomputes
+            return [plan, replace(plan, recompute=FULL)] if free else [plan]
 
-    def _divided(self, plan: Plan) -> list[Plan]:
-        """The plan, and with every other ZeRO stage that the question leaves open: whole parameters may be the most of one."""
-        stages = zero_stages(self.problem, self.problem.layout(plan))
-        return [plan, *(replace(plan, zero_stage=stage) for stage in stages if stage != plan.zero_stage)]
+        def divided(plan: Plan) -> list[Plan]:
+            stages = zero_stages(self.problem, self.problem.layout(plan))
+            return [plan, *(replace(plan, zero_stage=stage) for stage in stages if stage != plan.zero_stage)]
+
+        return (recomputed, divided)
 
     def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
-        found, counted = judged_best_first(
+        judged, tally = judged_best_first(
             nodes,
             excess_bytes=partial(_excess_bytes, self.problem),
             judge=self.steps.of,
@@ -356,27 +363,21 @@ class _Opening:
             singles=most_singles(self.problem),
             spare=self.spare,
         )
-        self.judged.extend(found)
-        self.tally.add(counted)
-        self.impossible[name].update(counted.infeasible)
-
-
-def _best_of_each(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
-    best: dict[str, JudgedPlan] = {}
-    for entry in ranked:
-        best.setdefault(entry.plan.strategy, entry)
-    return list(best.values())
+        self.judged.extend(judged)
+        self.tally.add(tally)
+        self.impossible[name].update(tally.infeasible)
 
 
 def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
     """Each program once, under the first of its names, with the fastest of its cuts into stages."""
-    found: dict[object, JudgedPlan] = {}
-    for entry in ranked:
+
+    def program(entry: JudgedPlan) -> object:
         plan = entry.plan
         placed = tuple(pair for stage in plan.stages for pair in stage.placed())
         pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
-        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute, plan.segments), entry)
-    return list(found.values())
+        return pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute, plan.segments
+
+    return first_of_each(ranked, program)
 
 
 def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], samples: int) -> tuple[Evaluation, ...]:
@@ -384,30 +385,25 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
 
     A program that has several names is drawn once. Large programs get fewer draws, above all those of plans that lost.
     """
-    first, found = kept[0], list[Evaluation]()
+    first, drawn = kept[0], list[Evaluation]()
     ways_out: dict[Plan, str] = {}
     for entry in kept:
         reason = _reason(entry, first, problem.recompute)
         if not first.result.fits:
-            program = replace(entry.result.plan, strategy="custom")
+            program = entry.result.plan.program
             if program not in ways_out:
                 ways_out[program] = way_out(problem, program)
             reason += ways_out[program]
-        drawn = next((other.result for other in found if other.compiled is entry.compiled), None)
-        if drawn is not None:
-            result = replace(
-                entry.result,
-                reason=reason,
-                step_s=drawn.step_s,
-                throughput_samples_per_s=drawn.throughput_samples_per_s,
-                interval_correction=drawn.interval_correction,
-            )
-            found.append(replace(entry, result=result))
+        same = next((other.result for other in drawn if other.compiled is entry.compiled), None)
+        if same is not None:
+            names = ("step_s", "throughput_samples_per_s", "interval_correction")
+            figures: dict[str, Any] = {name: getattr(same, name) for name in names}
+            drawn.append(replace(entry, result=replace(entry.result, reason=reason, **figures)))
             continue
         fewest = FEWEST_DRAWS if entry.compiled is first.compiled else OF_A_LOSER
         most = max(fewest, MOST_DRAWN // max(1, entry.compiled.size))
-        found.append(with_interval(problem, entry, samples=min(samples, most), reason=reason))
-    return tuple(found)
+        drawn.append(with_interval(problem, entry, samples=min(samples, most), reason=reason))
+    return tuple(drawn)
 
 
 def _recomputed_text(plan: Plan) -> str:
@@ -419,29 +415,20 @@ def _recomputed_text(plan: Plan) -> str:
 
 
 def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
+    plan, step_s, least_s = entry.result.plan, entry.result.step_s.median, first.result.step_s.median
     if not entry.result.fits:
         worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
         line, size = worst.worst
         tried = ", even with all recomputed" if recompute == AUTO else ""
         over = format_bytes(worst.excess_bytes)
         return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
-    plan = entry.result.plan
     again = f"; recomputes {_recomputed_text(plan)}" if plan.recomputes else ""
     if entry is first:
         return f"fastest plan that fits{again}"
-    if same_program(entry.result.plan, first.result.plan):
+    if plan.program == first.result.plan.program:
         return f"the same plan as {first.result.strategy}"
-    slower = entry.result.step_s.median - first.result.step_s.median
-    return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}{again}"
-
-
-def same_program(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ at most in the name of their strategy.
-
-    Args:
-        one, other: plans of one model.
-    """
-    return replace(one, strategy=other.strategy) == other
+    slower = step_s - least_s
+    return f"slower by {format_seconds(slower)} ({100 * slower / least_s:.0f}%){_where(entry, first)}{again}"
 
 
 def _where(entry: Evaluation, first: Evaluation) -> str:
@@ -473,29 +460,21 @@ def simpler_tie(problem: PlanningProblem, chosen: Evaluation) -> Evaluation | No
     """The simplest plan on the mesh of the choice that fits and ties with it; None where the choice is as simple.
 
     Simpler means: no ZeRO, and buckets as PyTorch's DDP has them. Keys that the question gives stay.
-
-    Args:
-        problem: model, cluster and batch. chosen: the evaluation of the plan that the search chose for it.
     """
-    for plan in _simpler(problem, chosen.result.plan):
-        try:
-            found = evaluate(problem, plan, samples=0, reason="simpler than the choice")
-        except PlanError:  # the rules of this plan forbid the variant, as gathering ahead does without ZeRO
-            continue
-        if found.result.fits and is_tie(found.result.step_s.median, chosen.result.step_s.median):
-            return found
-    return None
-
-
-def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
-    """The simplest first."""
-    is_free = not isinstance(problem.zero_stage, int) and problem.constraints.dp_shard in (None, plan.mesh.dp)
+    plan, asked = chosen.result.plan, problem.constraints
+    is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard in (None, plan.mesh.dp)
     stages = [0, plan.zero_stage] if plan.zero_stage and is_free else [plan.zero_stage]
     sizes = [plan.bucket_bytes]
-    if problem.constraints.bucket_bytes is None and plan.bucket_bytes != DEFAULT_BUCKET_BYTES:
+    if asked.bucket_bytes is None and plan.bucket_bytes != DEFAULT_BUCKET_BYTES:
         sizes.insert(0, DEFAULT_BUCKET_BYTES)
-    for stage in stages:
-        for size in sizes:
-            if (stage, size) != (plan.zero_stage, plan.bucket_bytes):
-                mesh = plan.mesh if stage else plan.mesh.undivided()
-                yield replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)
+    for stage, size in product(stages, sizes):
+        if (stage, size) == (plan.zero_stage, plan.bucket_bytes):
+            continue
+        simpler = replace(plan, mesh=plan.mesh if stage else plan.mesh.undivided(), zero_stage=stage, bucket_bytes=size)
+        try:
+            evaluation = evaluate(problem, simpler, samples=0, reason="simpler than the choice")
+        except PlanError:  # the rules of this plan forbid the variant, as gathering ahead does without ZeRO
+            continue
+        if evaluation.result.fits and is_tie(evaluation.result.step_s.median, chosen.result.step_s.median):
+            return evaluation
+    return None

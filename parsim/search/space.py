@@ -21,6 +21,7 @@ from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import PlanIndex
+from parsim.records import once
 from parsim.search.placement.problem import Solution
 from parsim.units import divisors
 
@@ -51,22 +52,22 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
     device must not make the answer slower.
 
     Args:
-        problem: cluster, model and constraints. wanted: of pp, dp and tp, whether to make the mesh; None: all.
+        wanted: of pp, dp and tp, whether to make the mesh; None: all.
     """
-    asked, most = problem.constraints, len(problem.model.components)
+    constraints, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
-        context = asked.cp or 1
+        context = constraints.cp or 1
         if devices % context:
             continue
         for pp in divisors(devices // context):
-            if asked.pp not in (None, pp) or (pp > most and not asked.pp):
+            if constraints.pp not in (None, pp) or (pp > most and not constraints.pp):
                 continue
             for tp in divisors(devices // context // pp):
                 dp = devices // context // (pp * tp)
                 if wanted is not None and not wanted(pp, dp, tp):
                     continue  # of 16,384 devices there are 377,000
-                if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
-                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1))
+                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % (constraints.ep or 1) == 0:
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=constraints.ep or 1))
 
 
 def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
@@ -86,85 +87,56 @@ def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
         yield replace(mesh, dp_shard=size)
 
 
-@dataclass
-class _Nodes:
-    """Of one problem: devices on each node; 0: not known yet."""
-
-    devices: int = 0
-
-
+@once
 def devices_on_a_node(problem: PlanningProblem) -> int:
-    """How many devices every node has, if ranks fill one node after the other; else all, for there are no nodes to speak of.
-
-    Args:
-        problem: with the cluster.
-    """
-    known = problem.remembered(_Nodes)
-    if not known.devices:
-        cluster = problem.cluster
-        known.devices = cluster.size
-        if cluster.profile.communication.link_model is not None:
-            most = cluster.most_on_a_node
-            if all(node == rank // most for rank, (node, _) in enumerate(cluster.places)):
-                known.devices = most
-    return known.devices
+    """How many devices every node has, if ranks fill one node after the other; else all, for there are no nodes to speak of."""
+    cluster, most = problem.cluster, problem.cluster.most_on_a_node
+    in_order = all(node == rank // most for rank, (node, _) in enumerate(cluster.places))
+    return most if cluster.profile.communication.link_model is not None and in_order else cluster.size
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     """Every number of microbatches into which a replica's samples divide, ascending.
 
-    Args:
-        problem: model, cluster, batch and constraints. mesh: its dp are the replicas.
-
     Raises:
         ScheduleError: the batch does not divide over the replicas, or not into the microbatches that are asked for.
     """
-    samples, rest = divmod(problem.global_batch, mesh.dp)
-    if rest:
-        nearest = max(1, round(problem.global_batch / mesh.dp)) * mesh.dp
-        raise ScheduleError(
-            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of {mesh.dp}, "
-            f"e.g. {nearest}"
-        )
-    asked = problem.constraints.microbatches
-    if asked is None:
-        return list(divisors(samples))
-    if samples % asked:
+    batch, asked = problem.global_batch, problem.constraints.microbatches
+    parts, what, multiple = mesh.dp, f"dp ({mesh.dp})", str(mesh.dp)
+    if asked is not None and batch % mesh.dp == 0:
         parts = mesh.dp * asked
-        nearest = max(1, round(problem.global_batch / parts)) * parts
+        what, multiple = f"dp ({mesh.dp}) * microbatches ({asked}) = {parts}", "it"
+    if batch % parts:
         raise ScheduleError(
-            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}) * microbatches ({asked}) = {parts}; "
-            f"use a multiple of it, e.g. {nearest}"
+            f"global_batch ({batch}) is not divisible by {what}; use a multiple of {multiple}, e.g. "
+            f"{max(1, round(batch / parts)) * parts}"
         )
-    return [asked]
+    return list(divisors(batch // mesh.dp)) if asked is None else [asked]
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
     """Pipeline orders with the stages per rank that they take; one of them where there is no pipeline.
 
-    Args:
-        problem: model and constraints. mesh: its pp are the ranks of the pipeline.
-
     Raises:
         ScheduleError: the model has too few components.
     """
-    asked = problem.constraints
-    names = FREE_ORDERS if asked.pipeline_order is None else (asked.pipeline_order,)
+    constraints = problem.constraints
+    names = FREE_ORDERS if constraints.pipeline_order is None else (constraints.pipeline_order,)
     most = len(problem.model.components) // mesh.pp
     if mesh.pp == 1:
-        return [(asked.pipeline_order or "1f1b", 1)]
-    counts = FREE_CHUNKS if asked.chunks is None else (asked.chunks,)
-    found = []
+        return [(constraints.pipeline_order or "1f1b", 1)]
+    possible = []
     for name in names:
         row = PIPELINE_ORDERS[name]
-        own = {row.fewest_chunks, *counts} if asked.chunks is None else set(counts)
-        found += [(name, count) for count in sorted(own) if row.takes(count) and count <= most]
-    if not found:
+        counts = {row.fewest_chunks, *FREE_CHUNKS} if constraints.chunks is None else {constraints.chunks}
+        possible += [(name, count) for count in sorted(counts) if row.takes(count) and count <= most]
+    if not possible:
+        chunked = "" if constraints.chunks is None else f" with {constraints.chunks} chunks each"
         raise ScheduleError(
-            f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline"
-            f'{"" if asked.chunks is None else f" with {asked.chunks} chunks each"}; use fewer stages or granularity "layer"'
+            f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline{chunked}; "
+            'use fewer stages or granularity "layer"'
         )
-    return found
+    return possible
 
 
 def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
@@ -172,40 +144,34 @@ def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     if problem.constraints.bucket_bytes is not None:
         return (problem.constraints.bucket_bytes,)
     whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
-    useful = tuple(size for size in BUCKET_BYTES if size < whole)
-    holding = (size for size in BUCKET_BYTES if size >= whole)  # the default first
-    return (*useful, *list(holding)[:1])
+    holding = [size for size in BUCKET_BYTES if size >= whole]  # the default first
+    return (*(size for size in BUCKET_BYTES if size < whole), *holding[:1])
 
 
 def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
     """Further bucket sizes worth trying: every one that makes other buckets, or some small ones where these are too many.
 
     A bucket is closed once it holds `bucket_bytes`. So buckets change only where it passes the sum of a run of parameters.
-
-    Args:
-        problem: model and constraints. layout: of a plan, whatever its bucket size.
     """
     if problem.constraints.bucket_bytes is not None:
         return []
-    plan = layout.plan
-    whole = problem.layout(replace(plan, bucket_bytes=2**62))
+    whole = problem.layout(replace(layout.plan, bucket_bytes=2**62))
     runs = [[each.size_bytes for each in bucket.parameters] for bucket in whole.buckets if len(bucket.group) > 1]
     if not runs:
         return []
-    known = bucket_sizes(problem)
     if sum(len(run) * (len(run) + 1) // 2 for run in runs) > MOST_BUCKET_SIZES:
         most = max(map(sum, runs))
         return [size for size in SMALL_BUCKET_BYTES if size < most <= size * MOST_SMALL_BUCKETS]
     sums = {sum(run[first:last]) for run in runs for last in range(1, len(run) + 1) for first in range(last)}
-    found: dict[tuple[tuple[int, ...], ...], int] = {_closings(runs, size): 0 for size in known}
+    by_closings = {_closings(runs, size): 0 for size in bucket_sizes(problem)}
     for size in sorted(sums - {0}, reverse=True):
-        found.setdefault(_closings(runs, size), size)
-    return [size for size in found.values() if size]
+        by_closings.setdefault(_closings(runs, size), size)
+    return [size for size in by_closings.values() if size]
 
 
 def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Per run of parameters after which of them a bucket is closed."""
-    found = []
+    closings = []
     for run in runs:
         held, closed = 0, []
         for number, size in enumerate(run):
@@ -213,8 +179,8 @@ def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[i
             if held >= bucket_bytes or number == len(run) - 1:
                 closed.append(number)
                 held = 0
-        found.append(tuple(closed))
-    return tuple(found)
+        closings.append(tuple(closed))
+    return tuple(closings)
 
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
@@ -270,14 +236,10 @@ class Allowance:
     """
 
     components: int
-    left: float
+    left: float = float(MOST_VISITS)
 
     def lasts(self, *, known: bool) -> bool:
-        """Whether another part may be opened.
-
-        Args:
-            known: whether a plan is known that fits. Without one the search goes on for longer.
-        """
+        """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
 
     def open(self, visits: int) -> None:
@@ -289,56 +251,29 @@ class Allowance:
         self.left -= self.components * (1 + plan.microbatches / MICROBATCHES_PER_VISIT)
 
 
-def allowance(problem: PlanningProblem) -> Allowance:
-    """What a search of the problem may spend.
-
-    Args:
-        problem: model and cluster.
-    """
-    return Allowance(len(problem.model.components), float(MOST_VISITS))
-
-
 def is_large(problem: PlanningProblem) -> bool:
-    """Whether some parts of a search are opened before others.
-
-    Args:
-        problem: model and cluster.
-    """
-    return _size(problem) > LARGE
+    """Whether some parts of a search are opened before others."""
+    return problem.cluster.size * len(problem.model.components) > LARGE
 
 
 def most_late(problem: PlanningProblem) -> int:
-    """How many parts are opened that refine what was found.
-
-    Args:
-        problem: model and cluster.
-    """
-    return max(FEWEST_LATE, int(MOST_LATE * min(1.0, LARGE / _size(problem)) ** 2))
+    """How many parts are opened that refine what was found."""
+    size = problem.cluster.size * len(problem.model.components)
+    return max(FEWEST_LATE, int(MOST_LATE * min(1.0, LARGE / size) ** 2))
 
 
 def most_singles(problem: PlanningProblem) -> int:
-    """How many plans are judged that have a bound when no more of these parts may be opened.
-
-    Args:
-        problem: with the model.
-    """
+    """How many plans are judged that have a bound when no more of these parts may be opened."""
     return MOST_SINGLES if len(problem.model.components) <= FEW_COMPONENTS else 0
 
 
 def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bool:
-    """Whether a part of a large problem is opened first.
-
-    Args:
-        problem: model, cluster and constraints. mesh, order: of its plans; the order with its stages per rank.
-    """
-    asked = problem.constraints
-    within = asked.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
-    ordered = asked.pipeline_order is not None or asked.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
-    return within and ordered
-
-
-def _size(problem: PlanningProblem) -> int:
-    return problem.cluster.size * len(problem.model.components)
+    """Whether a part of a large problem is opened first."""
+    constraints = problem.constraints
+    within = constraints.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
+    return within and (
+        constraints.pipeline_order is not None or constraints.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
+    )
 
 
 # Uneven pipeline stages, chosen by cost: contiguous runs of components whose slowest stage is as fast as can be.
@@ -400,7 +335,7 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: f
     no less room in the end, so the longest runs decide.
 
     Args:
-        seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n. microbatches: M.
+        seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
         saved_s: what a cut may save at most, of both its sides together.
     """
     up_to = np.concatenate([[0.0], np.cumsum(seconds)])
@@ -449,11 +384,7 @@ def count_cuts(components: int, stages: int) -> int:
 
 
 def every_cut(components: int, stages: int) -> Iterator[Bounds]:
-    """All of them.
-
-    Args:
-        components, stages: of which `count_cuts` are few.
-    """
+    """All of them, of which `count_cuts` are few."""
     for inner in combinations(range(1, components), stages - 1):
         yield tuple(pairwise((0, *inner, components)))
 
@@ -469,9 +400,7 @@ def cuts_by_bound(
     """Pairs of bound and cut, bounds ascending.
 
     Args:
-        components, stages: `are_listed`.
         stage_s: as `partition` takes it. before_s: float64 [n + 1], what comes before a stage at least, by its first component.
-        microbatches: M.
 
     Yields:
         Seconds that no pipeline with the cut goes below, and per stage its first component and one past its last. Cuts with a
@@ -491,18 +420,10 @@ def cuts_by_bound(
         if stage == stages:
             yield bound, tuple(pairwise(starts))
             continue
-        reached = np.maximum(_decided_s(rounds, starts), np.maximum(rounds[stage][:, starts[-1]], to_go[stage + 1]))
+        decided = (float(rounds[number][last, first]) for number, (first, last) in enumerate(pairwise(starts)))
+        reached = np.maximum(max(decided, default=0.0), np.maximum(rounds[stage][:, starts[-1]], to_go[stage + 1]))
         for last in np.flatnonzero(np.isfinite(reached)).tolist():
             heapq.heappush(heap, (float(reached[last]), depth - 1, (*starts, last)))
-
-
-def _decided_s(rounds: list[Floats], starts: tuple[int, ...]) -> float:
-    """The bound of the stages that are decided.
-
-    Args:
-        rounds: by stage, seconds at [last, first]. starts: first components of the decided stages, and of the next one.
-    """
-    return max((float(rounds[stage][last, first]) for stage, (first, last) in enumerate(pairwise(starts))), default=0.0)
 
 
 # A part of a family of plans, with a lower bound of the steps of its plans.
@@ -550,10 +471,6 @@ class Node:
     def is_one(self) -> bool:
         """Whether it is a single plan, or is judged in place of one."""
         return self.plan is not None or self.instead_of_one
-
-    def promising(self, promise_s: float) -> Node:
-        """The same with an estimate."""
-        return replace(self, promise_s=promise_s)
 
 
 @dataclass(frozen=True, kw_only=True)

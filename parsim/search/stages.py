@@ -5,43 +5,35 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, pairwise
+from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
+from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, NONE, Plan, Recompute
-from parsim.plans.stages import concurrent_with, stages_of
+from parsim.plans.stages import stages_of
 from parsim.predict.problem import PlanningProblem
+from parsim.records import once
 from parsim.search.placement.problem import is_chain
 from parsim.search.prices import Prices
 from parsim.search.space import INFINITE, Bounds, are_listed, count_cuts, cuts_by_bound, partition, sums_between
-from parsim.work import Phase, SendRecv
+from parsim.work import SendRecv
 
 MOST_PLACES = 1024
 """Components beyond which stages are cut between repeated blocks alone."""
 
 LONGEST_BLOCK, MOSTLY = 64, 0.9
 """Components of a repeated block at most, and the share of a model that blocks must be."""
-
-
-@dataclass
-class _KnownStages:
-    """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
-
-    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...], int], dict[str, Floats]] = field(default_factory=dict)
-    up_to_s: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
-    places: tuple[int, ...] = ()
-    cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,52 +54,44 @@ class StageCosts:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _known(self) -> _KnownStages:
-        return self.problem.remembered(_KnownStages)
+    def _key(self) -> tuple[Mesh, int, tuple[tuple[str, Placement], ...]]:
+        return self.mesh, self.samples, tuple(self.placements.items())
 
     @cached_property
     def _up_to_s(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of the first i components."""
-        known, key = self._known.up_to_s, (self.mesh, self.samples, tuple(self.placements.items()))
-        if key not in known:
-            known[key] = self._found_up_to_s()
-        return known[key]
+        known = self.problem.answers("up_to_s")
+        if self._key not in known:
+            prices = self._prices(in_flight=1)
+            known[self._key] = by_kind = dict[str, Floats]()
+            for rank in range(self.mesh.size):
+                if (kind := self._costs.device_kind(rank)) not in by_kind:
+                    by_kind[kind] = _running(
+                        [
+                            sum(prices.compute_on_s(component, placement, phase, rank) for phase in prices.phases(component))
+                            for component, placement in self._placed
+                        ]
+                    )
+        return cast(dict[str, Floats], known[self._key])
 
-    def _found_up_to_s(self) -> dict[str, Floats]:
-        prices = self._prices(in_flight=1)
-        chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
-        found: dict[str, Floats] = {}
-        for rank in range(self.mesh.size):
-            kind = self._costs.device_kind(rank)
-            if kind in found:
-                continue
-            own = []
-            for component, placement in chosen:
-                seconds = prices.compute_on_s(component, placement, Phase.FORWARD, rank)
-                if component.name in prices.differentiable:
-                    seconds += prices.compute_on_s(component, placement, Phase.BACKWARD, rank)
-                own.append(seconds)
-            found[kind] = _running(own)
-        return found
+    @property
+    def _placed(self) -> list[tuple[Component, Placement]]:
+        return [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
 
     @cached_property
     def _seconds(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
-        known, key = self._known.seconds, (self.mesh, self.samples, tuple(self.placements.items()), len(self.places))
+        known, key = self.problem.answers("seconds"), (*self._key, len(self.places))
         if key not in known:
             places = list(self.places)
+            some = np.tri(len(places), k=-1, dtype=bool)  # at [last, first] whether first < last
             known[key] = {
-                kind: np.where(_some_components(len(places) - 1), sums_between(running[places]), INFINITE)
-                for kind, running in self._up_to_s.items()
+                kind: np.where(some, sums_between(running[places]), INFINITE) for kind, running in self._up_to_s.items()
             }
-        return known[key]
+        return cast(dict[str, Floats], known[key])
 
     def runs_s(self, cut: Bounds) -> list[float]:
-        """By stage the seconds of one microbatch on the slowest device of the stage.
-
-        Args:
-            cut: by stage its first component and one past its last.
-        """
+        """By stage the seconds of one microbatch on the slowest device of the stage."""
         return [
             max(float(self._up_to_s[kind][last] - self._up_to_s[kind][first]) for kind in kinds)
             for (first, last), kinds in zip(cut, self._kinds, strict=True)
@@ -116,10 +100,9 @@ class StageCosts:
     @property
     def places(self) -> tuple[int, ...]:
         """Where stages may begin and end, ascending, 0 and the number of components included."""
-        if not self._known.places:
-            self._known.places = cut_places(self.problem.model)
-        enough = len(self._known.places) > self.mesh.pp * self.chunks
-        return self._known.places if enough else tuple(range(len(self.problem.model.components) + 1))
+        places = cut_places(self.problem)
+        enough = len(places) > self.mesh.pp * self.chunks
+        return places if enough else tuple(range(len(self.problem.model.components) + 1))
 
     @cached_property
     def _kinds(self) -> list[set[str]]:
@@ -145,44 +128,28 @@ class StageCosts:
         return _running([0.0] * len(least) if alone else least.tolist())
 
     def _prices(self, *, in_flight: int) -> Prices:
-        return Prices(
-            problem=self.problem,
-            mesh=self.mesh,
-            samples=self.samples,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            in_flight=in_flight,
-            zero_stage=self.zero_stage,
-        )
+        return Prices(self.problem, self.mesh, self.samples, in_flight=in_flight, zero_stage=self.zero_stage)
 
     @cached_property
     def _up_to_bytes(self) -> tuple[Floats, Floats]:
         """Bytes of the first i components: a fixed part, and a part per microbatch in flight."""
-        running = []
-        for alive in (0, 1):
-            prices = self._prices(in_flight=alive)
-            running.append(
-                _running(
-                    [
-                        prices.memory_bytes(component, self.placements.get(component.name, BATCH), 0)
-                        for component in self.problem.model.components
-                    ]
-                )
-            )
-        return running[0], running[1] - running[0]
+        none, one = (
+            _running([prices.memory_bytes(component, placement, 0) for component, placement in self._placed])
+            for prices in (self._prices(in_flight=0), self._prices(in_flight=1))
+        )
+        return none, one - none
 
     def limits_bytes(self) -> list[float]:
         """Per stage what its smallest device has for components of one chunk."""
         devices = self.problem.cluster.devices
-        return [
-            float(
-                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(place))
-            )
-            / self.chunks
-            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
+        rooms = [
+            min(devices[rank].type.room_bytes for rank in self.mesh.stage_ranks(place)) / self.chunks
+            for place in range(self.mesh.pp)
         ]
+        return [rooms[place] for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)]
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int, kept_bytes: Floats | None = None) -> Floats:
-        """As `seconds`, infinite where the stage would hold more than its limit.
+        """The `seconds` of a stage, infinite where the stage would hold more than its limit.
 
         Args:
             limits_bytes: by stage. kept_bytes: float64 [n], of one microbatch, where components are recomputed.
@@ -206,56 +173,36 @@ class StageCosts:
         held: Floats = fixed + alive * of_one
         return held
 
-    def cuts_s(self) -> list[float]:
+    def cuts_s(self) -> Sequence[float]:
         """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
-        key = self.mesh, self.samples
-        if key not in self._known.cuts_s:
-            self._known.cuts_s[key] = self._found_cuts_s()
-        return self._known.cuts_s[key]
+        return _cuts_s(self.problem, self.mesh, self.samples)
 
-    def _found_cuts_s(self) -> list[float]:
-        known: dict[int, float] = {}
-        found = []
-        for size_bytes in crossing_bytes(self.problem, self.samples):
-            if size_bytes not in known:
-                work = SendRecv(source=0, destination=self.mesh.copies * self.mesh.tp, size_bytes=size_bytes)
-                beside = concurrent_with(self.mesh, work) if self._costs.shares_links else ()
-                known[size_bytes] = self._costs.estimate(work, 0, beside).median_s
-            found.append(known[size_bytes])
-        return found
+
+@once
+def _cuts_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> Sequence[float]:
+    prices = Prices(problem, mesh, samples)
+    target = mesh.copies * mesh.tp
+    sizes = crossing_bytes(problem, samples)
+    return [prices.work_s(SendRecv(source=0, destination=target, size_bytes=size), 0) for size in sizes]
 
 
 def is_long(model: Model) -> bool:
-    """Whether a model has so many components that its repeated blocks are planned alike.
-
-    Args:
-        model: traced or from sizes.
-    """
+    """Whether a model has so many components that its repeated blocks are planned alike."""
     return len(model.components) > MOST_PLACES
 
 
-def cut_places(model: Model) -> tuple[int, ...]:
-    """Where stages may begin and end, ascending: anywhere, but in models of many components between repeated blocks alone.
-
-    Args:
-        model: whose repeated blocks are found by what their components do.
-    """
-    prints = [component.fingerprint for component in model.components]
+@once
+def cut_places(problem: PlanningProblem) -> tuple[int, ...]:
+    """Where stages may begin and end, ascending: anywhere, but in models of many components between repeated blocks alone."""
+    prints = problem.model.fingerprints
     count = len(prints)
-    if not is_long(model):
-        return tuple(range(count + 1))
-    for period in range(1, LONGEST_BLOCK + 1):
+    for period in range(1, LONGEST_BLOCK + 1) if is_long(problem.model) else ():
         alike = [one == two for one, two in zip(prints, prints[period:], strict=False)]
         if sum(alike) >= MOSTLY * count:
             first = alike.index(True)
             last = count - alike[::-1].index(True)
             return tuple(sorted({*range(first), *range(first, last, period), *range(last, count + 1)}))
     return tuple(range(count + 1))
-
-
-def _some_components(count: int) -> NDArray[np.bool_]:
-    """bool [n + 1, n + 1]: at [last, first] whether first < last."""
-    return np.tri(count + 1, k=-1, dtype=bool)
 
 
 def _running(values: Sequence[float]) -> Floats:
@@ -265,17 +212,13 @@ def _running(values: Sequence[float]) -> Floats:
 def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
     """Per place the bytes of one microbatch that cross the cut before it: every value once, however many read it."""
     model = problem.model
-    place = model.component_index
-    last_reader: dict[str, int] = {}
-    for number, component in enumerate(model.components):
-        for value in component.inputs:
-            last_reader[value] = number
+    last_reader = {value: number for number, component in enumerate(model.components) for value in component.inputs}
     crossing = np.zeros(len(model.components) + 1, dtype=np.int64)
-    for value, reader in last_reader.items():
-        producer = model.value[value].producer
-        if producer is not None:
-            crossing[place[producer] + 1] += model.value[value].size_bytes(samples)
-            crossing[reader + 1] -= model.value[value].size_bytes(samples)
+    for name, reader in last_reader.items():
+        value = model.value[name]
+        if value.producer is not None:
+            crossing[model.component_index[value.producer] + 1] += value.size_bytes(samples)
+            crossing[reader + 1] -= value.size_bytes(samples)
     return [int(size) for size in np.cumsum(crossing)[: len(model.components)]]
 
 
@@ -289,6 +232,9 @@ def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
 # the component that holds most parameters. A block that runs again does so right before its backward, which begins with its
 # last component. Under ZeRO 3 the parameters that are gathered for that one serve both, and those of the others are gathered
 # twice.
+
+
+Segments = tuple[tuple[str, ...], ...]
 
 
 LONGEST_RECOMPUTED_BLOCK = 64
@@ -346,41 +292,26 @@ BLOCKS_TOGETHER = (1, 2, 4)
 """Blocks that are one segment, in the order in which they are tried: longer ones keep less, and are whole for a while."""
 
 
-@dataclass
-class _Known:
-    """Of one problem."""
-
-    found: tuple[Segments, ...] | None = None
-    back_by: Mapping[str, int] | None = None
-
-
+@once
 def segments_of(problem: PlanningProblem) -> tuple[Segments, ...]:
-    """The ways in which a problem's layers may be segments, the shortest first; none where they may not be.
-
-    Args:
-        problem: model and what plans may have.
-    """
-    known = problem.remembered(_Known)
-    if known.found is None:
-        allowed = problem.segments and problem.recompute == AUTO
-        known.found = tuple(_ways(problem)) if allowed else ()
-    return known.found
-
-
-def _ways(problem: PlanningProblem) -> Iterator[Segments]:
+    """The ways in which a problem's layers may be segments, the shortest first; none where they may not be."""
+    if not problem.segments or problem.recompute != AUTO:
+        return ()
     components, backwards = problem.model.components, problem.model.differentiable_components
     blocks = repeated_blocks(problem.model.fingerprints)
+    ways = []
     for together in BLOCKS_TOGETHER:
         joined = (blocks[first : first + together] for first in range(0, len(blocks), together))
         names = (tuple(component.name for first, last in some for component in components[first:last]) for some in joined)
-        yield tuple(segment for segment in names if sum(name in backwards for name in segment) > 1)
+        ways.append(tuple(segment for segment in names if sum(name in backwards for name in segment) > 1))
+    return tuple(ways)
 
 
 def within_stages(plan: Plan, segments: Segments) -> Segments:
     """Segments cut where the stages of a plan begin; what is left of them of one component is none.
 
     Args:
-        plan: whose stages are meant. segments: of its model.
+        segments: of its model.
     """
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
     parts = (tuple(part) for segment in segments for _, part in groupby(segment, key=stage_of.__getitem__))
@@ -390,18 +321,17 @@ def within_stages(plan: Plan, segments: Segments) -> Segments:
 def ending_with_most(problem: PlanningProblem, plan: Plan) -> Plan | None:
     """The plan with its segments moved back until each ends with the component of its block that holds most parameters.
 
-    Under ZeRO 3 that may hide gathers or not, so it is for the simulator to say.
+    Under ZeRO 3 that may hide gathers or not, so it is for the simulator to say. It may hold more, or less.
 
     Args:
-        problem: model. plan: with segments, as `segments_of` begins them.
+        plan: with segments, as `segments_of` begins them.
 
     Returns:
-        None where they end so already, or where the plan recomputes all else by a word. It may hold more, or less.
+        None where they end so already, or where the plan recomputes all else by a word.
     """
     shift, model = _back_by(problem), problem.model
-    if not any(shift.get(segment[-1]) for segment in plan.segments) or (
-        isinstance(plan.recompute, str) and plan.recompute != NONE
-    ):
+    alone = () if plan.recompute == NONE else plan.recompute
+    if not any(shift.get(segment[-1]) for segment in plan.segments) or isinstance(alone, str):
         return None
     moved: list[tuple[str, ...]] = []
     behind = 0
@@ -412,24 +342,21 @@ def ending_with_most(problem: PlanningProblem, plan: Plan) -> Plan | None:
         moved.append(tuple(component.name for component in model.components[first:behind]))
     segments = within_stages(plan, tuple(moved))
     inside = {name for segment in segments for name in segment}
-    alone = () if isinstance(plan.recompute, str) else plan.recompute
     kept = tuple(entry for entry in alone if entry.removeprefix(BY_OPERATOR) not in inside)
     return replace(plan, segments=segments, recompute=kept or NONE)
 
 
+@once
 def _back_by(problem: PlanningProblem) -> Mapping[str, int]:
     """By component of a block, how far the block's heaviest component lies before its end."""
-    known, components = problem.remembered(_Known), problem.model.components
-    if known.back_by is None:
-        held = [sum(parameter.elements for parameter in component.parameters) for component in components]
-        prints = problem.model.fingerprints
-        ends = [end for _, end in repeated_blocks(prints, held)]
-        known.back_by = {
-            component.name: last - ends[bisect_right(ends, last) - 1] if bisect_right(ends, last) else 0
-            for first, last in repeated_blocks(prints)
-            for component in components[first:last]
-        }
-    return known.back_by
+    components, prints = problem.model.components, problem.model.fingerprints
+    held = [sum(parameter.elements for parameter in component.parameters) for component in components]
+    ends = [end for _, end in repeated_blocks(prints, held)]
+    return {
+        component.name: last - ends[bisect_right(ends, last) - 1] if bisect_right(ends, last) else 0
+        for first, last in repeated_blocks(prints)
+        for component in components[first:last]
+    }
 
 
 # Pipeline stages of one mesh, cut by cost: the plan whose slowest stage is fastest among those whose stages fit.
@@ -536,7 +463,7 @@ class Cutting:
         return tuple((places[first], places[last]) for first, last in cut)
 
     def placing(self, placements: Mapping[str, Placement]) -> Cutting:
-        """The same with other placements, by component."""
+        """The cutting with other placements, by component."""
         return replace(self, placements=placements)
 
     @property
@@ -550,11 +477,8 @@ class Cutting:
     def others_by_bound(self) -> Iterator[tuple[float, Bounds]]:
         """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
         count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
-        before = self._costs.before_s
-        first = self.fastest_cut
-        for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
-            if cut != first:
-                yield bound, cut
+        listed = cuts_by_bound(components, count, self._costs.seconds, self._costs.before_s, self.microbatches)
+        return ((bound_s, cut) for bound_s, cut in listed if cut != self.fastest_cut)
 
     def least_s(self, cut: Bounds | None = None) -> float:
         """A lower bound of a pipeline without conversions and transfers: a place computes its stages, after what comes before.
@@ -578,19 +502,22 @@ class Cutting:
     def fitting(self) -> Plan | None:
         """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
         tried = self.fastest()
-        count = self.mesh.pp * self.chunks
         limits = self._costs.limits_bytes()
         with contextlib.suppress(ScheduleError):  # where no cut fits
-            for _ in range(TIGHTENINGS):
-                excess = _excess_bytes(self.problem, tried)
+            for left in range(TIGHTENINGS, -1, -1):
+                excess = self._excess_bytes(tried)
                 if not any(excess):
                     return tried
-                if count == 1:
+                if not left or self.mesh.pp * self.chunks == 1:
                     return None
                 limits = [limit - 1.02 * over / self.chunks for limit, over in zip(limits, excess, strict=True)]
                 tried = self.plan(self._cut(partial(self._costs.fitting_s, limits)))
-            return None if any(_excess_bytes(self.problem, tried)) else tried
         return None
+
+    def _excess_bytes(self, plan: Plan) -> list[float]:
+        """By stage, that of its place."""
+        by_place = place_excess_bytes(self.problem, plan)
+        return [by_place[place] for place in plan.stage_places]
 
     def fitting_recomputed(self, recompute: Recompute, kept_bytes: Floats, segments: Segments = ()) -> Plan | None:
         """The plan that recomputes these components, with the fastest stages found that fit; None where none was.
@@ -607,7 +534,7 @@ class Cutting:
                 cut = self._cut(partial(self._costs.fitting_s, limits, kept_bytes=kept_bytes))
                 whole = self.plan(cut)
                 tried = replace(whole, recompute=recompute, segments=within_stages(whole, segments))
-                excess = _excess_bytes(self.problem, tried)
+                excess = self._excess_bytes(tried)
                 if not any(excess):
                     return tried
                 for stage, (run, over) in enumerate(zip(cut, excess, strict=True)):
@@ -623,13 +550,11 @@ class Cutting:
         )
 
 
-def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
-    """Per stage by how much its worst rank does not fit."""
+def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
+    """Per place on the pp axis by how much its worst rank does not fit."""
     worst = [0.0] * plan.mesh.pp
-    for entry in problem.unlike_memory(plan):
-        place = plan.stage_of_rank(entry.rank)
-        worst[place] = max(worst[place], float(entry.excess_bytes))
-    return [worst[place] for place in plan.stage_places]
-
-
-Segments = tuple[tuple[str, ...], ...]
+    for memory in problem.unlike_memory(plan):
+        if not memory.fits:
+            place = plan.stage_of_rank(memory.rank)
+            worst[place] = max(worst[place], float(memory.excess_bytes), 1.0)
+    return worst

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -22,8 +22,17 @@ from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.problem import PlanningProblem
+from parsim.records import once
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly
-from parsim.search.placement.problem import PlacementProblem, Solution, converted, placement_problem_of, step_s, unconverted
+from parsim.search.placement.problem import (
+    PlacementProblem,
+    Solution,
+    converted,
+    no_choice,
+    placement_problem_of,
+    step_s,
+    unconverted,
+)
 from parsim.search.prices import Prices, placements_of
 from parsim.units import divisors
 
@@ -42,59 +51,33 @@ def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
     return any(limit % ways == 0 for _, limit in limits_of(problem))
 
 
-@dataclass
-class _Limits:
-    """Of one problem: what its sharding rules divide by."""
-
-    found: frozenset[tuple[str, int]] | None = None
-
-
+@once
 def limits_of(problem: PlanningProblem) -> frozenset[tuple[str, int]]:
     """Every rule by which a component can be cut, with the size that it cuts."""
-    known = problem.remembered(_Limits)
-    if known.found is None:
-        rows = (each for component in problem.model.components for each in component.shardings)
-        known.found = frozenset((each.rule, each.limit) for each in rows)
-    return known.found
+    return frozenset((each.rule, each.limit) for component in problem.model.components for each in component.shardings)
 
 
+@once
 def uniform_placements(problem: PlanningProblem, mesh: Mesh, *, divides: bool = False) -> dict[str, Placement]:
     """Every component cut over all tp ranks where it can be; the cheapest such choice.
 
-    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept.
+    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept. It is sought for a
+    replica's whole batch: which rules go together hardly depends on the samples.
 
     Args:
-        problem: model, cluster and batch. mesh: of one stage. divides: whether a microbatch divides over the tp ranks, so that
-            components can be batch-sharded.
+        mesh: of one stage. divides: whether a microbatch divides over the tp ranks, so that components can be batch-sharded.
 
     Raises:
         ScheduleError: pins and forbids leave a component no such placement.
-
-    It is sought once per mesh, for a replica's whole batch: which rules go together hardly depends on the samples.
     """
-    found = problem.remembered(_Cuts).by_mesh
-    if (mesh, divides) not in found:
-        found[mesh, divides] = _cheapest_cut(problem, mesh, divides=divides)
-    return found[mesh, divides]
-
-
-@dataclass
-class _Cuts:
-    """Of one problem, the cheapest uniform placements of the meshes seen."""
-
-    by_mesh: dict[tuple[Mesh, bool], dict[str, Placement]] = field(default_factory=dict)
-
-
-def _cheapest_cut(problem: PlanningProblem, mesh: Mesh, *, divides: bool) -> dict[str, Placement]:
-    """The uniform placements of a mesh of one stage, for a whole batch of one replica."""
     options = [uniform_options(problem, component, mesh.tp, divides=divides) for component in problem.model.components]
-    prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp)
     placing = placement_problem_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
-    nothing = tuple(np.zeros_like(own) for own in placing.synchronisation_s)
-    frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # of the gradients: it may hide behind the backward
+    nothing = tuple(np.zeros_like(seconds) for seconds in placing.synchronisation_s)
+    frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # sums of gradients may hide behind the backward
     relaxation = Relaxation(frontiers, np.zeros(mesh.tp))
     if not np.isfinite(relaxation.value):
-        return {component.name: own[-1] for component, own in zip(problem.model.components, options, strict=True)}
+        return {name: choices[-1] for name, choices in zip(placing.components, options, strict=True)}
     return _named(placing, relaxation.choice())
 
 
@@ -102,7 +85,6 @@ def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, 
     """Every rule that cuts the component over all tp ranks; batch-sharded or replicated where none does.
 
     Args:
-        problem: its pins and forbids are kept. component: of its model. tp: ranks.
         divides: whether a microbatch divides over them.
 
     Raises:
@@ -137,32 +119,33 @@ def posed_placement(
     With several stages it is that of one stage with as much memory as all have together.
 
     Args:
-        problem: model, cluster and batch. microbatches: per replica.
         mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
 
     Raises:
         ScheduleError: pins and forbids leave a component no placement.
     """
-    prices, placing, hints = _unconverted(problem, microbatches, mesh or Mesh(tp=problem.cluster.size), zero_stage)
+    stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
+    prices, placing, hints = _unconverted(problem, microbatches, mesh or Mesh(tp=problem.cluster.size), stage)
     return converted(placing, prices, microbatches), hints
 
 
 def _unconverted(
-    problem: PlanningProblem, microbatches: int, mesh: Mesh, zero_stage: int | None
+    problem: PlanningProblem, microbatches: int, mesh: Mesh, zero_stage: int
 ) -> tuple[Prices, PlacementProblem, list[tuple[int, ...]]]:
-    """The same without conversions, with the prices that it was made by. Raises ScheduleError."""
+    """The placement problem without conversions, the prices that it was made by, and the uniform choices."""
     stages, mesh = mesh.pp, Mesh(dp=mesh.dp, tp=mesh.tp)
     samples = problem.global_batch // (mesh.dp * microbatches)
-    prices = Prices(
-        problem=problem,
-        mesh=mesh,
-        samples=samples,
-        bucket_bytes=DEFAULT_BUCKET_BYTES,
-        zero_stage=problem.fixed_zero_stage if zero_stage is None else zero_stage,
-    )
-    options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
+    prices = Prices(problem=problem, mesh=mesh, samples=samples, zero_stage=zero_stage)
+    options = []
+    for component in problem.model.components:
+        options.append(allowed_placements(problem, component, mesh, samples))
+        if not options[-1]:
+            raise ScheduleError(
+                f"pin and forbid leave {component.name} no placement on tp = {mesh.tp} with microbatches of {samples} samples; "
+                "drop one of them"
+            )
     devices = problem.cluster.devices[: mesh.tp]
-    limits = [stages * float(device.type.memory_bytes - device.type.context_bytes) for device in devices]
+    limits = [stages * float(device.type.room_bytes) for device in devices]
     placing = unconverted(prices, options, microbatches=microbatches, limit_bytes=limits)
     return prices, placing, list(_uniform_choices(placing, problem, mesh))
 
@@ -173,13 +156,13 @@ def best_placement(
     """The best placement of every component on the tp axis of a mesh.
 
     Args:
-        problem: model, cluster and batch. microbatches: per replica.
         mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
     """
     mesh = mesh or Mesh(tp=problem.cluster.size)
     stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
+
     prices, every, hints = _unconverted(problem, microbatches, mesh, stage)
-    limited = bool((np.sum([own.max(axis=0) for own in every.memory_bytes], axis=0) > every.limit_bytes).any())
+    limited = bool((np.sum([sizes.max(axis=0) for sizes in every.memory_bytes], axis=0) > every.limit_bytes).any())
     kept = options_in_reach(every, hints, lambda some: converted(some, prices, microbatches))
     some = converted(every.restricted(kept), prices, microbatches)
     solution = solve_exactly(some, hints=numbers_among(kept, hints), most_labels=MOST_LABELS)
@@ -187,7 +170,7 @@ def best_placement(
         return BestPlacement(solution, None, limited)
     solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
     placements = _named(every, solution.choice)
-    if mesh.pp > 1 or mesh.dp > 1 or fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+    if mesh.pp > 1 or mesh.dp > 1 or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
         return BestPlacement(solution, placements, limited)
     placing = converted(every, prices, microbatches)
     return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
@@ -201,13 +184,8 @@ class BestPlacement(NamedTuple):
     limited: bool
 
 
-def fits(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether every rank has the memory.
-
-    Args:
-        problem: model, cluster and batch. plan: of this model.
-    """
-    return all(entry.fits for entry in problem.unlike_memory(plan))
+def _fits(problem: PlanningProblem, plan: Plan) -> bool:
+    return all(memory.fits for memory in problem.unlike_memory(plan))
 
 
 def _within_memory(
@@ -230,7 +208,7 @@ def _within_memory(
         if seconds >= (np.inf if best is None else best[0].seconds):
             continue
         named = _named(placing, choice)
-        if fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
+        if _fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
             best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), named
     for ways, alone in product(_ways_sets(placing), (False, True)):
         some = placing.restricted(
@@ -261,7 +239,7 @@ def _within_memory(
     if best is not None:
         return best
     reason = "what fits by its parts does not fit as a whole, with its communicators, conversions and workspace"
-    return Solution(choice=(), seconds=np.inf, lower_bound_s=lower_bound_s, status="inaccurate", reason=reason), None
+    return no_choice("inaccurate", reason, lower_bound_s), None
 
 
 def _evenly_cut(placing: PlacementProblem) -> Iterator[tuple[int, ...]]:
@@ -283,19 +261,11 @@ def _ways_sets(placing: PlacementProblem) -> Iterator[frozenset[int]]:
             yield frozenset((1, *some))
 
 
-def _allowed(problem: PlanningProblem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
+def allowed_placements(problem: PlanningProblem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
+    """Every placement that pins and forbids leave a component."""
     places = range(mesh.tp) if mesh.tp <= MOST_PLACES else (0,)
-    found = tuple(
-        placement
-        for placement in placements_of(component, mesh, samples, places=tuple(places))
-        if problem.allows(component.name, placement)
-    )
-    if not found:
-        raise ScheduleError(
-            f"pin and forbid leave {component.name} no placement on tp = {mesh.tp} with microbatches of {samples} samples; "
-            "drop one of them"
-        )
-    return found
+    options = placements_of(component, mesh, samples, places=places)
+    return tuple(placement for placement in options if problem.allows(component.name, placement))
 
 
 def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: Mesh) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from itertools import count as counter
 from operator import itemgetter
 from typing import Any
 
-from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
+from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -35,11 +35,13 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import (
     ROUNDING,
     ChainSeconds,
-    DeviceSeconds,
     chain_seconds,
     computation_bound_s,
+    device_bound_s,
     least_noise,
+    lowered_s,
     order_bound_s,
+    prices_are_alike,
     step_bound_s,
 )
 from parsim.search.estimate import estimated_s, least_missing_bytes, least_seconds
@@ -154,7 +156,7 @@ Variants = Sequence[Callable[[Plan], Iterable[Plan]]]
 
 @dataclass
 class Closest:
-    """Of what does not fit, what is closest to it.
+    """What of all that does not fit is closest to fitting.
 
     Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the parts and plans
         with the least bounds of them. A bound may be far below what any plan needs, so all are compared by their plans.
@@ -174,23 +176,26 @@ class Closest:
         """The plan that is closest; of each part its first one that is possible.
 
         Args:
-            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: of plans.
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit.
         """
-        found = self._plans()
-        if not found:
+        plans = self._plans()
+        if not plans:
             return []
         for variants_of in variants:
-            found = [_closest([each for plan in found for each in variants_of(plan)], excess_bytes)]
-        plan = _closest(found, excess_bytes)
+            plans = [_closest([each for plan in plans for each in variants_of(plan)], excess_bytes)]
+        plan = _closest(plans, excess_bytes)
         return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
 
     def _plans(self) -> list[Plan]:
-        """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
+        """What to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
         exact = None if self.exact is None else _first_plan(self.exact[1])
         near = [node for missing, node in self.bounded if missing < float("inf")] or [node for _, node in self.bounded]
-        bounded = sorted(filter(None, map(_first_plan, near)), key=_actions)
-        up_to = list(accumulate(map(_actions, bounded)))
-        few = max(1, bisect_right(up_to, MOST_ACTIONS))
+
+        def actions(plan: Plan) -> int:
+            return plan.mesh.pp * plan.chunks * plan.microbatches
+
+        bounded = sorted(filter(None, map(_first_plan, near)), key=actions)
+        few = max(1, bisect_right(list(accumulate(map(actions, bounded))), MOST_ACTIONS))
         return [*filter(None, (exact,)), *bounded[:few]]
 
 
@@ -199,10 +204,6 @@ def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan
     excess = [excess_bytes(plan) for plan in plans]
     most = min(excess) * (1 + HARDLY_MORE)
     return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
-
-
-def _actions(plan: Plan) -> int:
-    return plan.mesh.pp * plan.chunks * plan.microbatches
 
 
 LOSERS_WITHIN = 0.02
@@ -224,7 +225,7 @@ class Incumbents:
 
     @property
     def best_s(self) -> float:
-        """Of all plans so far."""
+        """The step of the fastest plan so far."""
         return min(self.steps_s.values(), default=float("inf"))
 
     @property
@@ -252,10 +253,10 @@ def judged_best_first(
     """All plans of a family that could be its best.
 
     Args:
-        nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
-        variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
-        late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
-            that cost nothing apart. singles: how many more if they are single plans, which wait behind parts of lower bounds.
+        excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
+        incumbents: the best so far, read and added to. late: receives the parts that are put aside; None: none are.
+        most: parts that are opened, once some plan fits; those that cost nothing apart. singles: how many more if they are
+            single plans, which wait behind parts of lower bounds.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
 
     Returns:
@@ -277,8 +278,11 @@ def judged_best_first(
         push(node)
     taken = 0
     while queue and queue[0][0] < incumbents.bar_s:
+        if spare is None and taken >= most + singles:
+            break
+        # without a plan that fits the search of a large problem goes on for longer
         known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
-        if _is_spent(taken, most + singles if spare is None else most, spare, known=known):
+        if spare is not None and ((taken >= most and known) or not spare.lasts(known=known)):
             break
         bound_s, _, node = heapq.heappop(queue)
         if spare is None and taken >= most and not node.is_one:
@@ -310,29 +314,20 @@ def judged_best_first(
             if spare is not None:
                 spare.simulate(node.plan)
             step_s = judge(node.plan)
-        except (PlanError, ScheduleError) as error:
+        except (PlanError, ScheduleError, CostError) as error:
             tally.infeasible[str(error)] += node.size
-            continue
-        except CostError as error:
-            tally.infeasible[str(error)] += node.size
-            tally.unpriced = tally.unpriced or error
+            if isinstance(error, CostError):
+                tally.unpriced = tally.unpriced or error
             continue
         tally.simulated += 1
         judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
-        incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
+        incumbents.steps_s[node.plan.program] = step_s
     tally.leave([*passed, *((bound_s, node.size) for bound_s, _, node in queue)], incumbents.bar_s)
     if spare is not None:
         incumbents.closest.add(closest)
     elif late is not None and not judged and not incumbents.steps_s:
         judged += closest.judged(judge, excess_bytes, variants)
     return judged, tally
-
-
-def _is_spent(taken: int, most: float, spare: Allowance | None, *, known: bool) -> bool:
-    """Whether no more may be opened; `known`: whether some plan fits, without which the search of a large problem goes on."""
-    if spare is None:
-        return taken >= most
-    return (taken >= most and known) or not spare.lasts(known=known)
 
 
 def _first_plan(node: Node) -> Plan | None:
@@ -346,62 +341,11 @@ def _first_plan(node: Node) -> Plan | None:
     return None
 
 
-# The parts of one mesh of a large problem: an outline per number of microbatches and usual order, all else in a late part.
-
-
 OrderAndChunks = tuple[str, int]
 
 
-def outlines(
-    problem: PlanningProblem,
-    mesh: Mesh,
-    ways: int,
-    *,
-    placed: Callable[[int], Mapping[str, Placement]],
-    part: Callable[[int, OrderAndChunks, float], Node],
-    others: Callable[[tuple[OrderAndChunks, ...]], list[Node]],
-) -> list[Node]:
-    """The parts of one mesh whose components are all placed alike.
-
-    Args:
-        problem, mesh: of the plans. ways: ZeRO stages and bucket sizes of one cut. placed: the placements, by number of
-            microbatches. part: the part of some microbatches and an order, with its bound. others: the parts of some orders.
-
-    Raises:
-        ScheduleError: the batch or the components do not divide so far.
-    """
-    counts, every = microbatch_counts(problem, mesh), orders(problem, mesh)
-    usual = [order for order in every if is_usual(problem, mesh, order)]
-    least_s = problem.remembered(DeviceSeconds).step_s(problem, mesh.size)
-    found = []
-    for count in counts:
-        for order in usual:
-            bound_s, promise_s = _figures(problem, mesh, count, order, placed)
-            found.append(part(count, order, max(least_s, bound_s)).promising(promise_s))
-    unusual = tuple(order for order in every if order not in usual)
-    if unusual:
-        found.append(Node(least_s, len(counts) * len(unusual) * ways, lambda: others(unusual), late=True))
-    return found
-
-
-def _figures(
-    problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, placed: Callable[[int], Mapping[str, Placement]]
-) -> tuple[float, float]:
-    """Bound and estimate. Of what is impossible or has no price neither is known: it says so when it is opened."""
-    try:
-        placements = placed(count)
-        chain = chain_seconds(problem, mesh, count, placements)
-        return outline_bound_s(problem, mesh, count, order, chain), estimated_s(problem, mesh, count, order, placements, chain)
-    except (PlanError, ScheduleError, CostError):
-        return 0.0, float("inf")
-
-
 def outline_bound_s(problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, chain: ChainSeconds) -> float:
-    """Seconds that no step goes below, whatever the cut, the ZeRO stage, the buckets and what is recomputed.
-
-    Args:
-        problem, mesh: of the plans. count: microbatches per replica. order: with its stages per rank. chain: of one microbatch.
-    """
+    """Seconds that no step goes below, whatever the cut, the ZeRO stage, the buckets and what is recomputed."""
     halves = PIPELINE_ORDERS[order[0]].halves
     whole_s = chain.computing_s if halves else chain.least_s(mesh.pp * order[1])
     bound_s = max(count * whole_s / mesh.pp, count * chain.longest_s)
@@ -409,7 +353,7 @@ def outline_bound_s(problem: PlanningProblem, mesh: Mesh, count: int, order: Ord
         bound_s = max(bound_s, whole_s)  # one microbatch alone
         if order[1] == 1 and mesh.pp > 1:
             bound_s = max(bound_s, least_round_s(chain.seconds, mesh.pp, count, saved_s=float(chain.crossing_s.max())))
-    return bound_s * least_noise(problem, mesh.size) * ROUNDING
+    return lowered_s(problem, mesh, bound_s)
 
 
 @dataclass(frozen=True)
@@ -428,9 +372,6 @@ class Members:
     def of_mesh(self, mesh: Mesh) -> list[Node]:
         """One node per number of microbatches, and per kind of pipeline order.
 
-        Args:
-            mesh: of all devices, or of one.
-
         Raises:
             ScheduleError: the batch or the components do not divide so far, or nothing can be cut.
         """
@@ -444,46 +385,59 @@ class Members:
         if not is_large(self.problem):
             return self._by_counts(mesh, orders(self.problem, mesh))
         if self.mixed:
-            least_s = self.problem.remembered(DeviceSeconds).step_s(self.problem, mesh.size)
             every = partial(self._by_counts, mesh, orders(self.problem, mesh))
-            return [Node(least_s, self._plans_on(mesh), every, late=True)]
+            return [Node(device_bound_s(self.problem, mesh.size), self._plans_on(mesh), every, late=True)]
+        return self._outlines(mesh)
 
-        def part(count: int, order: tuple[str, int], bound_s: float) -> Node:
-            missing = partial(least_missing_bytes, self.problem, mesh, count, (order,), mixed=False)
-            return Node(
-                bound_s, self._ways(mesh), self._opening(mesh, count, [order], bound_s), missing_bytes=missing, visits=LOOKED_AT
-            )
+    def _outlines(self, mesh: Mesh) -> list[Node]:
+        """The parts of one mesh of a large problem: one per number of microbatches and usual order, all else in a late part."""
+        problem = self.problem
+        counts, every = microbatch_counts(problem, mesh), orders(problem, mesh)
+        usual = [order for order in every if is_usual(problem, mesh, order)]
+        least_s = device_bound_s(problem, mesh.size)
+        nodes = []
+        for count in counts:
+            for order in usual:
+                # of what is impossible or has no price neither is known: it says so when it is opened
+                bound_s, promise_s = 0.0, float("inf")
+                with contextlib.suppress(PlanError, ScheduleError, CostError):
+                    placements = next(iter(self._placed(mesh, count)))
+                    chain = chain_seconds(problem, mesh, count, placements)
+                    outline_s = outline_bound_s(problem, mesh, count, order, chain)
+                    bound_s, promise_s = outline_s, estimated_s(problem, mesh, count, order, placements, chain)
+                bound_s = max(least_s, bound_s)
+                missing = partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False)
+                opened = self._opening(mesh, count, [order], bound_s)
+                nodes.append(
+                    Node(bound_s, self._ways(mesh), opened, missing_bytes=missing, visits=LOOKED_AT, promise_s=promise_s)
+                )
+        unusual = tuple(order for order in every if order not in usual)
+        if unusual:
+            size = len(counts) * len(unusual) * self._ways(mesh)
+            nodes.append(Node(least_s, size, lambda: self._by_counts(mesh, unusual), late=True))
+        return nodes
 
-        return outlines(
-            self.problem,
-            mesh,
-            self._ways(mesh),
-            placed=lambda count: next(iter(self._placed(mesh, count))),
-            part=part,
-            others=partial(self._by_counts, mesh),
-        )
-
-    def _by_counts(self, mesh: Mesh, every: Sequence[tuple[str, int]]) -> list[Node]:
+    def _by_counts(self, mesh: Mesh, every: Sequence[OrderAndChunks]) -> list[Node]:
         """The parts with some pipeline orders."""
-        found = []
+        nodes = []
         for count in microbatch_counts(self.problem, mesh):
+            least = least_seconds(self.problem, mesh, count, mixed=self.mixed)
             if self.mixed:
-                least = least_seconds(self.problem, mesh, count, mixed=True)
-                found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
-            if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
-                continue  # the tp axis makes replicas too
-            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+                nodes += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
+                if mesh.dp != (self.problem.constraints.dp or 1):
+                    continue  # the tp axis makes replicas too
+            by_chunks: dict[bool, list[OrderAndChunks]] = {}
             for order in every:
                 by_chunks.setdefault(self._outruns(order), []).append(order)
-            least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
+            noise = least_noise(self.problem, mesh.size)
             for several, some in by_chunks.items():
                 bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
                 if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
                     bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
-                found.append(self._root(mesh, count, some, bound))
-        return found
+                nodes.append(self._root(mesh, count, some, bound))
+        return nodes
 
     def of_fewer_devices(
         self, by_size: Sequence[Sequence[Mesh]], opened: Callable[[Members, Sequence[Mesh], dict[str, None]], list[Node]]
@@ -493,29 +447,26 @@ class Members:
         Args:
             by_size: meshes of equal size, the largest first. opened: the parts on some meshes.
         """
-        counts = [{mesh: self._plans_on(mesh) for mesh in some} for some in by_size]
-        by_size = [kept for some in counts if (kept := [mesh for mesh, plans in some.items() if plans])]
-        sizes = [total for some in counts if (total := sum(some.values()))]
-        if not by_size:
+        counts = [{mesh: plans for mesh in some if (plans := self._plans_on(mesh))} for some in by_size]
+        parts = [(list(some), sum(some.values())) for some in counts if some]
+        if not parts:
             return []
-        bounds = self.problem.remembered(DeviceSeconds)
-        if is_large(self.problem) and weights_are_too_many(self.problem, by_size[0][0].size):
+        devices = [some[0].size for some, _ in parts]
+        if is_large(self.problem) and weights_are_too_many(self.problem, devices[0]):
             never = float("inf")  # nor are they close to it, beside plans on more devices
-            return [Node(0.0, sum(sizes), partial(opened, self, by_size[0], {}), missing_bytes=lambda: never)]
-
-        def of_size(number: int) -> list[Node]:
-            return opened(self, by_size[number], {})
+            every = sum(size for _, size in parts)
+            return [Node(0.0, every, partial(opened, self, parts[0][0], {}), missing_bytes=lambda: never)]
 
         def rest(number: int) -> list[Node]:
-            if number == len(by_size):
+            if number == len(parts):
                 return []
-            bound_s = bounds.step_s(self.problem, by_size[number][0].size)
-            return [Node(bound_s, sum(sizes[number:]), lambda: [*of_size(number), *rest(number + 1)])]
+            left = sum(size for _, size in parts[number:])
+            bound_s = device_bound_s(self.problem, devices[number])
+            return [Node(bound_s, left, lambda: [*opened(self, parts[number][0], {}), *rest(number + 1)])]
 
-        if bounds.are_alike(self.problem):
+        if prices_are_alike(self.problem):
             return rest(0)
-        bounds_s = [bounds.step_s(self.problem, some[0].size) for some in by_size]
-        return [Node(bound_s, sizes[number], partial(of_size, number)) for number, bound_s in enumerate(bounds_s)]
+        return [Node(device_bound_s(self.problem, some[0].size), size, partial(opened, self, some, {})) for some, size in parts]
 
     def divides(self, mesh: Mesh) -> bool:
         """Whether the batch divides over the replicas."""
@@ -532,7 +483,7 @@ class Members:
             return counts * self._ways(mesh) * len(orders(self.problem, mesh))
         return 0
 
-    def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
+    def _root(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Node:
         """With a bound that is made sharper when it is opened first."""
         size = self._ways(mesh) * len(some)
         missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
@@ -541,7 +492,7 @@ class Members:
 
         def opened() -> list[Node]:
             least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
-            sharper = max(bound_s, least_s * least_noise(self.problem, mesh.size) * ROUNDING)
+            sharper = max(bound_s, lowered_s(self.problem, mesh, least_s))
             return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
 
         return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
@@ -562,17 +513,17 @@ class Members:
         stages = 1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES) - mesh.least_zero_stage
         return len(self._sizes) * stages
 
-    def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
+    def _opening(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
-            found = []
+            nodes = []
             for cutting in self._cuttings(mesh, count, some):
-                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting), visits=CUT))
-                found += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
-            return found
+                nodes.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting), visits=CUT))
+                nodes += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
+            return nodes
 
         return opened
 
-    def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
+    def _cuttings(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks]) -> Iterator[Cutting]:
         for placements in self._placed(mesh, count):
             for order, chunks in some:
                 yield Cutting(
@@ -586,11 +537,7 @@ class Members:
                 )
 
     def plans(self, mesh: Mesh) -> Iterator[Plan]:
-        """Every plan on a mesh, those that are impossible left out; with recomputation only where it is asked for.
-
-        Args:
-            mesh: of all devices, or of fewer.
-        """
+        """Every plan on a mesh, those that are impossible left out; with recomputation only where it is asked for."""
         with contextlib.suppress(ScheduleError):
             self.of_mesh(mesh)
             for count in microbatch_counts(self.problem, mesh):
@@ -616,21 +563,20 @@ class Members:
 
     def _placed(self, mesh: Mesh, count: int) -> list[Mapping[str, Placement]]:
         """The placements worth judging with so many microbatches. Raises ScheduleError if there are none."""
-        if (mesh, count) not in self._found:
-            self._found[mesh, count] = list(self._worth_judging(mesh, count))
-        return self._found[mesh, count]
+        if (mesh, count) not in self._chosen:
+            self._chosen[mesh, count] = list(self._worth_judging(mesh, count))
+        return self._chosen[mesh, count]
 
     @cached_property
-    def _found(self) -> dict[tuple[Mesh, int], list[Mapping[str, Placement]]]:
+    def _chosen(self) -> dict[tuple[Mesh, int], list[Mapping[str, Placement]]]:
         return {}
 
     def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
         samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
-            chosen = (
-                {} if mesh.tp == 1 else uniform_placements(self.problem, self._cut_mesh(mesh), divides=samples % mesh.tp == 0)
-            )
-            yield chosen
+            # of long models uniform placements are sought once for all numbers of replicas
+            one_stage = Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
+            yield {} if mesh.tp == 1 else uniform_placements(self.problem, one_stage, divides=samples % mesh.tp == 0)
             return
         stages = (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else (0, 3)
         seen: list[Mapping[str, Placement]] = []
@@ -649,20 +595,17 @@ class Members:
         if not seen:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
-    def _cut_mesh(self, mesh: Mesh) -> Mesh:
-        """On which uniform placements are sought: of long models once for all numbers of replicas."""
-        return Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
-
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
         """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan, of its memory."""
-        least_s = cutting.least_s(bounds) * least_noise(self.problem, cutting.mesh.size) * ROUNDING
-        return [Node(least_s, self._ways(cutting.mesh), lambda: self._placed_cut(cutting, bounds), visits=0)]
+        size = self._ways(cutting.mesh)
 
-    def _placed_cut(self, cutting: Cutting, bounds: Bounds | None) -> list[Node]:
-        plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
-        whole = None if bounds is not None else cutting
-        bound_s = computation_bound_s(self.problem, plan)
-        return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, whole, bound_s), visits=0)]
+        def placed() -> list[Node]:
+            plan = self._fastest(cutting, bounds)
+            bound_s = computation_bound_s(self.problem, plan)
+            other_stages = cutting if bounds is None else None
+            return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, other_stages, bound_s), visits=0)]
+
+        return [Node(lowered_s(self.problem, cutting.mesh, cutting.least_s(bounds)), size, placed, visits=0)]
 
     def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
         """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
@@ -672,19 +615,21 @@ class Members:
             return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
         first = self._sizes[:1] if is_large(self.problem) else self._sizes
 
-        def resized() -> list[Node]:
-            sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
-            sizes = [*self._sizes[len(first) :], *sizes]
-            return [self._counted(each, cutting, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+        def of_sizes(sizes: Sequence[int], least_s: float) -> list[Node]:
+            return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, sizes)] if sizes else []
 
         def in_order() -> list[Node]:
             least_s = max(bound_s, order_bound_s(self.problem, plan))
             tried = size * len(first) // len(self._sizes) if size > 1 else size
 
-            def every_way() -> list[Node]:
-                return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, first)]
+            def resized() -> list[Node]:
+                others = other_bucket_sizes(self.problem, self.problem.layout(plan))
+                return of_sizes([*self._sizes[len(first) :], *others], bound_s)
 
-            return [Node(least_s, tried, every_way, visits=BOUNDED), Node(least_s, size - tried, resized, late=True)]
+            return [
+                Node(least_s, tried, lambda: of_sizes(first, least_s), visits=BOUNDED),
+                Node(least_s, size - tried, resized, late=True),
+            ]
 
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
@@ -693,7 +638,12 @@ class Members:
         try:
             return self.of_plan(plan, cutting)
         except (PlanError, ScheduleError, CostError) as error:
-            return Node(bound_s, 1, partial(_refuse, error))
+            refused = error
+
+            def refuse() -> list[Node]:
+                raise refused
+
+            return Node(bound_s, 1, refuse)
 
     def _check_asked(self, plan: Plan) -> None:
         for stage in plan.stages:
@@ -709,7 +659,7 @@ class Members:
         """One plan; where it does not fit, with recomputation, or with stages that fit without.
 
         Args:
-            plan: of the problem's model. cutting: where its stages may be cut otherwise.
+            cutting: where its stages may be cut otherwise.
 
         Raises:
             PlanError: it does not match the model. ScheduleError: it does not keep pins and forbids.
@@ -720,10 +670,6 @@ class Members:
             return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
         bound_s = step_bound_s(self.problem, plan)
         return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over, visits=REMEMBERED)
-
-
-def _refuse(error: ParsimError) -> list[Node]:
-    raise error
 
 
 # The parts of all families of a large problem, one by one: the most promising first, as far as the allowance lasts.
@@ -740,29 +686,26 @@ def open_one_by_one(
     *,
     rivals: bool,
 ) -> Tally:
-    """Open the parts of all families.
+    """Open the parts of all families, and count the plans of those that were not opened.
 
     Args:
         parts: by family. owners: the best plans of each family so far. together: of all families. spare: what may be spent.
         opened: opens parts of a family. rivals: whether a family is left that can no longer be faster than another one.
-
-    Returns:
-        What became of the plans of parts that were not opened.
     """
     queue = [(node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
     for _, bound_s, name, node in sorted(queue, key=lambda entry: entry[:2]):
-        own = owners[name]
-        if own is not together and rivals:
-            own.rival_s = together.best_s
-        known = bool(own.steps_s) or own.rival_s < float("inf")
-        if bound_s >= own.bar_s or not spare.lasts(known=known):
-            left.append((bound_s, own, node))
+        family = owners[name]
+        if family is not together and rivals:
+            family.rival_s = together.best_s
+        known = bool(family.steps_s) or family.rival_s < float("inf")
+        if bound_s >= family.bar_s or not spare.lasts(known=known):
+            left.append((bound_s, family, node))
             continue
-        opened(name, [node], own)
-        if own is not together:
-            together.steps_s.update(own.steps_s)
+        opened(name, [node], family)
+        if family is not together:
+            together.steps_s.update(family.steps_s)
     tally = Tally()
-    for bound_s, own, node in left:
-        tally.leave([(bound_s, node.size)], own.bar_s)
+    for bound_s, family, node in left:
+        tally.leave([(bound_s, node.size)], family.bar_s)
     return tally

@@ -1,15 +1,40 @@
-"""The comparison of a module with its components, bit by bit; used by test_trace.py and test_trace_hf.py."""
+"""A module run component by component, and compared with the module bit by bit."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parsim.model import record, trace
-from parsim.model.autograd.cut import backward_components, forward_components
+from parsim.model.autograd.cut import Saved, backward_component, forward_component
+from parsim.model.runnable import Runnable
+
+
+def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:
+    """Every component in order: all values by name (inputs included), and what each backward needs."""
+    values = dict(inputs)
+    saved = []
+    for component in components:
+        outputs, kept = forward_component(component, [values[name] for name in component.input_names])
+        values.update(zip(component.output_names, outputs, strict=True))
+        saved.append(kept)
+    return values, saved
+
+
+def backward_components(
+    components: Sequence[Runnable], saved: Sequence[Saved], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Every component in reverse order; `gradients` are those of the model's outputs. Returns them for every value."""
+    by_value: dict[str, Tensor | None] = dict(gradients)
+    for component, kept in zip(reversed(components), reversed(saved), strict=True):
+        given = [by_value.get(name) for name in component.output_names]
+        so_far = [by_value.get(name) for name in component.input_names]
+        by_value.update(zip(component.input_names, backward_component(kept, given, so_far), strict=True))
+    return {name: gradient for name, gradient in by_value.items() if gradient is not None}
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:
@@ -58,3 +83,18 @@ def assert_equal_to_module(module: nn.Module, inputs: tuple[Tensor, ...], granul
             if x.grad is not None:
                 assert torch.equal(x.grad, found_gradients[f"input:{number}"])
                 assert torch.equal(x.grad, uncut.grad)
+
+
+def bytes_kept(run: Callable[[], object], without: Iterable[Tensor]) -> int:
+    """Bytes of the storages that autograd keeps of a forward, each once, but for those of some tensors such as weights."""
+    others = {tensor.untyped_storage()._cdata for tensor in without}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+    assert output is not None, "the graph lives until here"
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in others)

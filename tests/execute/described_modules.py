@@ -24,8 +24,7 @@ class Denoiser(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         hidden = functional.silu(self.first(x)) + self.time(t)[:, :, None, None]
         hidden = functional.silu(self.middle(hidden))
-        out: Tensor = self.last(hidden)
-        return out
+        return self.last(hidden)
 
 
 class Segmenter(nn.Module):
@@ -38,8 +37,7 @@ class Segmenter(nn.Module):
         self.head = nn.Conv2d(8 + 3, CLASSES, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.cat([image, functional.relu(self.up(functional.relu(self.down(image))))], dim=1))
-        return out
+        return self.head(torch.cat([image, functional.relu(self.up(functional.relu(self.down(image))))], dim=1))
 
 
 class OwnLoss(nn.Module):

@@ -16,8 +16,7 @@ class LowRankLinear(nn.Module):
         self.up = nn.Linear(rank, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
-        return out
+        return self.base(x) + 2.0 * self.up(self.down(x))
 
 
 class LowRankWeight(nn.Module):

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.matrix.sequence_modules import Cells
+from tests.matrix.vision_modules import Denoiser, UNet
+
 WIDTH, LENGTH, CLASSES = 8, 5, 3
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -24,8 +27,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.masked else None
-        out: Tensor = self.head(self.encoder(x, mask=mask))
-        return out
+        return self.head(self.encoder(x, mask=mask))
 
 
 class Translator(nn.Module):
@@ -39,8 +41,7 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor, padding: Tensor) -> Tensor:
         mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
         out = self.transformer(source, target, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
-        classes: Tensor = self.head(out)
-        return classes
+        return self.head(out)
 
 
 class Recurrent(nn.Module):
@@ -54,24 +55,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = None if self.state is None else self.state.expand(-1, len(x), -1).contiguous()
-        out: Tensor = self.head(self.stack(x, first)[0][:, -1])
-        return out
-
-
-class Cells(nn.Module):
-    """A loop over steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, 6)
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = torch.zeros(len(x), 6, dtype=x.dtype)
-        for step in range(x.shape[1]):
-            hidden, cell = self.cell(x[:, step], (hidden, cell))
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(self.stack(x, first)[0][:, -1])
 
 
 class Packed(Recurrent):
@@ -82,8 +66,7 @@ class Packed(Recurrent):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out: Tensor = self.head(self.stack(packed)[1][0][-1])
-        return out
+        return self.head(self.stack(packed)[1][0][-1])
 
 
 class Experts(nn.Module):
@@ -219,8 +202,7 @@ class Mixture(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = x + block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Branch(nn.Module):
@@ -233,8 +215,7 @@ class Branch(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.gated(self.stem(x)))
-        return out
+        return self.head(self.gated(self.stem(x)))
 
 
 class Gated(nn.Module):
@@ -244,8 +225,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
-            out: Tensor = self.one(x)
-            return out
+            return self.one(x)
         return self.other(x).chunk(2, -1)[0].relu()
 
 
@@ -305,35 +285,7 @@ class Normed(nn.Module):
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x.mean(1))
-        return out
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(3, 4, 3, padding=1)
-        self.bottom = nn.Conv2d(4, 8, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.out = nn.Conv2d(8, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = F.silu(self.down(x))
-        out: Tensor = self.out(torch.cat([high, self.up(F.silu(self.bottom(high)))], 1))
-        return out
-
-
-class Denoiser(nn.Module):
-    """A noisy image and the number of its step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.Embedding(1000, WIDTH)
-        self.into, self.out = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 3, 3, padding=1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = self.out(F.silu(self.into(x) + self.steps(t)[:, :, None, None]))
-        return out
+        return self.head(x.mean(1))
 
 
 class Checkpointed(nn.Module):
@@ -345,8 +297,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class Complex(nn.Module):
@@ -357,8 +308,7 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x, norm="ortho")
-        out: Tensor = self.head((spectrum * (x.to(torch.cfloat) @ self.weight).conj()).abs() + spectrum.real)
-        return out
+        return self.head((spectrum * (x.to(torch.cfloat) @ self.weight).conj()).abs() + spectrum.real)
 
 
 def compiled() -> nn.Module:
@@ -398,7 +348,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "lstm": (lambda: Recurrent(nn.LSTM, layers=2, bidirectional=True), SEQUENCE),
     "gru_state": (lambda: Recurrent(nn.GRU, state=True), SEQUENCE),
     "rnn": (lambda: Recurrent(nn.RNN), SEQUENCE),
-    "lstm_cells": (Cells, SEQUENCE),
+    "lstm_cells": (Cells, floats((LENGTH, 6))),
     "experts_where": (lambda: Mixture(WhereExperts), SEQUENCE),
     "experts_hit": (lambda: Mixture(HitExperts), SEQUENCE),
     "experts_mask": (lambda: Mixture(MaskExperts), SEQUENCE),
@@ -409,7 +359,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "gan": (Adversaries, floats((WIDTH,), (4,))),
     "tied": (Tied, tokens(11, LENGTH)),
     "unet": (UNet, IMAGE),
-    "denoiser": (Denoiser, lambda batch: (torch.randn(batch, 3, 8, 8), torch.randint(1000, (batch,)))),
+    "denoiser": (Denoiser, lambda batch: (torch.randn(batch, 3, 8, 8), torch.randint(50, (batch,)))),
     "checkpointed": (Checkpointed, VECTOR),
     "complex": (Complex, VECTOR),
     "compiled": (compiled, VECTOR),

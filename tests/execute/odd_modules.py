@@ -59,8 +59,7 @@ class DiffusionUNet(nn.Module):
         scale, shift = self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, :, None, None].chunk(2, 1)
         high = self.inward(x)
         hidden = F.silu(self.norm(high) * (1 + scale) + shift)
-        out: Tensor = self.out(torch.cat([high, self.up(F.silu(self.down(hidden)))], 1))
-        return out
+        return self.out(torch.cat([high, self.up(F.silu(self.down(hidden)))], 1))
 
 
 class DLRM(nn.Module):
@@ -77,8 +76,7 @@ class DLRM(nn.Module):
         every = torch.stack([low, *(bag(sparse[:, number]) for number, bag in enumerate(self.bags))], 1)
         pairs = torch.bmm(every, every.transpose(1, 2))
         rows, columns = torch.tril_indices(4, 4, offset=-1)
-        out: Tensor = self.top(torch.cat([low, pairs[:, rows, columns]], 1)).squeeze(1)
-        return out
+        return self.top(torch.cat([low, pairs[:, rows, columns]], 1)).squeeze(1)
 
 
 class FlatBags(nn.Module):
@@ -90,8 +88,7 @@ class FlatBags(nn.Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         offsets = torch.arange(indices.shape[0], device=indices.device) * indices.shape[1]
-        out: Tensor = self.head(self.bag(indices.reshape(-1), offsets))
-        return out
+        return self.head(self.bag(indices.reshape(-1), offsets))
 
 
 class MessagePassing(nn.Module):
@@ -110,8 +107,7 @@ class MessagePassing(nn.Module):
             messages = self.message(torch.cat([flat[source], flat[target]], -1)).relu()
             gathered = torch.zeros_like(flat).index_add(0, target, messages)
             flat = self.update(gathered, flat)
-        out: Tensor = self.head(flat.view(batch, count, width).mean(1))
-        return out
+        return self.head(flat.view(batch, count, width).mean(1))
 
 
 class Perceiver(nn.Module):
@@ -129,8 +125,7 @@ class Perceiver(nn.Module):
         for _ in range(2):
             normed = self.norm(latents)
             latents = latents + self.own(normed, normed, normed, need_weights=False)[0]
-        out: Tensor = self.head(latents.mean(1))
-        return out
+        return self.head(latents.mean(1))
 
 
 class NeRF(nn.Module):
@@ -191,8 +186,7 @@ class ConvLSTM(nn.Module):
             into, forget, out, new = self.gates(torch.cat([frame, state], 1)).chunk(4, 1)
             cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
             state = out.sigmoid() * cell.tanh()
-        found: Tensor = self.out(state)
-        return found
+        return self.out(state)
 
 
 class Conformer(nn.Module):
@@ -215,8 +209,7 @@ class Conformer(nn.Module):
         x = x + self.attention(normed, normed, normed)[0]
         inner = F.glu(self.wide(x.transpose(1, 2)), 1)
         x = x + self.narrow(F.silu(self.batch_norm(self.deep(inner)))).transpose(1, 2)
-        out: Tensor = self.head(self.last(x + 0.5 * self.after(x)))
-        return out
+        return self.head(self.last(x + 0.5 * self.after(x)))
 
 
 class KAN(nn.Module):
@@ -253,8 +246,7 @@ class TopTwo(nn.Module):
         combine = torch.einsum("btk,btke,btkc->btec", values / values.sum(-1, keepdim=True), kept, slot)
         sent = torch.einsum("btec,btd->becd", (combine > 0).to(x.dtype), x)
         done = torch.einsum("becf,efd->becd", torch.einsum("becd,edf->becf", sent, self.up).relu(), self.down)
-        out: Tensor = self.head(torch.einsum("btec,becd->btd", combine, done).mean(1))
-        return out
+        return self.head(torch.einsum("btec,becd->btd", combine, done).mean(1))
 
 
 def parametrized() -> nn.Module:
@@ -285,8 +277,7 @@ class _Cubed(nn.Module):
         self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x).tanh() ** 3
-        return out
+        return self.inner(x).tanh() ** 3
 
 
 def compiled() -> nn.Module:
@@ -307,8 +298,7 @@ class MaskedAttention(nn.Module):
         mask = torch.triu(torch.full((TOKENS, TOKENS), float("-inf"), device=x.device, dtype=x.dtype), 1)
         padding = torch.zeros_like(x[..., 0]).masked_fill(tokens == 0, -1e4)
         out, weights = self.attention(x, x, x, attn_mask=mask, key_padding_mask=padding)
-        found: Tensor = self.head(torch.cat([out, weights], -1))
-        return found
+        return self.head(torch.cat([out, weights], -1))
 
 
 class Spectral(nn.Module):
@@ -324,8 +314,7 @@ class Spectral(nn.Module):
         spectrum = torch.fft.rfft2(x)
         kept = torch.zeros_like(spectrum)
         kept[:, :, :3, :3] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :3, :3], torch.view_as_complex(self.weight))
-        out: Tensor = self.out(F.gelu(torch.fft.irfft2(kept, s=x.shape[-2:]) + x))
-        return out
+        return self.out(F.gelu(torch.fft.irfft2(kept, s=x.shape[-2:]) + x))
 
 
 class Imaginary(nn.Module):
@@ -336,8 +325,7 @@ class Imaginary(nn.Module):
         self.turn, self.head = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat)), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head((x * self.turn).abs())
-        return out
+        return self.head((x * self.turn).abs())
 
 
 class Equilibrium(nn.Module):
@@ -355,8 +343,7 @@ class Equilibrium(nn.Module):
             z = torch.zeros_like(x)
             for _ in range(6):
                 z = self.step(z, x)
-        out: Tensor = self.head(self.step(z.detach(), x))
-        return out
+        return self.head(self.step(z.detach(), x))
 
 
 class Recomputing(nn.Module):
@@ -371,8 +358,7 @@ class Recomputing(nn.Module):
         x = self.blocks[0](x)
         x = torch.utils.checkpoint.checkpoint(self.blocks[1], x, use_reentrant=False)
         x = torch.utils.checkpoint.checkpoint(self.blocks[2], x, use_reentrant=True)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 class CastInside(nn.Module):
@@ -386,8 +372,7 @@ class CastInside(nn.Module):
         hidden = self.first(x)
         with torch.autocast(x.device.type, enabled=False):
             hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-        out: Tensor = self.second(hidden)
-        return out
+        return self.second(hidden)
 
 
 class HalfInside(CastInside):
@@ -396,8 +381,7 @@ class HalfInside(CastInside):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             hidden = self.first(x)
-        out: Tensor = self.second(hidden.to(x.dtype))
-        return out
+        return self.second(hidden.to(x.dtype))
 
 
 class Teacher(nn.Module):
@@ -414,8 +398,7 @@ class Teacher(nn.Module):
         if self.training:
             self.centre.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
             self.calls += 1
-        out: Tensor = self.head(hidden - self.centre.clone())
-        return out
+        return self.head(hidden - self.centre.clone())
 
 
 class LoRA(nn.Module):
@@ -428,8 +411,7 @@ class LoRA(nn.Module):
         self.up = nn.Parameter(0.1 * torch.randn(inner.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) + (x @ self.down.t()) @ self.up.t() * 2.0
-        return out
+        return self.inner(x) + (x @ self.down.t()) @ self.up.t() * 2.0
 
 
 def adapted() -> nn.Module:
@@ -454,8 +436,7 @@ class Hooked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.kept.clear()
         hidden = self.second(self.first(x))
-        out: Tensor = self.head(torch.cat([hidden, self.kept[0]], -1))
-        return out
+        return self.head(torch.cat([hidden, self.kept[0]], -1))
 
 
 class GradientHook(nn.Module):
@@ -533,8 +514,7 @@ class Masked(nn.Module):
         self.first.weight.register_hook(lambda gradient: gradient * kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.first(x).relu())
-        return out
+        return self.head(self.first(x).relu())
 
 
 class Penalised(nn.Module):
@@ -588,8 +568,7 @@ class Rotary(nn.Module):
         query, key = self._turned(query), self._turned(key)
         key, value = (entry.repeat_interleave(2, 2).transpose(1, 2) for entry in (key, value))
         made = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, is_causal=True)
-        out: Tensor = self.head(x + made.transpose(1, 2).flatten(2))
-        return out
+        return self.head(x + made.transpose(1, 2).flatten(2))
 
 
 class Batched(nn.Module):
@@ -645,5 +624,4 @@ class StateSpace(nn.Module):
         kernel = (torch.exp(poles[:, None] * steps) * self.mix[:, None]).real
         size = 2 * x.shape[1]
         made = torch.fft.irfft(torch.fft.rfft(x.transpose(1, 2), size) * torch.fft.rfft(kernel, size), size)[..., : x.shape[1]]
-        out: Tensor = self.head(made.transpose(1, 2).mean(1))
-        return out
+        return self.head(made.transpose(1, 2).mean(1))

@@ -22,8 +22,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(HIDDEN * (1 + bidirectional), CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.stack(x)[0][:, -1])
-        return out
+        return self.head(self.stack(x)[0][:, -1])
 
 
 def recurrent_flop(gates: int, layers: int = 2, ways: int = 1) -> int:
@@ -100,8 +99,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         high = F.relu(self.down(x))
         low = F.relu(self.bottom(high))
-        out: Tensor = self.out(torch.cat([high, self.up(low)], 1))
-        return out
+        return self.out(torch.cat([high, self.up(low)], 1))
 
 
 UNET_FLOP = 2 * (32 * 32 * 32 * 3 * 9 + 16 * 16 * 64 * 8 * 9 + 16 * 16 * 64 * 32 * 4 + 32 * 32 * 3 * 64 * 9)
@@ -113,8 +111,7 @@ class Bilinear(nn.Module):
         self.pair = nn.Bilinear(32, 48, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.pair(x[:, 0, :32], x[:, 0, :48])
-        return out
+        return self.pair(x[:, 0, :32], x[:, 0, :48])
 
 
 class Fourier(nn.Module):
@@ -137,8 +134,7 @@ class Bag(nn.Module):
         self.table = nn.EmbeddingBag(100_000, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.table(x)
-        return out
+        return self.table(x)
 
 
 class Graph(nn.Module):

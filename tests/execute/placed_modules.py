@@ -35,8 +35,7 @@ class SharedTable(nn.Module):
         table = self.table(self.positions).cos()
         for block in self.blocks:
             x = block(x, table)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def shared_table() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.common.placements import choices
 from parsim.errors import PlanError
-from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.checkpoint.checkpoint import Checkpoint, RankState, latest_checkpoint, load_state, save_checkpoint
 from parsim.execute.optimizer import make_optimizer
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.model.component import LOSS
@@ -28,6 +28,13 @@ MLP = ModelSpec(name="mlp", args=(("width", 24),))
 RESNET = ModelSpec(name="resnet_small", args=(("width", 4),))
 GPT = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32)))
 VIT = ModelSpec(name="vit_small", args=(("heads", 2), ("hidden", 16), ("layers", 1)))
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The newest checkpoint, which is there."""
+    found = latest_checkpoint(folder)
+    assert found is not None
+    return found
 
 
 def even_plan(spec: ModelSpec, mesh: Mesh, *, zero: int = 0, placing: random.Random | None = None) -> Plan:
@@ -97,9 +104,7 @@ def saved(ranks: list[StageReplica], folder: Path) -> RankState:
     """The whole state, as a checkpoint of these ranks gives it back."""
     for rank in ranks:
         save_checkpoint(folder, 1, rank.state(), seed=0, rank=rank.rank, world_size=len(ranks))
-    found = latest_checkpoint(folder)
-    assert found is not None
-    return load_state(found)
+    return load_state(newest(folder))
 
 
 def assert_same_state(found: RankState, expected: RankState, what: str = "") -> None:

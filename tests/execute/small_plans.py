@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from experiments.common.equality import Case, even_plan
-from parsim.execute.job import TrainingRecipe
+from parsim.execute.job import RunSpec, TrainingRecipe
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 
@@ -37,3 +38,22 @@ def case(spec: ModelSpec, mesh: Mesh, *, batch: int = 8, **options: object) -> C
 def clipped(item: Case) -> Case:
     plan = replace(item.plan, clip_gradients=True)
     return replace(item, plan=plan, recipe=CLIP, optimizer="sgd_momentum", learning_rate=0.02)
+
+
+def run_spec(item: Case, folder: Path | None = None, **changes: object) -> RunSpec:
+    """A run of a job under the plan of a case, whose Model is saved in the folder; else with the defaults of RunSpec."""
+    path = ""
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        path = str(folder / "model.json")
+        item.model.save(folder / "model.json")
+    run = RunSpec(
+        name="run",
+        model=item.spec,
+        model_path=path,
+        plan=item.plan,
+        optimizer=item.optimizer,
+        learning_rate=item.learning_rate,
+        dataset=item.dataset,
+    )
+    return replace(run, **changes)  # type: ignore[arg-type]

@@ -78,15 +78,9 @@ def test_the_session_with_a_factory_beside_the_run_file(tmp_path: Path) -> None:
     (mine / "run.toml").write_text(RUN)
     script = tmp_path / "session.py"
     script.write_text(SESSION)
-    done = subprocess.run(
-        [sys.executable, str(script), str(mine / "run.toml"), str(home)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=here,
-        timeout=580,
-        env={**os.environ, "PARSIM_HOME": str(home)},
-    )
+    command = [sys.executable, str(script), str(mine / "run.toml"), str(home)]
+    environment = {**os.environ, "PARSIM_HOME": str(home)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here, timeout=580, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Predicted against measured" in done.stdout
     assert "Error by kind of task" in done.stdout

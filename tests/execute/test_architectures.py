@@ -57,17 +57,18 @@ def component(program: CallProgram) -> Component:
     found = []
     for variant in variants(program, [is_batch(slot) for _, slot, _ in program.inputs]):
         if all(
-            is_batch(slot) or made != PARTIAL for (_, slot, _), made in zip(program.outputs, variant.found.outputs, strict=True)
+            is_batch(slot) or made != PARTIAL
+            for (_, slot, _), made in zip(program.outputs, variant.result.outputs, strict=True)
         ):
             texts = tuple(f"shard:{content.dim}" if content.form == "shard" else content.form for content in variant.inputs)
-            parts = variant.found.parts
+            parts = variant.result.parts
             kinds = {key.name: key.kind for key, _ in program.state}
             found.append(
                 Sharding(
-                    rule=variant.found.rule,
-                    limit=variant.found.limit,
+                    rule=variant.result.rule,
+                    limit=variant.result.limit,
                     inputs=texts,
-                    outputs=variant.found.outputs,
+                    outputs=variant.result.outputs,
                     parameters=tuple(part for part in parts.values() if kinds[part.name] == "parameter"),
                     buffers=tuple(part for part in parts.values() if kinds[part.name] == "buffer"),
                 )

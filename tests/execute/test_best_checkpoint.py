@@ -24,6 +24,7 @@ from parsim.execute.checkpoint.checkpoint import (
 )
 from parsim.execute.evaluation import STATE, Validation
 from parsim.execute.job import EvaluationRule
+from tests.execute.rank_states import newest
 
 PLACE: Any = SimpleNamespace(rank=0)
 
@@ -53,8 +54,7 @@ class Training:
         """From the checkpoint of that step; 0: from the beginning."""
         self.step_number, self.notes = step, {}
         if step:
-            found = latest_checkpoint(self.folder / "checkpoints")
-            assert found is not None
+            found = newest(self.folder / "checkpoints")
             assert found.step == step
             self.notes = dict(load_state(found).progress)
         made = Validation(rule=EvaluationRule(), folder=self.folder / "best", every=1, steps=100)
@@ -129,8 +129,7 @@ def test_checkpoints_of_later_steps_are_set_aside(training: Training) -> None:
         training.save(folder, keep=9)
     moved = set_aside_newer(folder, 4)
     assert [place.name for place in moved] == [f"{UNUSED}step-00000006"]
-    found = latest_checkpoint(folder)
-    assert found is not None
+    found = newest(folder)
     assert found.step == 4
     training.step_number = 6
     training.save(folder, keep=9)

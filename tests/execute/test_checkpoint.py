@@ -28,7 +28,6 @@ from parsim.execute.checkpoint.checkpoint import (
     discard_unfinished,
     latest_checkpoint,
     load_state,
-    optimizer_state,
     restore_optimizer,
     restore_rng,
     restore_tensors,
@@ -37,6 +36,7 @@ from parsim.execute.checkpoint.checkpoint import (
 )
 from parsim.execute.checkpoint.fragments import Fragment, join
 from parsim.execute.checkpoint.manifest import read_manifest
+from tests.execute.rank_states import newest
 
 
 def _network(seed: int = 0) -> torch.nn.Sequential:
@@ -69,7 +69,7 @@ def _state(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RankSt
     return RankState(
         weights=parameters,
         buffers=dict(network.named_buffers()),
-        optimizer=optimizer_state(optimizer, parameters),
+        optimizer={name: optimizer.state[value] for name, value in parameters.items()},
         rng=rng_state(),
     )
 
@@ -99,8 +99,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Pa
     save_checkpoint(tmp_path, 7, _state(whole, optimizer), seed=3, rank=0, world_size=1)
     _train(whole, optimizer, range(7, 15))
 
-    checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint is not None
+    checkpoint = newest(tmp_path)
     assert (checkpoint.step, checkpoint.seed, checkpoint.world_size) == (7, 3, 1)
     resumed = _network(seed=99)
     optimizer = OPTIMIZERS[name](resumed.parameters())
@@ -116,7 +115,7 @@ def test_another_plan_takes_each_tensor_by_its_global_name(tmp_path: Path) -> No
     optimizer = OPTIMIZERS["adam"](network.parameters())
     _train(network, optimizer, range(3))
     parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
-    states = optimizer_state(optimizer, parameters)
+    states = {name: optimizer.state[value] for name, value in parameters.items()}
     for rank, layers in enumerate((("0.", "1."), ("4.",))):
         chosen = {key: value for key, value in parameters.items() if key.startswith(layers)}
         state = RankState(
@@ -125,8 +124,7 @@ def test_another_plan_takes_each_tensor_by_its_global_name(tmp_path: Path) -> No
             optimizer={key: states[key] for key in chosen},
         )
         save_checkpoint(tmp_path, 3, state, seed=0, rank=rank, world_size=2)
-    checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint is not None
+    checkpoint = newest(tmp_path)
     resumed = _network(seed=1)
     second = OPTIMIZERS["adam"](resumed.parameters())
     _restore(resumed, second, load_state(checkpoint))
@@ -153,9 +151,7 @@ def _save_halves(folder: Path) -> Checkpoint:
             fragments={section: dict.fromkeys(own, part) for section in ("weights", "optimizer")},
         )
         save_checkpoint(folder, 10, state, seed=0, rank=rank, world_size=2)
-    found = latest_checkpoint(folder)
-    assert found is not None
-    return found
+    return newest(folder)
 
 
 def test_one_parameter_at_a_time_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +213,7 @@ def test_a_file_system_that_maps_no_files_is_read(tmp_path: Path, monkeypatch: p
 
 def test_replicas_keep_their_own_buffers_and_random_state(tmp_path: Path) -> None:
     _save(tmp_path, 4, world_size=3)
-    checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint is not None
+    checkpoint = newest(tmp_path)
     for rank in range(3):
         state = load_state(checkpoint, rank=rank)
         assert state.buffers["mean"].item() == rank
@@ -246,16 +241,12 @@ class TestSpoiltCheckpoints:
         content = path.read_bytes()
         path.write_bytes(content[: int(len(content) * kept)])
         with pytest.warns(UserWarning, match=r"step-00000020 is not used: rank-0001\.pt has"):
-            checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
-        assert checkpoint.step == 10
+            assert newest(tmp_path).step == 10
 
     def test_a_flipped_bit_is_noticed(self, tmp_path: Path) -> None:
         _save(tmp_path, 10)
         path = tmp_path / "step-00000010" / "rank-0000.pt"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        path.write_bytes(_flipped(path.read_bytes(), 4 * path.stat().st_size))
         with pytest.warns(UserWarning, match="damaged"):
             assert latest_checkpoint(tmp_path) is None
 
@@ -265,17 +256,13 @@ class TestSpoiltCheckpoints:
         _save(tmp_path, 20)
         (tmp_path / "step-00000020" / "rank-0000.json").write_text(text)
         with pytest.warns(UserWarning, match="cannot be read"):
-            checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
-        assert checkpoint.step == 10
+            assert newest(tmp_path).step == 10
 
     def test_a_rank_that_did_not_finish(self, tmp_path: Path) -> None:
         _save(tmp_path, 10, world_size=3)
         _save(tmp_path, 20, world_size=3, ranks=range(2))
         with pytest.warns(UserWarning, match="rank 2 of 3 has not finished"):
-            checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
-        assert checkpoint.step == 10
+            assert newest(tmp_path).step == 10
 
     def test_parts_of_two_attempts_are_not_mixed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -290,8 +277,7 @@ class TestSpoiltCheckpoints:
     def test_leftovers_of_a_larger_plan_do_no_harm(self, tmp_path: Path) -> None:
         _save(tmp_path, 10, value=1.0, world_size=4)
         _save(tmp_path, 10, value=7.0, world_size=2)
-        checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
+        checkpoint = newest(tmp_path)
         assert checkpoint.world_size == 2
         assert sorted(load_state(checkpoint).weights) == ["w0", "w1"]
         assert load_state(checkpoint).weights["w1"][0].item() == 8.0
@@ -307,8 +293,7 @@ class TestSpoiltCheckpoints:
 
     def test_a_file_damaged_after_the_check_is_an_error(self, tmp_path: Path) -> None:
         _save(tmp_path, 10)
-        checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
+        checkpoint = newest(tmp_path)
         path = tmp_path / "step-00000010" / "rank-0000.pt"
         path.write_bytes(b"x" * path.stat().st_size)
         with pytest.raises(ExecutionError, match="older checkpoint"):
@@ -320,8 +305,7 @@ class TestSpoiltCheckpoints:
                 return (os.mkdir, (str(tmp_path / "ran"),))
 
         _save(tmp_path, 10)
-        checkpoint = latest_checkpoint(tmp_path)
-        assert checkpoint is not None
+        checkpoint = newest(tmp_path)
         path = tmp_path / "step-00000010" / "rank-0000.pt"
         torch.save({"weights": {"w0": Attack()}}, path)
         entry = path.with_suffix(".json")
@@ -358,8 +342,7 @@ def test_the_newest_whole_checkpoint_survives_any_history(
 
 def test_missing_names_and_wrong_shapes_are_named(tmp_path: Path) -> None:
     _save(tmp_path, 1)
-    checkpoint = latest_checkpoint(tmp_path)
-    assert checkpoint is not None
+    checkpoint = newest(tmp_path)
     with pytest.raises(ExecutionError, match=r"holds no 'head\.weight'"):
         load_state(checkpoint, ["w0", "head.weight"])
     with pytest.raises(ExecutionError, match=r"shape \(3,\) in the checkpoint and \(4,\) in the model"):
@@ -397,8 +380,7 @@ def test_a_process_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path:
         process.join()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            checkpoint = latest_checkpoint(folder)
-        assert checkpoint is not None
+            checkpoint = newest(folder)
         weights = load_state(checkpoint).weights["w"]
         assert torch.equal(weights, torch.full((200_000,), float(checkpoint.step)))
 
@@ -461,9 +443,7 @@ def test_manifests_that_say_what_cannot_be(tmp_path: Path, changes: dict[str, ob
         _save(tmp_path, step, world_size=2)
     _rewritten(tmp_path / "step-00000020" / "rank-0001.json", **changes)
     with pytest.warns(UserWarning, match=said):
-        found = latest_checkpoint(tmp_path)
-    assert found is not None
-    assert found.step == 10
+        assert newest(tmp_path).step == 10
 
 
 def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path: Path) -> None:

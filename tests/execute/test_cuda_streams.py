@@ -20,7 +20,7 @@ from parsim.program.columns import columns_of
 from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, Phase
-from tests.strategies import random_durations_s
+from tests.strategies import graph_of, random_durations_s
 from tests.virtual_cuda import VirtualDriver
 
 NO_SLOWDOWN = OverlapFactors()
@@ -141,16 +141,8 @@ def test_what_can_never_begin_is_an_error_and_no_hang() -> None:
 
 
 def loading_graph() -> TaskGraph:
-    load, compute = Resource(0, HOST), Resource(0, COMPUTE)
     forward = Compute(component="a", phase=Phase.FORWARD, samples=1)
-    return TaskGraph(
-        tasks=(
-            Task(index=0, work=LoadBatch(samples=1, size_bytes=8), resources=(load,), dependencies=(), origin=Origin(stage=0)),
-            Task(index=1, work=forward, resources=(compute,), dependencies=(0,), origin=Origin(stage=0)),
-        ),
-        world_size=1,
-        issue_order={load: (0,), compute: (1,)},
-    )
+    return graph_of(1, (LoadBatch(samples=1, size_bytes=8), [Resource(0, HOST)], []), (forward, [Resource(0, COMPUTE)], [0]))
 
 
 @pytest.mark.parametrize(("load_s", "compute_s"), [(2.0, 5.0), (5.0, 5.0), (7.0, 5.0), (0.0, 3.0)])

@@ -20,10 +20,11 @@ import torch
 from parsim.app import elastic
 from parsim.app.ask import ask, with_every_rank
 from parsim.app.config import load_config
-from parsim.app.elastic import Survivors, check_elastic, on_devices, restarting
+from parsim.app.elastic import Survivors, on_devices, restarting
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder
+from parsim.app.train import check_options
 from parsim.errors import ConfigError, PlanError, RankLostError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 from parsim.execute.cuda.faults import visible_devices
@@ -87,12 +88,9 @@ def test_a_device_is_left_out_once_it_is_lost_or_ranks_have_died_on_it_twice() -
     assert survivors.after([1], device_lost=True) == (3,)
     for _ in range(4):
         assert survivors.after([0], device_lost=True) == (3,)
-
-
-def test_a_hang_of_all_ranks_blames_no_device() -> None:
-    survivors = Survivors((0, 1))
+    hanging = Survivors((0, 1))
     for _ in range(5):
-        assert survivors.after([0, 1], device_lost=False) == (0, 1)
+        assert hanging.after([0, 1], device_lost=False) == (0, 1), "a hang of all ranks blames no device"
 
 
 def test_the_gpus_that_are_left_are_named_as_they_are_visible() -> None:
@@ -151,7 +149,7 @@ def test_attempts_are_bounded_and_what_repeats_itself_is_not_tried_again(
     killed = RankLostError("rank 1 of 2 was killed. The checkpoint of step 4 of 24 is in x", [1])
     always = Attempts(*[killed] * 9)
     with pytest.raises(RankLostError, match="It was restarted 2 times"):
-        restarting(always, asked, folder, steps=STEPS, run="run", max_restarts=2)
+        restarting(always, asked, folder, steps=STEPS, max_restarts=2)
     assert always.resumed == [False, True, True]
     assert [plan.world_size for plan in always.plans] == [2, 2, 1]
     assert "restart 1 of at most 2" in always.told[0]
@@ -160,7 +158,7 @@ def test_attempts_are_bounded_and_what_repeats_itself_is_not_tried_again(
     assert capsys.readouterr().err.count(warned) == 2
     raised = Attempts(*[RankLostError("rank 0 of 2 failed: ValueError: x", [0], raised=True)] * 9)
     with pytest.raises(RankLostError, match="failed in the same way"):
-        restarting(raised, asked, folder, steps=STEPS, run="run", max_restarts=5)
+        restarting(raised, asked, folder, steps=STEPS, max_restarts=5)
     assert len(raised.plans) == 2
 
 
@@ -180,9 +178,9 @@ def test_a_plan_by_hand_gives_way_to_a_search_where_devices_are_fewer(tmp_path: 
 
 def test_options_that_exclude_one_another_are_refused(asked: Prediction) -> None:
     with pytest.raises(ConfigError, match="drop one of them"):
-        check_elastic(elastic=True, adaptive=True, max_restarts=3)
+        check_options(elastic=True, adaptive=True, resume=False, out=None, checkpoint_every=0)
     with pytest.raises(ConfigError, match="max_restarts = -1"):
-        check_elastic(elastic=True, adaptive=False, max_restarts=-1)
+        check_options(elastic=True, max_restarts=-1, adaptive=False, resume=False, out=None, checkpoint_every=0)
     mixing = replace(asked.plan, synchronisation=parse_synchronisation("average/8"))
     result = replace(asked.evaluation.result, plan=mixing)
     with pytest.raises(PlanError, match="weights of their own"):

@@ -25,7 +25,7 @@ from experiments.common.reference import largest_difference, train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import PlanError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import EmaRule, Job, RunSpec, Schedule, Switch, TrainingRecipe, UpdateGroup
 from parsim.execute.measurement import Measurement, RankRecord
 from parsim.execute.numerics import numerics_of
@@ -41,6 +41,7 @@ from parsim.program.placed import PlanIndex
 from tests.execute.described_specs import BOTH_HEADS, DENOISER, DESCRIBED, OWN, OWN_PER_SAMPLE, SEGMENTER
 from tests.execute.module_kinds import LENGTH, WIDTH
 from tests.execute.rank_states import even_plan as placed_plan
+from tests.execute.rank_states import newest
 from tests.execute.small_plans import ADAM, ADAMW, BERT, CLIP, GPT, MLP, MODELS, RESNET, TOKENS, VGG, VIT, case, clipped
 from tests.matrix.kinds import GAME
 
@@ -415,8 +416,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
     item = case(MLP, Mesh(dp=2), microbatches=2)
     (run,) = run_cases([item], tmp_path, steps=5, start=launched)
     assert compare_case(item, run, tmp_path, steps=5).worst <= EXACT
-    found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-    assert found is not None
+    found = newest(tmp_path / run.name / "checkpoints")
     start = dict(seeded_module(MLP, run.seed, torch.float64, CPU).named_parameters())
     after = load_state(found).weights
     moved = [float((after[name] - start[name].detach()).abs().max()) for name in trained_names(load_model(MLP))]
@@ -445,7 +445,7 @@ def plain_loop(run: RunSpec) -> dict[str, torch.Tensor]:
     data = dataset_for(GAME, "synthetic", root=None, split="train", seed=run.seed)
     order = order_of(data, 8, run.seed)
     made: dict[str, torch.optim.Optimizer] = {}
-    for own, player in zip(run.recipe.groups, (module.discriminator, module.generator), strict=True):
+    for own, player in zip(run.recipe.update_groups, (module.discriminator, module.generator), strict=True):
         arguments = dict(own.optimizer_args)
         make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd_momentum": torch.optim.SGD}[own.optimizer]
         if own.optimizer == "sgd_momentum":
@@ -473,9 +473,8 @@ def test_players_train_as_in_a_plain_loop(tmp_path: Path) -> None:
         difference = compare_case(item, run, tmp_path, steps=GAME_STEPS)
         assert difference.worst <= EXACT, f"{item}: {difference}"
         if run.recipe in (TTUR, APART):
-            found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-            assert found is not None
-            assert largest_difference(plain_loop(run), dict(load_state(found).weights)) <= EXACT, str(item)
+            weights = dict(load_state(newest(tmp_path / run.name / "checkpoints")).weights)
+            assert largest_difference(plain_loop(run), weights) <= EXACT, str(item)
 
 
 # --- precisions of a CPU ---------------------------------------------------------------------------------------------------
@@ -524,9 +523,7 @@ def test_every_precision_equals_one_process_in_it(tmp_path: Path) -> None:
     for number, (item, run) in enumerate(zip(HALF, run_cases(HALF, tmp_path, steps=HALF_STEPS), strict=True)):
         difference = compare_case(item, run, tmp_path, steps=HALF_STEPS)
         assert difference.worst < (1e-6 if item.spec == MLP else ROUNDING[item.precision]), f"{item}: {difference}"
-        found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-        assert found is not None
-        state = load_state(found)
+        state = load_state(newest(tmp_path / run.name / "checkpoints"))
         if item.precision == "bf16":
             assert {tensor.dtype for tensor in state.weights.values()} == {torch.bfloat16}
             for name, entry in state.optimizer.items():
@@ -612,8 +609,7 @@ def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
         job = Job(output=str(folder), mode="train", runs=(run,), steps=steps, warmup_steps=0, switches=switches)
         job.save(folder / "job.json")
         run_job(folder / "job.json")
-        found = latest_checkpoint(folder / "checkpoints")
-        assert found is not None
+        found = newest(folder / "checkpoints")
         assert found.step == steps
         states.append(load_state(found))
         losses.append(list(Measurement(ranks=tuple(RankRecord.load(folder / "run", rank) for rank in range(2))).losses))

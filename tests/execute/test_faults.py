@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 from parsim.app.run_folder import RunFolder, held
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
-from parsim.execute.processes.output import descendants
+from parsim.execute.processes.output import descendants, rank_processes
 from tests.execute.sockets import Socket, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
@@ -188,12 +188,7 @@ def wait_for_training(kept: Path, process: subprocess.Popen[str]) -> dict[int, i
     while latest_checkpoint(kept / "checkpoints") is None:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
-    pids = {}
-    for pid in descendants([process.pid]):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        rank = next(entry for entry in variables if entry.startswith(b"RANK="))
-        pids[int(rank.removeprefix(b"RANK="))] = pid
-    return pids
+    return rank_processes(process.pid)
 
 
 def assert_resumable(folder: Path, message: str) -> None:

@@ -18,8 +18,6 @@ from parsim.app.launch import check_runnable, nearest_that_fits
 from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.cuda.faults import (
-    check_alone,
-    check_devices,
     checkpoint_text,
     first_line,
     is_lost_device,
@@ -29,7 +27,6 @@ from parsim.execute.cuda.faults import (
     told_outside_steps,
 )
 from parsim.execute.cuda.gpu import MemoryUse
-from parsim.execute.job import RunSpec
 from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.failure import Ended, raise_failure
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
@@ -41,7 +38,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.report.more_tables import memory_levels
 from parsim.units import GIB
-from tests.execute.small_plans import MLP, case
+from tests.execute.small_plans import MLP, case, run_spec
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
@@ -76,48 +73,30 @@ def test_memory_beside_tensors_and_an_unknown_prediction_are_told_too() -> None:
     assert str(told).endswith("No checkpoint was written yet: the training starts again.")
 
 
-def test_more_ranks_than_gpus_is_one_message_before_anything_starts() -> None:
-    check_devices(4, 4)
-    with pytest.raises(ExecutionError, match=r"8 ranks, one GPU each, and this host has 4 GPUs .* cluster.devices = 4"):
-        check_devices(8, 4)
-    with pytest.raises(ExecutionError, match=r"2 ranks, one GPU each, and this host has 1 GPU \(see"):
-        check_devices(2, 1)
-    with pytest.raises(ExecutionError, match=r"1 rank, which needs a GPU, and this host has none\. No driver\."):
-        check_devices(1, 0, "No driver.")
-
-
-def test_another_process_on_the_gpu_is_noticed() -> None:
-    check_alone(0, "cuda:0", 600 * 2**20)
-    with pytest.raises(ExecutionError, match=r"rank 1 finds 12 GiB of cuda:1 in use before .*CUDA_VISIBLE_DEVICES"):
-        check_alone(1, "cuda:1", 12 * GIB)
-
-
-def test_a_lost_device_is_told_from_other_errors() -> None:
-    assert is_lost_device(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
-    assert is_lost_device(RuntimeError("CUDA error: unspecified launch failure"))
-    assert not is_lost_device(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not is_lost_device(RuntimeError("shape '[2]' is invalid"))
-    told = lost_device(2, "cuda:2", 9, RuntimeError("CUDA error: uncorrectable ECC error\nmore"), checkpoint_text(8))
-    assert str(told).startswith(
-        "rank 2 lost cuda:2 in step 9: CUDA error: uncorrectable ECC error. The checkpoint of step 8 is"
-    )
-
-
 @pytest.mark.parametrize(
-    "said",
+    ("message", "lost"),
     [
-        "CUDA error: device-side assert triggered",
-        "CUDA error: no kernel image is available for execution on the device",
-        "CUDA error: invalid configuration argument",
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
-        "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(...)`",
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("CUDA error: invalid configuration argument", False),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.", False),
+        ("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(...)`", False),
     ],
 )
-def test_a_gpu_that_refuses_a_call_is_not_lost(said: str) -> None:
+def test_a_lost_device_is_told_from_one_that_refuses_a_call(message: str, lost: bool) -> None:
     """`--elastic` would leave out one well GPU after the other."""
-    assert not is_lost_device(torch.AcceleratorError(said))
-    assert not is_lost_device(RuntimeError(said))
-    assert is_lost_device(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+    assert is_lost_device(torch.AcceleratorError(message)) == is_lost_device(RuntimeError(message)) == lost
+    assert not is_lost_device(RuntimeError("shape '[2]' is invalid"))
+
+
+def test_a_lost_device_is_named_with_the_checkpoint() -> None:
+    error = lost_device(2, "cuda:2", 9, RuntimeError("CUDA error: uncorrectable ECC error\nmore"), checkpoint_text(8))
+    assert str(error).startswith(
+        "rank 2 lost cuda:2 in step 9: CUDA error: uncorrectable ECC error. The checkpoint of step 8 is"
+    )
 
 
 def test_an_index_beyond_its_table_is_told_as_such() -> None:
@@ -245,16 +224,8 @@ def test_errors_of_nccl_are_told_with_their_cause(tmp_path: Path) -> None:
 @pytest.fixture
 def rank_run() -> Iterator[RankRun]:
     of = case(MLP, Mesh())
-    run = RunSpec(
-        name="run",
-        model=of.spec,
-        model_path="",
-        plan=of.plan,
-        optimizer="adam",
-        learning_rate=1e-3,
-        dataset="digits",
-        predicted_memory=({"parameters": 1, "gradients": 10**9, "optimizer_state": 10**9, "buffers": 0, "activations": 10**9},),
-    )
+    lines = {"parameters": 1, "gradients": 10**9, "optimizer_state": 10**9, "buffers": 0, "activations": 10**9}
+    run = run_spec(of, optimizer="adam", learning_rate=1e-3, dataset="digits", predicted_memory=(lines,))
     place = ProcessPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
     made = RankRun(run, PlanIndex(of.plan, of.model), lower(of.plan, of.model), place, {}, steps=1)
     yield made
@@ -303,7 +274,7 @@ def test_a_message_about_a_fault_does_not_read_the_whole_checkpoint(
     rank_run.checkpoints = tmp_path
     rank_run.save(tmp_path)
     monkeypatch.setattr(checkpoint, "_digest", lambda _: pytest.fail("it was read"))
-    assert "The checkpoint of step 1 is kept" in rank_run._kept()
+    assert "The checkpoint of step 1 is kept" in str(rank_run._explained(torch.AcceleratorError("CUDA error: device lost")))
 
 
 def test_out_of_memory_of_a_rank_is_that_of_the_launch(tmp_path: Path) -> None:

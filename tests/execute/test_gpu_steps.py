@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from experiments.one_gpu.fake_peers import fake_rank
 from parsim.execute import train as logging
 from parsim.execute.checkpoint.checkpoint import restore_optimizer
-from parsim.execute.cuda.gpu import TorchMemoryCounters
+from parsim.execute.cuda.gpu import MemoryCounters
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.measurement import RankRecord
 from parsim.execute.optimizer import make_optimizer
@@ -74,7 +74,7 @@ def test_losses_of_a_step_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_counters_begin_without_what_the_allocator_holds_of_other_work() -> None:
     """Rank 0 scores the whole model before its memory is counted; that would be its steps' memory."""
     asked: list[str] = []
-    counters = TorchMemoryCounters(torch.device("cuda", 0))
+    counters = MemoryCounters(torch.device("cuda", 0))
     counters._cuda = SimpleNamespace(  # type: ignore[assignment]
         empty_cache=lambda: asked.append("empty"), reset_peak_memory_stats=lambda _: asked.append("reset")
     )

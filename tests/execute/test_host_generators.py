@@ -20,7 +20,7 @@ from parsim.data.samples import Described, MapSamples, alone
 from parsim.execute import numerics as randomness
 from parsim.execute.numerics import ComponentRandomness
 from parsim.model.autograd import recompute as recomputing
-from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import forward_to_recompute, recompute
 from parsim.model.inputs import ModelInput
 from parsim.model.runnable import PLAIN, CallProgram, Op, Ref, TensorKind
 from parsim.model.shard.propagate import may_draw_on_host
@@ -146,7 +146,8 @@ def test_a_second_forward_on_a_gpu_takes_the_generator_of_the_host_only_if_it_dr
     monkeypatch.setattr(recomputing, "generator_state", state)
     monkeypatch.setattr(recomputing, "set_generator_state", lambda _, place: touched.add(place))
     dropping = next(entry for entry in recorded_of(DROPPING["mlp"]) if entry.parameters())
-    recompute(dropping, forward_keeping_inputs(dropping, given_to(dropping), CUDA, on_host=on_host)[1])
+    _, kept = forward_to_recompute(dropping, given_to(dropping), CUDA, by_operator=False, on_host=on_host)
+    recompute(dropping, kept)
     assert touched == ({CUDA, torch.device("cpu")} if on_host else {CUDA})
 
 

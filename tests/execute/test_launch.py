@@ -494,7 +494,8 @@ def run(job_path):
         optimizer.step()
         if step % 3 == 2:
             owned = parameters if place.rank == 0 else {}
-            state = RankState(weights=owned, optimizer=optimizer_state(optimizer, owned), rng=rng_state())
+            states = {name: optimizer.state[value] for name, value in owned.items()}
+            state = RankState(weights=owned, optimizer=states, rng=rng_state())
             save_checkpoint(folder, step + 1, state, seed=4, rank=place.rank, world_size=2)
     if place.rank == 0:
         torch.save(network.state_dict(), job_path.parent / "final.pt")

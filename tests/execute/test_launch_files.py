@@ -19,9 +19,10 @@ from parsim.app.export_folder import export_folder
 from parsim.app.functions import plan
 from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.processes.output import descendants
 from parsim.formats.launch import LaunchFile, slurm_text, torchrun_text
+from tests.execute.rank_states import newest
 from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
@@ -123,8 +124,7 @@ wait -n && wait -n
 
 
 def weights_of(kept: Path) -> dict[str, object]:
-    last = latest_checkpoint(kept / "checkpoints")
-    assert last is not None
+    last = newest(kept / "checkpoints")
     assert last.step == 12
     return dict(load_state(last).weights)
 

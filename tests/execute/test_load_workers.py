@@ -21,8 +21,7 @@ from torch import Tensor
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.driver import GatherThread
-from parsim.execute.loading import Loader, WorkerBatches
+from parsim.execute.loading import GatherThread, Loader, WorkerBatches
 from parsim.execute.processes import setup as pinning
 from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh

@@ -93,29 +93,19 @@ def test_streams_wait_for_one_another_in_whatever_order_they_were_submitted() ->
 
 
 def test_what_waits_for_a_failed_communication_neither_runs_nor_hangs() -> None:
-    streams, seen = ThreadStreams(), []
+    """The failure ends the step, be it a computation or nothing that waits for it."""
 
     def fail() -> None:
         raise RuntimeError("the peer is gone")
 
-    streams.submit(0, "dp", [], fail)
-    streams.submit(1, "tp", [0], lambda: seen.append(1))
-    with pytest.raises(RuntimeError, match="peer is gone"):
-        streams.finish()
-    streams.close()
-    assert seen == []
-
-
-def test_a_failure_on_a_stream_ends_the_step() -> None:
-    streams = ThreadStreams()
-
-    def fail() -> None:
-        raise RuntimeError("the peer is gone")
-
-    streams.submit(0, "dp", [], fail)
-    with pytest.raises(RuntimeError, match="peer is gone"):
-        streams.compute(1, "compute", [0], lambda: None)
-    streams.close()
+    for waits_in_step in (False, True):
+        streams, seen = ThreadStreams(), list[int]()
+        streams.submit(0, "dp", [], fail)
+        streams.submit(1, "tp", [0], lambda seen=seen: seen.append(1))  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match="peer is gone"):
+            streams.compute(2, "compute", [0], lambda: None) if waits_in_step else streams.finish()
+        streams.close()
+        assert seen == []
 
 
 def test_a_communication_may_be_issued_behind_a_computation_that_has_ended() -> None:

@@ -12,11 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.trace.checks import eager  # noqa: E402
 from parsim.model.trace.recorder import Routing, balanced_choice  # noqa: E402
-from tests.execute.bitwise import assert_same_state  # noqa: E402
+from tests.execute.bitwise import (  # noqa: E402
+    assert_same_state,
+    backward_components,
+    forward_components,
+)
 from tests.execute.module_kinds import (  # noqa: E402
     CLASSES,
     KINDS,

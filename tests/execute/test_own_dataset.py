@@ -131,7 +131,7 @@ def test_reading_samples_to_score_has_the_patience_of_preparing(tmp_path: Path, 
     """Of a dataset of one's own a batch may take longer than --timeout, in which the rank computes nothing."""
     beats = tmp_path / "beats"
     heartbeat.create_beats(beats, 1)
-    monkeypatch.setattr(heartbeat, "_own", [heartbeat.Pulse(beats, 0)])
+    monkeypatch.setattr(heartbeat, "_pulses", [heartbeat.Pulse(beats, 0)])
     seen: list[heartbeat.Beat] = []
 
     class Told(Noisy):

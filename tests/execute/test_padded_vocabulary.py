@@ -27,11 +27,7 @@ from parsim.model.shard.pieces import assemble, piece  # noqa: E402
 from parsim.model.shard.rules import largest_of_shard, own_rows  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.total_loss import class_sums  # noqa: E402
-from parsim.plans.layouts import (  # noqa: E402
-    ValueLayout,
-    parse_layout,
-    parse_placement,
-)
+from parsim.plans.layouts import ValueLayout, parse_layout, parse_placement  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
@@ -119,15 +115,18 @@ def test_only_a_vocabulary_is_padded() -> None:
 
 def plan_of(model: Model, tp: int, chosen: dict[str, str], *, dp: int = 1, **more: object) -> Plan:
     """The vocabulary in `tp` shards; the other components, and what `chosen` names, otherwise. All on `dp` replicas."""
-    rules = {"wte": "vocabulary", "lm_head": "column", "loss.maximum": "vocabulary", "loss.sums": "vocabulary"}
+    rules = {component.name: [each.rule for each in component.shardings if each.size] for component in model.components}
     placements = [
-        parse_placement(chosen.get(name) or (f"shard:{rules[name]}/{tp}" if name in rules else "replicate"))
-        for name in (component.name for component in model.components)
+        parse_placement(chosen.get(name) or (f"shard:{padded[0]}/{tp}" if padded else "replicate"))
+        for name, padded in rules.items()
     ]
-    names = tuple(component.name for component in model.components)
-    stage = Stage(components=names, ranks=tuple(range(dp * tp)), placements=tuple(placements))
+    stage = Stage(components=tuple(rules), ranks=tuple(range(dp * tp)), placements=tuple(placements))
     plan = Plan(strategy="custom", mesh=Mesh(dp=dp, tp=tp), stages=(stage,), global_batch=8, microbatches=2)
     return replace(plan, **more)  # type: ignore[arg-type]
+
+
+def case(plan: Plan, optimizer: str = "adamw") -> Case:
+    return Case(spec=SPEC, plan=plan, granularity="sublayer", dataset="synthetic", optimizer=optimizer, learning_rate=0.01)
 
 
 def assert_equal_to_one_process(cases: Sequence[Case], folder: Path, steps: int) -> None:
@@ -151,15 +150,7 @@ def test_two_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
     """A tied table, every conversion of padded pieces, AdamW with weight decay: weights, moments and losses in float64."""
     model = load_model(SPEC, granularity="sublayer")
     cases = [
-        Case(
-            spec=SPEC,
-            plan=plan_of(model, 2, chosen),
-            granularity="sublayer",
-            dataset="synthetic",
-            optimizer="adamw" if number == 0 else "sgd_momentum",
-            learning_rate=0.01,
-        )
-        for number, chosen in enumerate(CONVERSIONS)
+        case(plan_of(model, 2, chosen), "adamw" if number == 0 else "sgd_momentum") for number, chosen in enumerate(CONVERSIONS)
     ]
     assert_equal_to_one_process(cases, tmp_path, steps=3)
 
@@ -169,11 +160,7 @@ def test_two_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
 def test_four_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
     """Pieces of 10, 10, 10 and 7 rows; alone, beside ZeRO over two replicas, and over 100 steps."""
     model = load_model(SPEC, granularity="sublayer")
-    plans = [plan_of(model, 4, {}), plan_of(model, 2, {}, dp=2, zero_stage=2)]
-    cases = [
-        Case(spec=SPEC, plan=plan, granularity="sublayer", dataset="synthetic", optimizer="adamw", learning_rate=0.01)
-        for plan in plans
-    ]
+    cases = [case(plan_of(model, 4, {})), case(plan_of(model, 2, {}, dp=2, zero_stage=2))]
     assert_equal_to_one_process(cases, tmp_path, steps=100)
 
 
@@ -193,16 +180,10 @@ def test_hugging_face_models_share_an_odd_vocabulary(name: str, tmp_path: Path) 
     path.write_text(json.dumps({**SMALL[name], **dict.fromkeys(DROPOUTS, 0.0), "vocab_size": 61}))
     spec = ModelSpec(name=str(path), args=(("seq", 6),))
     model = load_model(spec, granularity="sublayer")
-    placements = []
-    for component in model.components:
-        padded = [each.rule for each in component.shardings if each.size]
-        placements.append(parse_placement(f"shard:{padded[0]}/2" if padded else "replicate"))
-    assert sum(placement.kind == "shard" for placement in placements) >= 4
-    names = tuple(component.name for component in model.components)
-    stage = Stage(components=names, ranks=(0, 1), placements=tuple(placements))
-    plan = Plan(strategy="custom", mesh=Mesh(tp=2), stages=(stage,), global_batch=8, microbatches=2)
-    case = Case(spec=spec, plan=plan, granularity="sublayer", dataset="synthetic", learning_rate=0.02)
-    assert_equal_to_one_process([case], tmp_path, steps=3)
+    plan = plan_of(model, 2, {})
+    assert sum(placement.kind == "shard" for placement in plan.stages[0].placements) >= 4
+    trained = Case(spec=spec, plan=plan, granularity="sublayer", dataset="synthetic", learning_rate=0.02)
+    assert_equal_to_one_process([trained], tmp_path, steps=3)
 
 
 RUN = """\

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.common.equality import Case, compare_case, even_plan, run_cases
 from experiments.common.reference import largest_difference
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec, Switch
 from parsim.execute.processes.launch import launch
 from parsim.model.load import load_model
@@ -17,6 +17,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from tests.execute.rank_states import newest
 
 MLP = ModelSpec(name="mlp", args=(("depth", 1), ("width", 64)), input_shape=(1, 8, 8))
 STEPS = 200
@@ -84,8 +85,7 @@ def test_dp_to_hp_and_back_leaves_weights_and_optimizer_state_as_without_a_switc
         job = Job(output=str(folder), mode="train", runs=(run,), steps=STEPS, warmup_steps=0, switches=switches)
         job.save(folder / "job.json")
         launch(folder / "job.json", job.world_size, timeout_s=300)
-        found = latest_checkpoint(folder / "checkpoints")
-        assert found is not None
+        found = newest(folder / "checkpoints")
         assert found.step == STEPS
         states.append(load_state(found))
     straight, switched = states

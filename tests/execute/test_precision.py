@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parsim.errors import CostError, ExecutionError
-from parsim.execute.job import PLAIN, RunSpec, TrainingRecipe
+from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.execute.numerics import LossScale, check_switches, numerics_of, overflow_flag, set_switches, switches
 from parsim.execute.optimizer import MasterWeights
 from parsim.execute.stage import StageReplica
@@ -20,7 +20,7 @@ from parsim.model.formats import FORMATS, check_executable, number_format
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
-from tests.execute.small_plans import MLP
+from tests.execute.small_plans import MLP, run_spec
 from tests.execute.test_equality import TWO_OPTIMIZERS, inexact
 
 CPU = torch.device("cpu")
@@ -159,16 +159,7 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
 def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:
     """The MLP on one process."""
     of = replace(inexact(MLP, Mesh(), "amp_bf16"), recipe=recipe)
-    run = RunSpec(
-        name="x",
-        model=of.spec,
-        model_path="",
-        plan=of.plan,
-        optimizer="adam",
-        learning_rate=1e-3,
-        dataset="digits",
-        precision=precision,
-    )
+    run = run_spec(of, optimizer="adam", learning_rate=1e-3, dataset="digits", precision=precision)
     numerics = numerics_of(run, CPU)
     return StageReplica(
         of.spec,

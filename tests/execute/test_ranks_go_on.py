@@ -19,19 +19,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from parsim.commands.run import _scored as scored_text
+from parsim.commands.run import training_text
 from parsim.execute import train as loop
 from parsim.execute import worker
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.checkpoint.checkpoint import (
     Checkpoint,
     RankState,
-    latest_checkpoint,
     save_checkpoint,
     step_folders,
     step_of,
 )
-from parsim.execute.job import SCORE, Job, RunSpec, Switch
+from parsim.execute.job import SCORE, Job, Switch
 from parsim.execute.measurement import RankRecord
 from parsim.execute.processes import exchange as clocks
 from parsim.execute.processes.exchange import ClockLook
@@ -44,7 +43,8 @@ from parsim.numeric import keep_nothing
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.small_plans import MLP, case
+from tests.execute.rank_states import newest
+from tests.execute.small_plans import MLP, case, run_spec
 
 PLACE: Any = SimpleNamespace(rank=0)
 
@@ -121,16 +121,7 @@ def group() -> Iterator[ProcessPlace]:
 
 def job_of(folder: Path, **settings: Any) -> Job:
     item = case(MLP, Mesh(), microbatches=2)
-    item.model.save(folder / "model.json")
-    run = RunSpec(
-        name="run",
-        model=item.spec,
-        model_path=str(folder / "model.json"),
-        plan=item.plan,
-        optimizer="adam",
-        learning_rate=1e-3,
-        dataset="digits",
-    )
+    run = run_spec(item, folder, optimizer="adam", learning_rate=1e-3, dataset="digits")
     return Job(output=str(folder), mode="train", runs=(run,), warmup_steps=0, **settings)
 
 
@@ -203,8 +194,7 @@ def test_a_checkpoint_holds_where_the_steps_draw_on(group: ProcessPlace, tmp_pat
     first.step(keep=False)
     torch.manual_seed(11)
     first.save(tmp_path / "checkpoints")
-    found = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
+    found = newest(tmp_path / "checkpoints")
     second.resume(found)
     drawn = first.stage.randomness.draw
     for one in (first, second):
@@ -238,8 +228,10 @@ def test_a_model_that_no_gpu_holds_as_a_whole_is_trained_and_not_scored(
         loop._score_last(SimpleNamespace(output=str(tmp_path)), ENTRY, tmp_path, None, {})  # type: ignore[arg-type]
     assert tried == [64, 16, 4, 1]
     found = json.loads((tmp_path / SCORE).read_text())
-    assert scored_text(found) == "the whole model with one sample needs more memory than cuda:0 has left"
-    assert scored_text({}) == "no test samples"
+    assert training_text("digits", {"losses": [], **found}).endswith(
+        ", the whole model with one sample needs more memory than cuda:0 has left"
+    )
+    assert training_text("digits", {"losses": []}) == "no step was left to train, no test samples"
 
 
 def test_fewer_samples_at_once_are_scored_where_more_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from experiments.common.equality import run_cases
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import forward_to_recompute, recompute
 from parsim.model.build import build_module
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
@@ -22,7 +21,6 @@ from parsim.plans.mesh import Mesh
 from tests.execute.small_plans import GPT, RESNET, case
 
 CPU = torch.device("cpu")
-FirstForward = Callable[[Runnable, Sequence[Tensor], torch.device], tuple[tuple[Tensor, ...], RecomputeInputs]]
 DROPPING = {
     "mlp": ModelSpec(name="mlp", args=(("dropout", 0.3), ("width", 24))),
     "vit": ModelSpec(name="vit_small", args=(("dropout", 0.2), ("heads", 2), ("hidden", 16), ("layers", 2))),
@@ -58,9 +56,9 @@ def gradients_of(runnable: Runnable, saved: Saved, outputs: tuple[Tensor, ...]) 
     return [*inputs, *(None if p.grad is None else p.grad.clone() for p in runnable.parameters())]
 
 
-@pytest.mark.parametrize("first", [forward_keeping_inputs, forward_keeping_calls], ids=["whole", "by operator"])
+@pytest.mark.parametrize("by_operator", [False, True], ids=["whole", "by operator"])
 @pytest.mark.parametrize("spec", [*DROPPING.values(), GPT, RESNET], ids=lambda spec: spec.name)
-def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec, first: FirstForward) -> None:
+def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec, by_operator: bool) -> None:
     """Outputs, gradients, the generator's state and the running statistics: all as with one ordinary forward, bitwise."""
     for runnable in recorded(spec):
         torch.manual_seed(1)
@@ -74,7 +72,7 @@ def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec, first: Fir
 
         torch.manual_seed(2)
         live = runnable.buffers()
-        again, kept = first(runnable, given, CPU)
+        again, kept = forward_to_recompute(runnable, given, CPU, by_operator=by_operator)
         assert torch.equal(torch.get_rng_state(), state)
         drawn = torch.randn(3)  # what runs between the two forwards draws numbers of its own
         between = torch.get_rng_state()

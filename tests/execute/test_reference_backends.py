@@ -66,14 +66,8 @@ def test_pairs_of_steps_tell_what_recording_costs() -> None:
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize("case", ["mlp ddp", "vit_small fsdp2", "vit_small pipelining 1f1b"])
 def test_weights_equal_those_of_the_native_module(case: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.executor.reference", "--quick", "--only", f"^{case}$", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-m", "experiments.executor.reference", "--quick", "--only", f"^{case}$", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert row["difference"] <= 1e-10

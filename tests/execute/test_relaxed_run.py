@@ -14,7 +14,7 @@ from experiments.common.equality import Case, even_plan, run_cases
 from experiments.common.forked import run_job
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import run_dataset
@@ -26,6 +26,8 @@ from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
+from tests.execute.rank_states import newest
+from tests.execute.small_plans import run_spec
 from tests.quick import some_quick
 
 STEPS = 20
@@ -81,8 +83,7 @@ def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tu
     """Of the mean weights, and of every replica's own, from the virtual replicas."""
     training, order = virtual_training(run)
     expected = train_planned(run.plan, training, order, steps)
-    found = latest_checkpoint(folder / "checkpoints")
-    assert found is not None
+    found = newest(folder / "checkpoints")
     assert found.step == steps
     names = [name for name, _ in training.tensors]
 
@@ -127,9 +128,7 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Pat
     assert mean <= TOLERANCE
     training, order = virtual_training(replace(runs[1], plan=relaxed.plan))
     expected = train_planned(relaxed.plan, training, order, STEPS).weights
-    found = latest_checkpoint(tmp_path / runs[1].name / "checkpoints")
-    assert found is not None
-    weights = load_state(found).weights
+    weights = load_state(newest(tmp_path / runs[1].name / "checkpoints")).weights
     synchronous = torch.cat([weights[name].flatten() for name, _ in training.tensors])
     assert (synchronous - expected).abs().max().item() <= TOLERANCE
 
@@ -142,29 +141,14 @@ def test_replicas_of_two_stages_average_stage_by_stage(tmp_path: Path) -> None:
     (run,) = run_cases([case], tmp_path, steps=STEPS)
     training, order = virtual_training(run)
     expected = train_planned(run.plan, training, order, STEPS)
-    found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-    assert found is not None
-    weights = load_state(found).weights
+    weights = load_state(newest(tmp_path / run.name / "checkpoints")).weights
     mean = torch.cat([weights[name].flatten() for name, _ in training.tensors])
     assert (mean - expected.weights).abs().max().item() <= TOLERANCE
 
 
 def trained(plan: Plan, folder: Path, *, steps: int, resume: bool = False) -> RunSpec:
     case = relaxed_case("average/5", "sgd_momentum", 2)
-    path = folder / "model.json"
-    folder.mkdir(exist_ok=True)
-    case.model.save(path)
-    run = RunSpec(
-        name="run",
-        model=case.spec,
-        model_path=str(path),
-        plan=plan,
-        optimizer=case.optimizer,
-        learning_rate=case.learning_rate,
-        dataset=case.dataset,
-        dtype="float64",
-        seed=4,
-    )
+    run = run_spec(replace(case, plan=plan), folder, dtype="float64", seed=4)
     job = Job(output=str(folder), mode="train", runs=(run,), steps=steps, warmup_steps=0, checkpoint_every=7, resume=resume)
     job.save(folder / "job.json")
     run_job(folder / "job.json")
@@ -202,14 +186,11 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path:
 def test_another_plan_goes_on_with_the_mean(tmp_path: Path) -> None:
     plan = relaxed_case("average/5", "sgd_momentum", 2).plan
     trained(plan, tmp_path / "run", steps=8)
-    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert found is not None
-    before = load_state(found).weights
+    before = load_state(newest(tmp_path / "run" / "checkpoints")).weights
     usual = replace(plan, synchronisation=parse_synchronisation("all_reduce"))
     trained(usual, tmp_path / "run", steps=8, resume=True)
-    after = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert after is not None
-    assert all(torch.equal(before[name], value) for name, value in load_state(after).weights.items())
+    after = load_state(newest(tmp_path / "run" / "checkpoints")).weights
+    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 def rounds_of(plan: Plan) -> MixingRounds:
@@ -263,9 +244,7 @@ def test_more_replicas_than_memory_holds_names_how_many_fit(monkeypatch: pytest.
 
 def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
     case = relaxed_case("gossip/1 ring", "sgd", 2)
-    run = RunSpec(
-        name="run", model=case.spec, model_path="", plan=case.plan, optimizer="sgd", learning_rate=0.1, dataset="digits"
-    )
+    run = run_spec(case, optimizer="sgd", learning_rate=0.1, dataset="digits")
     training, order = virtual_training(run)
     outcome = train_planned(case.plan, training, order, 4, step_s=0.5, score_every=2)
     assert (outcome.seconds, outcome.rounds, [step for step, _ in outcome.scores]) == (2.0, 4, [2, 4])

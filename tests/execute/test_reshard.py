@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.common.forked import run_ranks
-from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.checkpoint.checkpoint import RankState, load_state, save_checkpoint
 from parsim.execute.checkpoint.reshard import reshard
 from parsim.execute.stage import StageReplica
 from parsim.model.spec import ModelSpec
@@ -22,6 +22,7 @@ from tests.execute.rank_states import (
     TABLE,
     assert_same_state,
     even_plan,
+    newest,
     random_state,
     rank_of,
 )
@@ -67,8 +68,7 @@ def test_a_chain_of_switches_changes_no_bit(tmp_path: Path, name: str, optimizer
     for plan in plans:  # recorded here once, and not again by every rank
         rank_of(spec, plan, 0, optimizer=optimizer)
     run_ranks(_through, 4, tmp_path, spec, plans, expected, optimizer, tmp_path / "checkpoints")
-    found = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
+    found = newest(tmp_path / "checkpoints")
     optimizer_state = {key: value for key, value in expected.optimizer.items() if value}
     wanted = RankState(weights=expected.weights, buffers=expected.buffers, optimizer=optimizer_state)
     assert_same_state(load_state(found), wanted, name)

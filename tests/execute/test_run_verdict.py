@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parsim.execute.processes.output import descendants
+from parsim.execute.processes.output import rank_processes
 from tests.execute.test_bad_run import cpu_profile
 
 RUN = """\
@@ -42,7 +42,7 @@ def limit_rank(rank: int, until: threading.Event) -> None:
     pid = None
     while not until.is_set():
         if pid is None:
-            pid = next((own for own in descendants([os.getpid()]) if _is_rank(own, rank)), None)
+            pid = rank_processes(os.getpid()).get(rank)
             time.sleep(0.05)
             continue
         with contextlib.suppress(ProcessLookupError):
@@ -50,13 +50,6 @@ def limit_rank(rank: int, until: threading.Event) -> None:
             time.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
         time.sleep(RUNNING_S)
-
-
-def _is_rank(pid: int, rank: int) -> bool:
-    try:
-        return f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,6 +215,18 @@ class Clipped(torch.autograd.Function):
         return gradients[0].clamp(-0.1, 0.1)
 
 
+BETWEEN: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "dropout": lambda y, parts: functional.dropout(y, 0.5),
+    "norm": lambda y, parts: parts.norm(y),
+    "softmax": lambda y, parts: y.softmax(-1),
+    "roll": lambda y, parts: y.roll(1, dims=-1),
+    "unknown": lambda y, parts: parts.gru(y)[0],
+    "sum of features": lambda y, parts: y * y.sum(-1, keepdim=True),
+    "noise": lambda y, parts: y + torch.randn_like(y),
+    "own function": lambda y, parts: Clipped.apply(y),
+}
+
+
 class Refusing(nn.Module):
     """Between two linear layers something that shards cannot do."""
 
@@ -224,34 +237,14 @@ class Refusing(nn.Module):
         self.norm, self.prelu, self.gru = nn.LayerNorm(8), nn.PReLU(), nn.GRU(8, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x)
-        match self.kind:
-            case "dropout":
-                y = functional.dropout(y, 0.5)
-            case "norm":
-                y = self.norm(y)
-            case "softmax":
-                y = y.softmax(-1)
-            case "roll":
-                y = y.roll(1, dims=-1)
-            case "unknown":
-                y = self.gru(y)[0]
-            case "sum of features":
-                y = y * y.sum(-1, keepdim=True)
-            case "noise":
-                y = y + torch.randn_like(y)
-            case "own function":
-                y = Clipped.apply(y)  # type: ignore[no-untyped-call]
-        return functional.relu(self.down(y)) + self.norm(x)
+        return functional.relu(self.down(BETWEEN[self.kind](self.up(x), self))) + self.norm(x)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "norm", "softmax", "roll", "unknown", "sum of features", "noise", "own function"])
+@pytest.mark.parametrize("kind", BETWEEN)
 def test_refused(kind: str) -> None:
     """None of these lets the cut through the middle; what a shard does whole before it leaves the last layer to be cut."""
     runnable, component, x = as_block(Refusing(kind), 5, 8)
-    rules = [sharding.rule for sharding in component.shardings]
-    assert "column+row" not in rules
-    assert rules == ([] if kind in ("noise", "own function") else ["column"])
+    assert [sharding.rule for sharding in component.shardings] == ([] if kind in ("noise", "own function") else ["column"])
     for sharding in component.shardings:
         assert_shards_equal_whole(runnable, component, sharding, 2, [x])
 
@@ -312,26 +305,22 @@ def test_tied_weights_must_be_cut_alike() -> None:
     assert as_block(Twice(), 8)[1].shardings == ()
 
 
-def test_padded_and_renormalised_embeddings() -> None:
-    """A padding row has no gradient, in whichever shard it is. A renormalised table is changed as it is read, and refused."""
-    tokens = torch.randint(8, (2, 5))
-
-    def rules(module: nn.Module) -> list[str]:
-        return [sharding.rule for sharding in trace(module, tokens, granularity="layer").model.components[0].shardings]
-
-    assert rules(nn.Sequential(nn.Embedding(8, 4))) == ["vocabulary", "column"]
-    assert rules(nn.Sequential(nn.Embedding(8, 4, padding_idx=1))) == ["vocabulary", "column"]
-    with pytest.raises(TraceError, match=r"changes the parameter 0\.weight inside its forward"):
-        rules(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)))
-
-
-@pytest.mark.parametrize("padding", [1, 6, -1])
-def test_a_padding_row_in_a_shard(padding: int) -> None:
+@pytest.mark.parametrize("padding", [None, 1, 6, -1])
+def test_embeddings_by_rows_and_by_features(padding: int | None) -> None:
+    """A padding row has no gradient, in whichever shard it is."""
     module = nn.Sequential(nn.Embedding(8, 4, padding_idx=padding)).double()
     tokens = torch.tensor([[0, 1, 6, 7, 3], [7, 1, 2, 6, 5]])
     found = trace(module, tokens, granularity="layer")
     runnable, component = found.components[0], found.model.components[0]
-    assert_shards_equal_whole(runnable, component, component.sharding("vocabulary"), 2, [tokens])
+    assert [sharding.rule for sharding in component.shardings] == ["vocabulary", "column"]
+    for sharding in component.shardings:
+        assert_shards_equal_whole(runnable, component, sharding, 2, [tokens])
+
+
+def test_a_renormalised_embedding_is_refused() -> None:
+    """The table is changed as it is read."""
+    with pytest.raises(TraceError, match=r"changes the parameter 0\.weight inside its forward"):
+        trace(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), torch.randint(8, (2, 5)), granularity="layer")
 
 
 def factors(size: int) -> list[int]:

@@ -17,7 +17,7 @@ from experiments.common.forked import run_job
 from experiments.relaxed.decoupled import TickEngine, TickRule
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import seeded_module
@@ -27,6 +27,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
+from tests.execute.rank_states import newest
 from tests.quick import some_quick
 
 TOLERANCE = 1e-12
@@ -101,8 +102,7 @@ def ticked(run: RunSpec, steps: int) -> TickEngine:
 
 def difference(run: RunSpec, folder: Path) -> float:
     """Of all weights and running statistics, from the tick engine after as many steps."""
-    found = latest_checkpoint(folder)
-    assert found is not None
+    found = newest(folder)
     engine = ticked(run, found.step)
     first = 0
     worst = 0.0
@@ -151,8 +151,7 @@ def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, tmp_pa
     run = run_of(stale_plan(model, Mesh(pp=2)), model, tmp_path)
     train(run, tmp_path, steps=stop)
     train(run, tmp_path, steps=STEPS, resume=True)
-    found = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
+    found = newest(tmp_path / "checkpoints")
     assert found.step == STEPS
     assert difference(run, tmp_path / "checkpoints") <= TOLERANCE
 
@@ -163,8 +162,7 @@ def test_no_stage_moves_before_its_first_gradient(tmp_path: Path) -> None:
     model = spec()
     run = run_of(stale_plan(model, Mesh(pp=2)), model, tmp_path)
     train(run, tmp_path, steps=2)
-    found = latest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
+    found = newest(tmp_path / "checkpoints")
     begin = dict(seeded_module(model, run.seed, torch.float64, torch.device("cpu")).named_parameters())
     moved = {name for name, value in load_state(found).weights.items() if not torch.equal(value, begin[name])}
     behind = {name for name in begin if any(name.startswith(part + ".") for part in run.plan.stages[1].components)}

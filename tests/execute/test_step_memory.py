@@ -15,18 +15,18 @@ from tests.matrix.checks import memory as assert_memory  # noqa: E402
 ROWS = {**_VISION, **_SEQUENCE}
 
 
-@pytest.mark.parametrize("name", ["dense blocks", "weight norm"])
-def test_a_backward_lets_go_of_the_input_that_it_alone_keeps(name: str) -> None:
-    assert_memory(Subject(ROWS[name]))
+EFFECTS = {
+    "dense blocks": "a backward lets go of the input that it alone keeps",
+    "weight norm": "a backward lets go of the input that it alone keeps",
+    "inception": "values wait for readers and gradients for makers",
+    "triplet": "values wait for readers and gradients for makers",
+    "graph, dense": "an input that no backward needs is let go",
+    "frozen backbone": "a frozen part has no backward",
+}
 
 
-@pytest.mark.parametrize("name", ["inception", "triplet"])
-def test_values_wait_for_readers_and_gradients_for_makers(name: str) -> None:
-    assert_memory(Subject(ROWS[name]))
-
-
-@pytest.mark.parametrize("name", ["graph, dense", "frozen backbone"])
-def test_an_input_that_no_backward_needs_is_let_go_and_a_frozen_part_has_no_backward(name: str) -> None:
+@pytest.mark.parametrize("name", EFFECTS)
+def test_the_peak_of_a_step(name: str) -> None:
     assert_memory(Subject(ROWS[name]))
 
 

@@ -31,7 +31,7 @@ def doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Doing
     path = tmp_path / "beats"
     create_beats(path, 1)
     own = Pulse(path, 0)
-    monkeypatch.setattr(heartbeat, "_own", [own])
+    monkeypatch.setattr(heartbeat, "_pulses", [own])
     own.begin(Doing.WORKING, "training", 3)
     return lambda: read_beats(path, 1)[0].doing
 

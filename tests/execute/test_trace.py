@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.objective import LOSSES  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module, assert_same_state  # noqa: E402
+from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components  # noqa: E402
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 
@@ -249,80 +248,56 @@ def test_evaluation_saves_nothing() -> None:
     assert not values[components[-1].output_names[0]].requires_grad
 
 
-class TestErrors:
-    """Each names the module and the reason."""
+class Calls(nn.Module):
+    """A module whose forward is the function, with one layer and a weight that is no registered parameter."""
 
-    def test_data_dependent(self) -> None:
-        class Branches(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.fc = nn.Linear(3, 3)
+    def __init__(self, function: Callable[[Calls, Tensor], object]) -> None:
+        super().__init__()
+        self.function, self.fc = function, nn.Linear(3, 3)
+        self.hidden = [torch.randn(3, 3, requires_grad=True)]
 
-            def forward(self, x: Tensor) -> Tensor:
-                return self.fc(x) if x.sum() > 0 else x
+    def forward(self, x: Tensor) -> object:
+        return self.function(self, x)
 
-        with pytest.raises(TraceError, match=r"Branches.*looks at the values"):
-            trace(Branches(), torch.randn(2, 3))
-        with pytest.raises(TraceError, match=r"1 \(Branches\).*looks at the values"):
-            record(nn.Sequential(nn.Linear(3, 3), Branches()), torch.randn(2, 3))
 
-    def test_constant_overwritten_with_data(self) -> None:
-        class Overwrites(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                longest = torch.zeros(1, dtype=torch.long)
-                longest[0] = x.argmax()
-                return x[:, : int(longest)] + 1
+class Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
-        with pytest.raises(TraceError, match=r"Overwrites.*looks at the values"):
-            record(Overwrites(), torch.randn(2, 3))
 
-    def test_hidden_parameter(self) -> None:
-        class Hidden(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weights = [torch.randn(3, 3, requires_grad=True)]
+def overwrites(_: Calls, x: Tensor) -> Tensor:
+    longest = torch.zeros(1, dtype=torch.long)
+    longest[0] = x.argmax()
+    return x[:, : int(longest)] + 1
 
-            def forward(self, x: Tensor) -> Tensor:
-                return x @ self.weights[0]
 
-        with pytest.raises(TraceError, match=r"Hidden.*not a registered parameter"):
-            record(Hidden(), torch.randn(2, 3))
+REFUSED: dict[str, tuple[Callable[[Calls, Tensor], object], str]] = {
+    "a branch on data": (lambda net, x: net.fc(x) if x.sum() > 0 else x, r"1 \(Calls\).*looks at the values"),
+    "a constant overwritten with data": (overwrites, r"1 \(Calls\).*looks at the values"),
+    "a hidden parameter": (lambda net, x: x @ net.hidden[0], r"1 \(Calls\).*not a registered parameter"),
+    "an opaque output": (lambda net, x: Box(x + 1), "returns a Box"),
+}
 
-    def test_batch_coupled(self) -> None:
-        class Contrastive(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.fc = nn.Linear(3, 3)
 
-            def forward(self, x: Tensor) -> Tensor:
-                y = self.fc(x)
-                return torch.softmax(y @ y.T, dim=1)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_recorded_is_refused_with_the_module_and_the_reason(kind: str) -> None:
+    function, says = REFUSED[kind]
+    with pytest.raises(TraceError, match=says):
+        record(nn.Sequential(nn.Linear(3, 3), Calls(function)), torch.randn(2, 3))
 
-        with pytest.raises(TraceError, match="not linear in the batch"):
-            trace(Contrastive(), torch.randn(2, 3))
-        record(Contrastive(), torch.randn(2, 3))
 
-    def test_opaque_output(self) -> None:
-        class Box:
-            def __init__(self, tensor: Tensor) -> None:
-                self.tensor = tensor
+def test_a_loss_over_pairs_of_samples_can_be_recorded_and_not_counted_per_sample() -> None:
+    module = Calls(lambda net, x: torch.softmax(net.fc(x) @ net.fc(x).T, dim=1))
+    with pytest.raises(TraceError, match="not linear in the batch"):
+        trace(module, torch.randn(2, 3))
+    record(module, torch.randn(2, 3))
 
-        class Boxes(nn.Module):
-            def forward(self, x: Tensor) -> Box:
-                return Box(x + 1)
 
-        with pytest.raises(TraceError, match="returns a Box"):
-            record(Boxes(), torch.randn(2, 3))
-
-    def test_granularity(self) -> None:
-        with pytest.raises(TraceError, match="block, sublayer, layer"):
-            record(nn.Linear(2, 2), torch.randn(2, 2), granularity="operator")
-
-    def test_nothing_to_cut(self) -> None:
-        with pytest.raises(TraceError, match="no torch call"):
-            record(nn.Identity(), torch.randn(2, 2))
-
-    def test_wrong_number_of_inputs(self) -> None:
-        (component,) = record(nn.Linear(2, 2), torch.randn(2, 2))
-        with pytest.raises(TraceError, match="takes 1 inputs"):
-            component([])
+def test_wrong_calls() -> None:
+    with pytest.raises(TraceError, match="block, sublayer, layer"):
+        record(nn.Linear(2, 2), torch.randn(2, 2), granularity="operator")
+    with pytest.raises(TraceError, match="no torch call"):
+        record(nn.Identity(), torch.randn(2, 2))
+    (component,) = record(nn.Linear(2, 2), torch.randn(2, 2))
+    with pytest.raises(TraceError, match="takes 1 inputs"):
+        component([])

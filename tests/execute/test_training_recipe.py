@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from parsim.data.samples import BatchOrder
 from parsim.errors import ConfigError
 from parsim.execute.job import Schedule, TrainingRecipe
-from parsim.execute.learning_rate import LearningRate, check_schedule
+from parsim.execute.learning_rate import LearningRates, check_schedule
 from parsim.execute.optimizer import check_exempt, exempt_names
 from parsim.execute.stage import seeded_module
 from parsim.hardware.records import sorted_pairs
@@ -38,7 +38,7 @@ EPOCHS_OF_TEN = BatchOrder(n=40, global_batch=4)
 def test_rates_and_momenta_are_torchs(name: str, arguments: dict[str, object]) -> None:
     """Asked in any order: what a resumed training replays is what one that was never stopped has."""
     schedule = Schedule(name=name, arguments=sorted_pairs(arguments))
-    rate = LearningRate("sgd_momentum", 0.1, TrainingRecipe(schedule=schedule), steps=30, order=EPOCHS_OF_TEN)
+    rate = LearningRates("sgd_momentum", 0.1, TrainingRecipe(schedule=schedule), steps=30, order=EPOCHS_OF_TEN)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     expected = getattr(lr_scheduler, name)(optimizer, **arguments)
     wanted = []
@@ -49,32 +49,32 @@ def test_rates_and_momenta_are_torchs(name: str, arguments: dict[str, object]) -
             warnings.simplefilter("ignore")
             if len(wanted) < 30:
                 expected.step()
-    assert [rate.of(step) for step in range(30)] == wanted
-    assert rate.of(12) == wanted[12]
-    assert rate.of(5) == wanted[5]
+    assert [rate.settings(step)[""] for step in range(30)] == wanted
+    assert rate.settings(12)[""] == wanted[12]
+    assert rate.settings(5)[""] == wanted[5]
 
 
 def test_warm_up_rises_in_equal_parts_and_counts_epochs() -> None:
     recipe = TrainingRecipe(
         schedule=Schedule(name="StepLR", arguments=(("gamma", 0.5), ("step_size", 2)), warmup=3, per="epoch")
     )
-    rate = LearningRate("adam", 1.0, recipe, steps=80, order=EPOCHS_OF_TEN)
-    assert [rate.of(10 * epoch)["lr"] for epoch in range(8)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.5, 0.5, 0.25])
+    rate = LearningRates("adam", 1.0, recipe, steps=80, order=EPOCHS_OF_TEN)
+    assert [rate.of(10 * epoch)[""] for epoch in range(8)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.5, 0.5, 0.25])
     assert rate.of(19) == rate.of(10)
 
 
 def test_reduce_on_plateau_keeps_its_state() -> None:
     recipe = TrainingRecipe(schedule=Schedule(name="ReduceLROnPlateau", arguments=(("factor", 0.5), ("patience", 1)), warmup=2))
-    rate = LearningRate("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
-    other = LearningRate("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
-    assert rate.of(0)["lr"] == pytest.approx(0.4 / 3)
+    rate = LearningRates("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
+    other = LearningRates("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
+    assert rate.of(0)[""] == pytest.approx(0.4 / 3)
     rate.saw(9.0, 1)  # within the warm-up: not followed
     for step, score in enumerate([1.0, 1.1]):
         rate.saw(score, 10 + step)
     other.load(rate.state())
     rate.saw(1.2, 20)
     other.saw(1.2, 20)
-    assert rate.of(20)["lr"] == other.of(20)["lr"] == pytest.approx(0.2)
+    assert rate.of(20)[""] == other.of(20)[""] == pytest.approx(0.2)
 
 
 def test_norms_and_biases_are_found_by_their_modules() -> None:

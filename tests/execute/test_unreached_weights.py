@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from experiments.common.equality import Case, compare_case, even_plan, run_cases
 from parsim.app.export_folder import state_dict_of
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import TrainingRecipe
 from parsim.execute.stage import seeded_module
 from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
+from tests.execute.rank_states import newest
 
 HERE = "tests.execute.test_unreached_weights"
 WIDTH, STEPS = 8, 3
@@ -120,8 +121,7 @@ def test_unreached_weights_and_views_of_weights_train_as_in_torch(tmp_path: Path
     for case, run in zip(cases, runs, strict=True):
         difference = compare_case(case, run, tmp_path, steps=STEPS)
         assert difference.worst < 1e-9, (str(case), difference)
-        found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-        assert found is not None
+        found = newest(tmp_path / run.name / "checkpoints")
         if case.spec is POOLED:
             first = seeded_module(POOLED, run.seed, torch.float64, torch.device("cpu"))
             assert torch.equal(load_state(found).weights["pooler.weight"], first.get_parameter("pooler.weight"))

@@ -22,6 +22,7 @@ from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
+from parsim.program.columns import columns_of
 from parsim.program.lower import lower
 from parsim.program.taskgraph import from_text, to_text
 from parsim.program.templates import lower_columns
@@ -29,6 +30,7 @@ from parsim.work import OptimizerStep
 from tests.execute.test_bad_run import cpu_profile
 from tests.execute.test_equality import APART, MAKER, TTUR, TWO_RATES, game, group
 from tests.matrix.kinds import GAME
+from tests.theory.test_lowering_by_kinds import tasks_of
 
 UNLIKE, HEAD = APART.groups, (group("head", "discriminator.2.*", "sgd", 0.1),)
 
@@ -73,11 +75,8 @@ def test_equal_components_of_two_groups_expand_to_the_same_program(mesh: Mesh, o
     first = load_model(spec).components[0].parameters[0].name
     model = with_update_groups(load_model(spec), (group("first", first, "adam", 1e-3),))
     plan = even_plan(spec, mesh, strategy="hp" if mesh.pp * mesh.tp > 1 else "dp", batch=16, **options)  # type: ignore[arg-type]
-    columns, graph = lower_columns(plan, model), lower(plan, model)
-    assert columns.size == len(graph.tasks)
-    for task in graph.tasks:
-        assert sorted(columns.dependencies.row(task.index).tolist()) == list(task.dependencies)
-        assert columns.units[columns.unit[task.index]].work == task.work
+    graph = lower(plan, model)
+    assert tasks_of(lower_columns(plan, model)) == tasks_of(columns_of(graph))
     assert from_text(to_text(graph)) == graph
 
 

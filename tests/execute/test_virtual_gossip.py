@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,7 @@ from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError
 from parsim.execute.processes.launch import launch
 from parsim.plans.mixing import GRAPHS, Ada, mixing_graph
-from parsim.plans.synchronisation import parse_synchronisation
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, steps_of
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers
 
 RATES = {"sgd": 0.1, "sgd_momentum": 0.05, "adam": 0.01}
 
@@ -100,15 +98,6 @@ def test_the_mean_moves_by_the_mean_gradient(name: str) -> None:
     assert apart(overlapped.mean(0), moved) <= 1e-12
 
 
-def test_ada_is_a_time_varying_matrix() -> None:
-    n, steps = 8, 8
-    ada = Ada(n=n, start=6, rate=2.0)
-    graphs = [ada.graph(epoch) for epoch in range(3)]
-    assert [graph.connections(0) for graph in graphs] == [6, 4, 2]
-    varying = train(n, epochs=3, graph=lambda t: graphs[t // steps](t))
-    assert apart(train(n, epochs=3, graph=ada).replicas.workers.weights, varying.replicas.workers.weights) == 0.0
-
-
 def test_ada_sends_more_than_a_ring_and_less_than_complete() -> None:
     ada, ring, complete = (
         train(8, epochs=4, graph=graph).epochs[-1].sent_bytes
@@ -123,13 +112,6 @@ def test_closed_loop_sees_what_training_measures() -> None:
     assert run.epochs[0].connections == 7, "dense before anything is known"
     assert min(epoch.connections for epoch in run.epochs) < 7
     assert all(epoch.measured is not None and epoch.measured.after <= epoch.measured.before for epoch in run.epochs)
-
-
-def test_replicas_of_a_plan_gossip_the_same() -> None:
-    graph, order = mixing_graph("one_peer_exponential", 8), partition_of(8).order(problem_of(8))
-    steps = steps_of(parse_synchronisation("gossip/1 one_peer_exponential"), 8, training_of(8), order)
-    planned = next(islice(steps, 2 * order.steps_per_epoch - 1, None))[0]
-    assert apart(train(8, graph=graph).replicas.workers.weights, planned.weights) <= 1e-12
 
 
 def test_push_sum_with_a_doubly_stochastic_matrix_is_plain_gossip() -> None:

@@ -16,7 +16,7 @@ from parsim.app.config import load_config
 from parsim.app.export_folder import export_folder
 from parsim.app.launch import check_runnable
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
+from parsim.execute.job import EmaRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.build import build_module
@@ -153,11 +153,6 @@ def test_what_ema_needs_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
         check_runnable(ask(load_config(Path("run.toml"))).prediction, None)
     with pytest.raises(ConfigError, match="weights 'emma' are unknown; did you mean ema"):
         export_folder(Path("kept"), format="state_dict", weights="emma")
-
-
-def test_the_recipe_comes_back_from_json() -> None:
-    recipe = TrainingRecipe(ema=EmaRule(decay=0.5, evaluate=True), tensorboard=True, evaluation=EvaluationRule(every=2))
-    assert TrainingRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
 def test_tensorboard_is_refused_where_it_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from parsim.execute.stage import StageReplica
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model import record
-from parsim.model.autograd.cut import backward_components, forward_components
 from parsim.model.build import build_module
 from parsim.model.formats import Numerics
 from parsim.model.interface import Interface, example_batch, interface_of, loss_of
@@ -41,7 +40,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.search.search import search
-from tests.execute.bitwise import assert_same_state
+from tests.execute.bitwise import assert_same_state, backward_components, forward_components
 
 SAMPLES = 4
 MEMORY_TOLERANCE = 0.03

@@ -32,8 +32,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH * (2 if bidirectional else 1), CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        made: Tensor = self.head(self.core(self.table(tokens))[0][:, -1])
-        return made
+        return self.head(self.core(self.table(tokens))[0][:, -1])
 
 
 class Cells(nn.Module):
@@ -47,8 +46,7 @@ class Cells(nn.Module):
         state = x.new_zeros(len(x), WIDTH), x.new_zeros(len(x), WIDTH)
         for step in x.unbind(1):
             state = self.cell(step, state)
-        made: Tensor = self.head(state[0])
-        return made
+        return self.head(state[0])
 
 
 class Attending(nn.Module):
@@ -64,8 +62,7 @@ class Attending(nn.Module):
         memory, state = self.encoder(self.table(source))
         hidden, _ = self.decoder(self.table(target), state)
         weights = torch.softmax(hidden @ memory.transpose(1, 2) / WIDTH**0.5, dim=-1)
-        made: Tensor = self.head(torch.cat([hidden, weights @ memory], dim=-1))
-        return made
+        return self.head(torch.cat([hidden, weights @ memory], dim=-1))
 
 
 def transformer_encoder(norm_first: bool = False) -> nn.Module:
@@ -85,8 +82,7 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         hidden = self.core(self.table(source), self.table(target), tgt_mask=self.mask, tgt_is_causal=True)
-        made: Tensor = self.head(hidden)
-        return made
+        return self.head(hidden)
 
 
 class CausalDecoder(nn.Module):
@@ -104,8 +100,7 @@ class CausalDecoder(nn.Module):
         x = self.table(tokens) + self.places
         query, key, value = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.inputs(self.norm(x)).chunk(3, -1))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        made: Tensor = self.head(x + self.outputs(mixed))
-        return made
+        return self.head(x + self.outputs(mixed))
 
 
 class Dilated(nn.Module):
@@ -121,8 +116,7 @@ class Dilated(nn.Module):
         for depth, layer in enumerate(self.layers):
             values, gates = layer(functional.pad(x, (2**depth, 0))).chunk(2, dim=1)
             x = x + torch.tanh(values) * torch.sigmoid(gates)
-        made: Tensor = self.head(x)
-        return made
+        return self.head(x)
 
 
 class DenseGraph(nn.Module):
@@ -134,8 +128,7 @@ class DenseGraph(nn.Module):
 
     def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
         weights = torch.softmax(adjacency, dim=-1)
-        made: Tensor = self.two(weights @ functional.relu(self.one(weights @ nodes))).mean(1)
-        return made
+        return self.two(weights @ functional.relu(self.one(weights @ nodes))).mean(1)
 
 
 class ScatterGraph(nn.Module):
@@ -151,8 +144,7 @@ class ScatterGraph(nn.Module):
 
         messages = functional.relu(self.message(torch.cat([at(start), at(end)], dim=-1)))
         sums = nodes.new_zeros(*nodes.shape[:2], WIDTH).scatter_add(1, end[..., None].expand_as(messages), messages)
-        made: Tensor = self.head(sums.mean(1))
-        return made
+        return self.head(sums.mean(1))
 
 
 class PointSet(nn.Module):
@@ -164,8 +156,7 @@ class PointSet(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, points: Tensor) -> Tensor:
-        made: Tensor = self.head(self.local(points).max(dim=1).values)
-        return made
+        return self.head(self.local(points).max(dim=1).values)
 
 
 class Triplet(nn.Module):
@@ -192,8 +183,7 @@ class Recommender(nn.Module):
         vectors = torch.stack([dense, self.bags[0](one), self.bags[1](two)], dim=1)
         pairs = torch.bmm(vectors, vectors.transpose(1, 2))
         rows, columns = torch.triu_indices(3, 3, offset=1).unbind()
-        made: Tensor = self.head(torch.cat([dense, pairs[:, rows, columns]], dim=1))
-        return made
+        return self.head(torch.cat([dense, pairs[:, rows, columns]], dim=1))
 
 
 class Factorisation(nn.Module):
@@ -204,8 +194,7 @@ class Factorisation(nn.Module):
         self.users, self.items = nn.Embedding(30, 8), nn.Embedding(40, 8)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        made: Tensor = (self.users(user) * self.items(item)).sum(-1, keepdim=True)
-        return made
+        return (self.users(user) * self.items(item)).sum(-1, keepdim=True)
 
 
 class Coupling(nn.Module):
@@ -222,8 +211,7 @@ class Coupling(nn.Module):
             scale, shift = net(kept).chunk(2, dim=-1)
             x = torch.cat([moved * torch.tanh(scale).exp() + shift, kept], dim=-1)
             total = total + torch.tanh(scale).sum(-1)
-        loss: Tensor = (0.5 * x.square().sum(-1) - total).mean()
-        return loss
+        return (0.5 * x.square().sum(-1) - total).mean()
 
 
 class Steps(nn.Module):
@@ -237,8 +225,7 @@ class Steps(nn.Module):
         for _ in range(3):
             half = x + 0.25 * self.rate(x)
             x = x + 0.5 * self.rate(half)
-        made: Tensor = self.head(x)
-        return made
+        return self.head(x)
 
 
 class Siren(nn.Module):
@@ -251,8 +238,7 @@ class Siren(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.sin(30 * layer(x))
-        made: Tensor = self.head(x)
-        return made
+        return self.head(x)
 
 
 class Capsules(nn.Module):
@@ -287,8 +273,7 @@ class GatheredExperts(nn.Module):
         made = torch.einsum("betw,ewh->beth", taken, self.up).relu()
         made = torch.einsum("beth,ehw->betw", made, self.down) * chosen[..., None]
         out = x.scatter_add(1, places.flatten(1)[..., None].expand(-1, -1, WIDTH), made.flatten(1, 2))
-        logits: Tensor = self.head(out).mean(1)
-        return logits
+        return self.head(out).mean(1)
 
 
 class RoutedExperts(nn.Module):
@@ -306,8 +291,7 @@ class RoutedExperts(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = torch.where(choice == number)[0]
             out = out.index_add(0, rows, expert(flat[rows]) * best[rows, None])
-        logits: Tensor = self.head(out.view_as(x)).mean(1)
-        return logits
+        return self.head(out.view_as(x)).mean(1)
 
 
 class LowRank(nn.Module):
@@ -319,8 +303,7 @@ class LowRank(nn.Module):
         self.down, self.up, self.head = nn.Linear(12, 2, bias=False), nn.Linear(2, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.head(functional.relu(self.base(x) + self.up(self.down(x))))
-        return made
+        return self.head(functional.relu(self.base(x) + self.up(self.down(x))))
 
 
 def frozen_backbone() -> nn.Module:
@@ -352,8 +335,7 @@ class Checkpointed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))
-        return made
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
 class Straight(torch.autograd.Function):
@@ -376,8 +358,7 @@ class Binarised(nn.Module):
         self.one, self.two = nn.Linear(12, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.two(Straight.apply(self.one(x)))  # type: ignore[no-untyped-call]
-        return made
+        return self.two(Straight.apply(self.one(x)))  # type: ignore[no-untyped-call]
 
 
 class NestedInput(nn.Module):
@@ -388,8 +369,7 @@ class NestedInput(nn.Module):
         self.left, self.right, self.head = nn.Linear(4, 8), nn.Linear(6, 8), nn.Linear(8, CLASSES)
 
     def forward(self, state: dict[str, Tensor]) -> Tensor:
-        made: Tensor = self.head(torch.relu(self.left(state["mine"]) + self.right(state["theirs"])))
-        return made
+        return self.head(torch.relu(self.left(state["mine"]) + self.right(state["theirs"])))
 
 
 @dataclass
@@ -420,5 +400,4 @@ class Gated(nn.Module):
         self.one, self.two = nn.Linear(12, CLASSES), nn.Linear(12, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.one(x) if bool(x.sum() > 0) else self.two(x)
-        return made
+        return self.one(x) if bool(x.sum() > 0) else self.two(x)

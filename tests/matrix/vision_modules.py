@@ -59,8 +59,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         skip = functional.relu(self.down(x))
         low = functional.relu(self.middle(functional.max_pool2d(skip, 2)))
-        made: Tensor = self.head(torch.cat([skip, self.up(low)], dim=1))
-        return made
+        return self.head(torch.cat([skip, self.up(low)], dim=1))
 
 
 class DenseBlocks(nn.Module):
@@ -74,8 +73,7 @@ class DenseBlocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.cat([x, functional.relu(layer(x))], dim=1)
-        made: Tensor = self.head(x)
-        return made
+        return self.head(x)
 
 
 class SqueezeExcite(nn.Module):
@@ -89,8 +87,7 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         weight = torch.sigmoid(self.excite(functional.relu(self.squeeze(x.mean((2, 3))))))
-        made: Tensor = self.head(x * weight[:, :, None, None])
-        return made
+        return self.head(x * weight[:, :, None, None])
 
 
 class Inception(nn.Module):
@@ -103,8 +100,7 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = functional.avg_pool2d(x, 3, stride=1, padding=1)
-        made: Tensor = self.head(torch.cat([*(branch(x) for branch in self.branches), pooled], dim=1))
-        return made
+        return self.head(torch.cat([*(branch(x) for branch in self.branches), pooled], dim=1))
 
 
 def video_cnn() -> nn.Module:
@@ -121,8 +117,7 @@ class Autoencoder(nn.Module):
         self.decoder = nn.ConvTranspose2d(WIDTH, 3, 4, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.decoder(torch.tanh(self.encoder(x)))
-        return made
+        return self.decoder(torch.tanh(self.encoder(x)))
 
 
 class VariationalAutoencoder(nn.Module):
@@ -137,8 +132,7 @@ class VariationalAutoencoder(nn.Module):
         drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         rebuilt = (self.decoder(drawn) - x).square().sum(-1)
         divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(-1)
-        loss: Tensor = (rebuilt + divergence).mean()
-        return loss
+        return (rebuilt + divergence).mean()
 
 
 class ConvNext(nn.Module):
@@ -154,8 +148,7 @@ class ConvNext(nn.Module):
         x = self.stem(x)
         hidden = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         hidden = (self.scale * self.down(functional.gelu(self.up(hidden)))).permute(0, 3, 1, 2)
-        made: Tensor = self.head(x + hidden)
-        return made
+        return self.head(x + hidden)
 
 
 class WindowAttention(nn.Module):
@@ -171,8 +164,7 @@ class WindowAttention(nn.Module):
         batch, channels, height, width = x.shape
         windows = x.view(batch, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, channels)
         windows = windows + self.attention(windows, windows, windows, need_weights=False)[0]
-        made: Tensor = self.head(windows.reshape(batch, -1, channels).mean(1))
-        return made
+        return self.head(windows.reshape(batch, -1, channels).mean(1))
 
 
 class PatchTransformer(nn.Module):
@@ -187,8 +179,7 @@ class PatchTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2)
         hidden = self.encoder(torch.cat([self.token.expand(len(x), -1, -1), tokens], dim=1))
-        made: Tensor = self.head(hidden[:, 0])
-        return made
+        return self.head(hidden[:, 0])
 
 
 class Mixer(nn.Module):
@@ -204,8 +195,7 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = x + self.tokens(x.transpose(1, 2)).transpose(1, 2)
-        made: Tensor = self.head((x + self.channels(x)).mean(1))
-        return made
+        return self.head((x + self.channels(x)).mean(1))
 
 
 class FourierOperator(nn.Module):
@@ -220,8 +210,7 @@ class FourierOperator(nn.Module):
         x = self.lift(x)
         low = torch.fft.rfft2(x)[:, :, :3, :3]
         mixed = torch.einsum("bixy,ioxy->boxy", low, torch.view_as_complex(self.weight))
-        made: Tensor = self.project(functional.gelu(x + torch.fft.irfft2(mixed, s=x.shape[-2:])))
-        return made
+        return self.project(functional.gelu(x + torch.fft.irfft2(mixed, s=x.shape[-2:])))
 
 
 class Denoiser(nn.Module):
@@ -235,8 +224,7 @@ class Denoiser(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         hidden = self.norm(self.first(x)) + self.time(t)[:, :, None, None]
-        made: Tensor = self.last(functional.silu(hidden))
-        return made
+        return self.last(functional.silu(hidden))
 
 
 class SelfSupervised(nn.Module):

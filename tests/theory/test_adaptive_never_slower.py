@@ -9,26 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import ZERO_STAGES
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.search.families import FAMILIES, dp_plans
+from parsim.search.families import FAMILIES
 from parsim.search.search import search
 from parsim.search.space import BUCKET_BYTES
+from tests.machines import PROFILES, machine
 from tests.models import chain_model
 
 EVERYTHING = (*FAMILIES, "adaptive")
-MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
 
 
 PROBLEMS = given(
     flops=st.lists(st.sampled_from((1e7, 1e9, 8e9)), min_size=2, max_size=5),
     elements=st.sampled_from((10_000, 2_000_000, 9_000_000, 60_000_000)),
-    machine=st.sampled_from(sorted(MACHINES)),
+    profile=st.sampled_from(sorted(PROFILES)),
     devices=st.sampled_from((2, 4, 8)),
     memory_gib=st.sampled_from((None, None, 1, 2, 4)),
     batch=st.sampled_from((8, 32, 48, 256)),
@@ -62,7 +60,7 @@ def assert_adaptive_first(
     *,
     flops: list[float],
     elements: int,
-    machine: str,
+    profile: str,
     devices: int,
     memory_gib: int | None,
     batch: int,
@@ -70,10 +68,7 @@ def assert_adaptive_first(
     top: int | None,
 ) -> int:
     """How many rows were compared with that of adaptive."""
-    cluster = cluster_from_profile(MACHINES[machine], devices)
-    if memory_gib is not None:
-        small = tuple(replace(each, type=replace(each.type, memory_bytes=memory_gib * 2**30)) for each in cluster.devices)
-        cluster = replace(cluster, devices=small)
+    cluster = machine(devices, profile, **({} if memory_gib is None else {"memory_bytes": memory_gib * 2**30}))
     problem = PlanningProblem(
         model=chain_model(tuple(flops), elements=elements), cluster=cluster, global_batch=batch, zero_stage=zero_stage
     )
@@ -96,7 +91,7 @@ def test_adaptive_is_not_slower_than_a_family_that_is_asked_alone() -> None:
     """Late parts of mixed placements are many, and once left none for the buckets of data parallelism (870 us against 859)."""
     problem = PlanningProblem(
         model=load_model(ModelSpec(name="mlp"), granularity="block"),
-        cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 2),
+        cluster=machine(2),
         global_batch=1024,
         zero_stage="auto",
     )
@@ -111,8 +106,8 @@ def test_adaptive_is_not_slower_than_a_family_that_is_asked_alone() -> None:
 def test_adaptive_is_not_beaten_by_any_bucket_size_or_zero_stage_of_data_parallelism() -> None:
     """60 million parameters per component: no bucket size holds the whole model."""
     model = chain_model((1e9, 1e9), elements=60_000_000)
-    problem = PlanningProblem(model=model, cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=64)
-    plans = [plan for plan in dp_plans(problem) if plan.mesh.dp == 4 and plan.microbatches == 1]
+    problem = PlanningProblem(model=model, cluster=machine(4), global_batch=64)
+    plans = [plan for plan in FAMILIES["dp"](problem) if plan.mesh.dp == 4 and plan.microbatches == 1]
     assert {(plan.zero_stage, plan.bucket_bytes) for plan in plans} == {
         (stage, size) for stage in ZERO_STAGES for size in BUCKET_BYTES
     }
@@ -125,7 +120,7 @@ def test_adaptive_is_not_beaten_by_any_bucket_size_or_zero_stage_of_data_paralle
 def test_two_families_that_meet_in_one_program_share_its_figures() -> None:
     """Large batches on few parameters: the best placement of every component is data parallelism."""
     model = chain_model((8e9, 8e9, 8e9), elements=2_000_000)
-    problem = PlanningProblem(model=model, cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=256)
+    problem = PlanningProblem(model=model, cluster=machine(4), global_batch=256)
     rows = {entry.result.strategy: entry.result for entry in search(problem, EVERYTHING, samples=20).candidates}
     assert rows["adaptive"].plan == replace(rows["dp"].plan, strategy="adaptive")
     assert rows["adaptive"].step_s == rows["dp"].step_s

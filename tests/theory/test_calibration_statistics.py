@@ -47,9 +47,9 @@ from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
-from parsim.work import Collective, Compute, Phase, Work
+from parsim.program.task import COMPUTE, Resource
+from parsim.work import Collective, Compute, Phase
+from tests.strategies import graph_of
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 
@@ -497,17 +497,13 @@ def test_a_computation_is_held_up_for_as_long_as_the_operations_took(slower: flo
     """One operation beside a long computation, simulated: the computation ends later by what it lost when measured."""
     alone_s, computing_s = 2e-3, 1.0
     factors = OverlapFactors(compute=overlap_stall(slower, longer), communication=max(1.0, longer))
-    computations = [Resource(rank, COMPUTE) for rank in range(2)]
-    sent = tuple(Resource(rank, "dp") for rank in range(2))
-    works: list[tuple[Work, tuple[Resource, ...]]] = [
-        *((Compute(component="c", phase=Phase.FORWARD, samples=1), (resource,)) for resource in computations),
-        (Collective(operation="all_reduce", group=(0, 1), size_bytes=1), sent),
-    ]
-    tasks = [
-        Task(index=number, work=work, resources=resources, dependencies=(), origin=Origin(stage=0))
-        for number, (work, resources) in enumerate(works)
-    ]
-    graph = TaskGraph(tasks=tuple(tasks), world_size=2)
+    computation = Compute(component="c", phase=Phase.FORWARD, samples=1)
+    sum_of_both = Collective(operation="all_reduce", group=(0, 1), size_bytes=1)
+    graph = graph_of(
+        2,
+        *((computation, [Resource(rank, COMPUTE)], []) for rank in range(2)),
+        (sum_of_both, [Resource(rank, "dp") for rank in range(2)], []),
+    )
     timeline = static.simulate(graph, [computing_s, computing_s, alone_s], overlap=factors)
     lost_s = longer * alone_s * (1 - 1 / slower)
     assert timeline.makespan_s == pytest.approx(computing_s + lost_s, rel=1e-9)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import random_durations_s, random_graph, timed_graphs
+from strategies import graph_of, random_durations_s, random_graph, timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
@@ -173,18 +173,14 @@ def test_engines_agree_bitwise_and_with_exact_arithmetic_where_tasks_slow_one_an
 
 def test_communications_at_once_in_closed_form() -> None:
     """Two streams of one rank: d_1 <= d_2 seconds alone end at 2 d_1 and d_1 + d_2; a rank elsewhere is not slowed."""
-    sent = [(0, 1, "pp>1"), (0, 2, "pp>2"), (3, 4, "pp>4")]
-    tasks = tuple(
-        Task(
-            index=number,
-            work=SendRecv(source=source, destination=target, size_bytes=1),
-            resources=(Resource(source, stream), Resource(target, f"pp<{source}")),
-            dependencies=(),
-            origin=Origin(stage=0),
-        )
-        for number, (source, target, stream) in enumerate(sent)
+    sent = [(0, 1), (0, 2), (3, 4)]
+    graph = graph_of(
+        5,
+        *(
+            (SendRecv(source=a, destination=b, size_bytes=1), (Resource(a, f"pp>{b}"), Resource(b, f"pp<{a}")), ())
+            for a, b in sent
+        ),
     )
-    graph = TaskGraph(tasks=tasks, world_size=5)
     for engine in (static, dynamic):
         _, end = per_task(graph, engine.simulate(graph, [1.0, 3.0, 3.0], overlap=OverlapFactors(communications_share=True)))
         assert end.tolist() == [2.0, 4.0, 3.0]
@@ -194,17 +190,8 @@ def test_processor_sharing_in_closed_form() -> None:
     """k ranks on one core, one computation of d_1 <= ... <= d_k seconds each: the i-th ends at
     d_i + the work done meanwhile by the others, i.e. sum over j of min(d_i, d_j)."""
     durations = [0.5, 1.0, 1.0, 4.0]
-    tasks = tuple(
-        Task(
-            index=rank,
-            work=Compute(component="c", phase=Phase.FORWARD, samples=1),
-            resources=(Resource(rank, COMPUTE),),
-            dependencies=(),
-            origin=Origin(stage=0),
-        )
-        for rank in range(4)
-    )
-    graph = TaskGraph(tasks=tasks, world_size=4, issue_order={Resource(rank, COMPUTE): (rank,) for rank in range(4)})
+    computation = Compute(component="c", phase=Phase.FORWARD, samples=1)
+    graph = graph_of(4, *((computation, (Resource(rank, COMPUTE),), ()) for rank in range(4)))
     _, end = per_task(graph, static.simulate(graph, durations, overlap=OverlapFactors(core_of_rank=(7, 7, 7, 7))))
     assert end.tolist() == [sum(min(own, other) for other in durations) for own in durations] == [2.0, 3.5, 3.5, 6.5]
     _, end = per_task(graph, static.simulate(graph, durations, overlap=OverlapFactors(core_of_rank=(0, 1, 0, 1))))
@@ -270,13 +257,7 @@ def test_repeats_equal_the_unrolled_graph(timed: tuple[TaskGraph, list[float]], 
     graph, durations = timed
     n = len(graph.tasks)
     tasks = tuple(
-        Task(
-            index=task.index + shift,
-            work=task.work,
-            resources=task.resources,
-            dependencies=tuple(need + shift for need in task.dependencies),
-            origin=task.origin,
-        )
+        replace(task, index=task.index + shift, dependencies=tuple(need + shift for need in task.dependencies))
         for shift in range(0, n * steps, n or 1)
         for task in graph.tasks
     )

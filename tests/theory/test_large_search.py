@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import parsim as ps
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -21,17 +19,13 @@ from parsim.search import space as usual
 from parsim.search.bound import chain_seconds, step_bound_s
 from parsim.search.families import FAMILIES
 from parsim.search.memory_floor import least_kept, weights_are_too_many
-from parsim.search.recompute import place_excess_bytes
 from parsim.search.search import search
 from parsim.search.space import Node
-from parsim.search.stages import Cutting, cut_places
+from parsim.search.stages import Cutting, cut_places, place_excess_bytes
 from parsim.search.tensor import uniform_placements
 from parsim.search.tree import Members, outline_bound_s
+from tests.machines import machine
 from tests.models import chain_model
-
-
-def machine(devices: int = 8) -> Cluster:
-    return cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
 
 
 def transformer(layers: int = 4) -> Model:
@@ -123,8 +117,7 @@ def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_
     equal = cutting.fastest()
     totals = [entry.needed_bytes for entry in asked.memory(equal)]
     limit = round(0.9 * max(totals) + 0.1 * min(totals))
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=limit)) for each in asked.cluster.devices)
-    tight = replace(asked, cluster=replace(asked.cluster, devices=devices))
+    tight = replace(asked, cluster=machine(4, memory_bytes=limit))
     assert any(place_excess_bytes(tight, equal))
     kept = np.array([component.saved_activation_bytes * equal.microbatch_samples for component in model.components])
     found = replace(cutting, problem=tight).fitting_recomputed("none", kept)
@@ -136,10 +129,14 @@ def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_
 def test_models_of_many_components_are_cut_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer(40)
     names = [component.name for component in model.components]
-    assert cut_places(model) == tuple(range(len(names) + 1))
+
+    def places() -> tuple[int, ...]:
+        return cut_places(PlanningProblem(model=model, cluster=machine(1), global_batch=1))
+
+    assert places() == tuple(range(len(names) + 1))
     monkeypatch.setattr("parsim.search.stages.MOST_PLACES", 50)
     monkeypatch.setattr("parsim.search.stages.MOSTLY", 0.8)
-    inner = [names[place] for place in cut_places(model)[2:-4]]
+    inner = [names[place] for place in places()[2:-4]]
     assert len(inner) > 30
     assert len({name.split(".")[-1] for name in inner}) == 1
 
@@ -172,8 +169,7 @@ def test_where_weights_alone_are_too_many_no_plan_on_so_many_devices_fits(device
     elements = sum(parameter.elements for parameter in question.model.trainable_parameters)
     share = 16 * elements // devices
     for room, too_many in ((share + 2**20, False), (share - 2**20, True)):
-        small = tuple(replace(each, type=replace(each.type, memory_bytes=room, context_bytes=0)) for each in machine().devices)
-        asked = replace(question, cluster=replace(machine(), devices=small))
+        asked = replace(question, cluster=machine(memory_bytes=room, context_bytes=0))
         assert weights_are_too_many(asked, devices) == too_many
         assert not weights_are_too_many(asked, devices + 1)
         for plan in FAMILIES["dp"](asked) if too_many else ():
@@ -192,10 +188,9 @@ def test_a_large_question_of_which_nothing_fits_opens_no_plans_on_fewer_devices(
 
     found_on = Members.of_mesh
     monkeypatch.setattr(Members, "of_mesh", of_mesh)
-    small = tuple(replace(each, type=replace(each.type, memory_bytes=2**27)) for each in machine().devices)
     question = PlanningProblem(
         model=transformer(2),
-        cluster=replace(machine(), devices=small),
+        cluster=machine(memory_bytes=2**27),
         global_batch=24,
         numerics=Numerics(precision="amp_fp16", optimizer="adam"),
     )

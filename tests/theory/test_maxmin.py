@@ -16,33 +16,31 @@ INF = np.inf
 Instance = tuple[Floats, Floats, Floats]
 
 
-def test_equal_flows_share_a_link_equally() -> None:
-    for flows in (1, 2, 7):
-        np.testing.assert_allclose(max_min_rates(np.ones((1, flows)), [3.0], [INF] * flows), 3.0 / flows, rtol=1e-15)
-
-
-def test_what_a_slow_flow_leaves_goes_to_the_others() -> None:
-    assert max_min_rates(np.ones((1, 3)), [10.0], [1.0, INF, INF]).tolist() == [1.0, 4.5, 4.5]
-
-
-def test_a_long_flow_against_short_ones() -> None:
-    """Flow 0 crosses both links; flow 1 shares the small one, flow 2 gets what flow 0 leaves of the large one."""
-    loads = [[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
-    assert max_min_rates(loads, [2.0, 10.0], [INF] * 3).tolist() == [1.0, 1.0, 9.0]
-
-
-def test_parking_lot() -> None:
-    """n unit links in a row, one flow over all and one per link: 1/2 each."""
-    loads = np.concatenate([np.ones((6, 1)), np.eye(6)], axis=1)
-    np.testing.assert_allclose(max_min_rates(loads, np.ones(6), [INF] * 7), 0.5, rtol=1e-15)
-
-
-def test_a_link_that_is_down_stops_its_flows_alone() -> None:
-    assert max_min_rates([[1.0, 0.0], [0.0, 1.0]], [0.0, 5.0], [INF, INF]).tolist() == [0.0, 5.0]
-
-
-def test_no_flows() -> None:
-    assert max_min_rates(np.zeros((2, 0)), [1.0, 1.0], []).shape == (0,)
+@pytest.mark.parametrize(
+    ("loads", "capacity", "limit", "rates"),
+    [
+        *((np.ones((1, flows)), [3.0], [INF] * flows, [3.0 / flows] * flows) for flows in (1, 2, 7)),
+        (np.ones((1, 3)), [10.0], [1.0, INF, INF], [1.0, 4.5, 4.5]),
+        ([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]], [2.0, 10.0], [INF] * 3, [1.0, 1.0, 9.0]),
+        (np.concatenate([np.ones((6, 1)), np.eye(6)], axis=1), np.ones(6), [INF] * 7, [0.5] * 7),
+        ([[1.0, 0.0], [0.0, 1.0]], [0.0, 5.0], [INF, INF], [0.0, 5.0]),
+        (np.zeros((2, 0)), [1.0, 1.0], [], []),
+    ],
+    ids=[
+        "alone",
+        "two alike",
+        "seven alike",
+        "a slow one",
+        "a long one over two links",
+        "parking lot",
+        "a link down",
+        "no flows",
+    ],
+)
+def test_closed_forms(loads: Floats, capacity: Floats, limit: Floats, rates: list[float]) -> None:
+    """Equal flows share equally; what a slow flow, or a long one over a small link, leaves goes to the others; of n links in a
+    row, one flow over all and one per link have 1/2 each; a link that is down stops its flows alone."""
+    np.testing.assert_allclose(max_min_rates(loads, capacity, limit), rates, rtol=1e-15)
 
 
 @st.composite

@@ -449,7 +449,7 @@ def test_what_a_search_leaves_out_for_its_memory_does_not_fit(
     context = cluster.devices[0].type.context_bytes
     tight = small_devices(cluster, int(context + share * (needed - context)))
     problem = problem_of(model, tight, zero_stage=zero_stage, **given)
-    options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
+    options = tuple(uniform_options(problem, component, mesh.tp, divides=True) for component in model.components)
     if missing_bytes(problem, mesh, microbatches, options):
         for recompute in ("none", "full"):
             assert not all(memory.fits for memory in problem.memory(replace(plan, recompute=recompute)))

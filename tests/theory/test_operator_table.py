@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 pytest.importorskip("expecttest", reason="torch's operator database needs it (the dev extra)")
 
 import torch.nn.functional as F  # noqa: E402
+from torch import randn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
@@ -49,9 +50,8 @@ def samples(op: Any, count: int) -> Iterator[Sample]:
 
 
 def operators(op: Any, sample: Sample) -> list[RawOperator]:
-    mode = OperatorMode(lambda: 0, set())
     given, args, kwargs = sample
-    with torch.no_grad(), mode:
+    with torch.no_grad(), OperatorMode(lambda: 0, set()) as mode:
         op(given, *args, **kwargs)
     return mode.operators
 
@@ -105,10 +105,9 @@ def check(op: Any, count: int) -> int:
         for sample in samples(op, count):
             found = operators(op, sample)
             given, args, kwargs = sample
-            counter, size = FlopCounterMode(display=False), Bytes()
-            with torch.no_grad(), counter:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 op(given, *args, **kwargs)
-            with torch.no_grad(), size:
+            with torch.no_grad(), Bytes() as size:
                 op(given, *args, **kwargs)
             counted = [
                 raw for raw in found if getattr(torch.ops.aten, raw.function.removeprefix("aten."), None) in flop_registry
@@ -116,10 +115,7 @@ def check(op: Any, count: int) -> int:
             assert total(counted, "flop") == counter.get_total_flops(), op.name
             for raw in found:
                 assert raw.flop >= 0
-                assert raw.activation_bytes > 0 or raw.made_elements == 0 or raw.parameter_bytes >= 0
-                if raw.kind in ("matmul", "attention"):
-                    assert shape_flop(raw) == raw.flop, (op.name, raw)
-                if raw.kind == "convolution" and "transpose" not in op.name:
+                if raw.kind in ("matmul", "attention") or (raw.kind == "convolution" and "transpose" not in op.name):
                     assert shape_flop(raw) == raw.flop, (op.name, raw)
             assert total(found, "activation_bytes") + total(found, "parameter_bytes") >= size.size_bytes, op.name
             compared += 1
@@ -182,82 +178,40 @@ BESIDE_THE_DATABASE = {
 
 @pytest.mark.parametrize("name", BESIDE_THE_DATABASE)
 def test_calls_that_the_database_does_not_make_are_listed(name: str) -> None:
-    mode = OperatorMode(lambda: 0, set())
-    with torch.no_grad(), mode:
+    with torch.no_grad(), OperatorMode(lambda: 0, set()) as mode:
         BESIDE_THE_DATABASE[name]()
     assert [raw.function for raw in mode.operators if raw.function.startswith(UNLISTED)] == []
     if name == "far distances":
         assert total(mode.operators, "flop") >= 2 * 2 * 30 * 40 * 4
 
 
-def sized(name: str, s: dict[str, int]) -> Any:
-    """A call of the function on fresh tensors of these sizes; returns nothing of interest."""
-    b, m, n, k = s["b"], s["m"], s["n"], s["k"]
-    make = torch.randn
-    match name:
-        case "linear":
-            F.linear(make(b, m, k), make(n, k))
-        case "bmm":
-            torch.bmm(make(b, m, k), make(b, k, n))
-        case "einsum":
-            torch.einsum("bmk,kn->bnm", make(b, m, k), make(k, n))
-        case "convolution":
-            F.conv2d(make(b, 2 * k, m + 3, m + 3), make(2 * n, k, 3, 3), groups=2)
-        case "transposed convolution":
-            F.conv_transpose2d(make(b, k, m, m), make(k, n, 2, 2), stride=2)
-        case "attention":
-            F.scaled_dot_product_attention(make(b, k, m, 8), make(b, k, n, 8), make(b, k, n, 8))
-        case "lstm":
-            torch.nn.LSTM(k, n, batch_first=True)(make(b, m, k))
-        case "gru":
-            torch.nn.GRU(k, n, batch_first=True)(make(b, m, k))
-        case "bilinear":
-            F.bilinear(make(b, m), make(b, k), make(n, m, k))
-        case "fft":
-            torch.fft.fft(make(b, m, k, dtype=torch.complex64), dim=1)
-        case "distances":
-            torch.cdist(make(b, m, k), make(b, n, k))
-        case "solve":
-            torch.linalg.solve(make(b, m, m), make(b, m, n))
-        case "singular values":
-            torch.linalg.svd(make(b, m, n), full_matrices=False)
-        case "sort":
-            make(b, m, k).sort(-1)
-        case "scatter":
-            torch.zeros(b, m).scatter_add(1, torch.zeros(b, n, dtype=torch.long), make(b, n))
-        case "index_add":
-            torch.zeros(m, k).index_add(0, torch.zeros(n, dtype=torch.long), make(n, k))
-        case "bag":
-            F.embedding_bag(torch.zeros(b, m, dtype=torch.long), make(k, n))
+SIZED: dict[str, Callable[[int, int, int, int], Any]] = {
+    "linear": lambda b, m, n, k: F.linear(randn(b, m, k), randn(n, k)),
+    "bmm": lambda b, m, n, k: torch.bmm(randn(b, m, k), randn(b, k, n)),
+    "einsum": lambda b, m, n, k: torch.einsum("bmk,kn->bnm", randn(b, m, k), randn(k, n)),
+    "convolution": lambda b, m, n, k: F.conv2d(randn(b, 2 * k, m + 3, m + 3), randn(2 * n, k, 3, 3), groups=2),
+    "transposed convolution": lambda b, m, n, k: F.conv_transpose2d(randn(b, k, m, m), randn(k, n, 2, 2), stride=2),
+    "attention": lambda b, m, n, k: F.scaled_dot_product_attention(randn(b, k, m, 8), randn(b, k, n, 8), randn(b, k, n, 8)),
+    "lstm": lambda b, m, n, k: torch.nn.LSTM(k, n, batch_first=True)(randn(b, m, k)),
+    "gru": lambda b, m, n, k: torch.nn.GRU(k, n, batch_first=True)(randn(b, m, k)),
+    "bilinear": lambda b, m, n, k: F.bilinear(randn(b, m), randn(b, k), randn(n, m, k)),
+    "fft": lambda b, m, n, k: torch.fft.fft(randn(b, m, k, dtype=torch.complex64), dim=1),
+    "distances": lambda b, m, n, k: torch.cdist(randn(b, m, k), randn(b, n, k)),
+    "solve": lambda b, m, n, k: torch.linalg.solve(randn(b, m, m), randn(b, m, n)),
+    "singular values": lambda b, m, n, k: torch.linalg.svd(randn(b, m, n), full_matrices=False),
+    "sort": lambda b, m, n, k: randn(b, m, k).sort(-1),
+    "scatter": lambda b, m, n, k: torch.zeros(b, m).scatter_add(1, torch.zeros(b, n, dtype=torch.long), randn(b, n)),
+    "index_add": lambda b, m, n, k: torch.zeros(m, k).index_add(0, torch.zeros(n, dtype=torch.long), randn(n, k)),
+    "bag": lambda b, m, n, k: F.embedding_bag(torch.zeros(b, m, dtype=torch.long), randn(k, n)),
+}
 
 
-SIZED = (
-    "linear",
-    "bmm",
-    "einsum",
-    "convolution",
-    "transposed convolution",
-    "attention",
-    "lstm",
-    "gru",
-    "bilinear",
-    "fft",
-    "distances",
-    "solve",
-    "singular values",
-    "sort",
-    "scatter",
-    "index_add",
-    "bag",
-)
-
-
-def recorded(name: str, sizes: dict[str, int]) -> tuple[int, int, int]:
-    mode = OperatorMode(lambda: 0, set())
-    with torch.no_grad(), mode:
-        sized(name, sizes)
+def recorded(name: str, sizes: dict[str, int]) -> tuple[int, int]:
+    """Flop and bytes of a call on fresh tensors."""
+    with torch.no_grad(), OperatorMode(lambda: 0, set()) as mode:
+        SIZED[name](**sizes)
     kept = [raw for raw in mode.operators if raw.function not in ("aten.randn", "aten.zeros", "aten.uniform_")]
-    return total(kept, "flop"), total(kept, "activation_bytes"), len(kept)
+    return total(kept, "flop"), total(kept, "activation_bytes")
 
 
 @pytest.mark.parametrize("name", SIZED)

@@ -9,31 +9,23 @@ import pytest
 from typer.testing import CliRunner
 
 from parsim.cli import build
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
 from parsim.predict.problem import PlanningProblem
-from parsim.search.placement.paper import (
-    paper_certificate,
-    paper_problem_of,
-    paper_step_s,
-    solve_paper_dynamic,
-    solve_paper_milp,
-)
+from parsim.search.placement.certificate import solve_milp
+from parsim.search.placement.exact import solve_exactly
+from parsim.search.placement.paper import paper_certificate, paper_problem_of
+from parsim.search.placement.problem import memory_of, step_s
 from parsim.work import Collective, Compute, Phase
+from tests.machines import machine
 
 
-def question(name: str, *, devices: int = 8, batch: int = 256, memory_bytes: int | None = None) -> PlanningProblem:
-    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
-    if memory_bytes is not None:
-        small = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in cluster.devices)
-        cluster = replace(cluster, devices=small)
-    return PlanningProblem(
-        model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch, numerics=Numerics(optimizer="adam")
-    )
+def question(name: str, *, devices: int = 8, batch: int = 256, **changes: int) -> PlanningProblem:
+    model = load_model(ModelSpec(name=name))
+    cluster = machine(devices, **changes)
+    return PlanningProblem(model=model, cluster=cluster, global_batch=batch, numerics=Numerics(optimizer="adam"))
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_b_16"])
@@ -50,20 +42,19 @@ def test_real_models_are_certified(name: str, batch: int) -> None:
 
 def test_short_memory_asks_for_other_strategies_and_still_agrees() -> None:
     """ViT-B/16 with one sample per device: weights are most of the memory, and shards divide them."""
-    paper, strategies = paper_problem_of(question("vit_b_16", batch=8))
-    free = solve_paper_milp(paper)
-    used = np.sum([own[choice] for own, choice in zip(paper.memory_bytes, free.choice, strict=True)], axis=0)
-    before = free.seconds
+    paper = paper_problem_of(question("vit_b_16", batch=8))
+    free = solve_milp(paper)
+    used, before = memory_of(paper, free.choice), free.seconds
     for share in (0.95, 0.8):
         tight = replace(paper, limit_bytes=share * used)
-        exact, milp = solve_paper_dynamic(tight), solve_paper_milp(tight)
+        exact, milp = solve_exactly(tight), solve_milp(tight)
         assert exact.status == milp.status == "optimal"
         assert exact.seconds == pytest.approx(milp.seconds, rel=1e-9)
         assert exact.seconds > before
-        kinds = {options[choice].kind for options, choice in zip(strategies, exact.choice, strict=True)}
+        kinds = {options[choice].kind for options, choice in zip(paper.options, exact.choice, strict=True)}
         assert "shard" in kinds
         before = exact.seconds
-    assert solve_paper_milp(replace(paper, limit_bytes=0.01 * used)).status == "infeasible"
+    assert solve_milp(replace(paper, limit_bytes=0.01 * used)).status == "infeasible"
 
 
 def test_devices_that_a_context_alone_fills_are_infeasible_and_no_error() -> None:
@@ -73,47 +64,32 @@ def test_devices_that_a_context_alone_fills_are_infeasible_and_no_error() -> Non
     assert found["exact"]["status"] == found["milp"]["status"] == "infeasible"
 
 
-def test_too_many_labels_are_no_optimum() -> None:
-    paper, _ = paper_problem_of(question("resnet50", batch=8))
-    free = solve_paper_milp(paper)
-    used = np.sum([own[choice] for own, choice in zip(paper.memory_bytes, free.choice, strict=True)], axis=0)
-    found = solve_paper_dynamic(replace(paper, limit_bytes=0.6 * used), most_labels=50)
-    assert found.status == "inaccurate"
-    assert "labels" in found.reason
-
-
 def test_the_figures_are_the_costs() -> None:
-    """Data parallelism of one component, worked out from the prices of its parts."""
+    """Data parallelism of one component, worked out from the prices of its parts; one that is placed alone has one device."""
     problem = question("resnet50", devices=4, batch=64)
-    paper, strategies = paper_problem_of(problem)
+    paper = paper_problem_of(problem)
     component = problem.model.components[3]
-    row = strategies[3].index(BATCH)
     costs = problem.costs(4)
-    forward, backward = (
+    both = sum(
         costs.estimate(Compute(component=component.name, phase=phase, samples=16), 0).median_s
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    assert np.all(paper.compute_s[3][row] > forward + backward)
-    assert np.all(paper.compute_s[3][row] < 1.2 * (forward + backward)), "the optimizer's step is small"
     bucket = 25 * 2**20
     summed = costs.estimate(Collective(operation="all_reduce", group=(0, 1, 2, 3), size_bytes=bucket), 0).median_s
     share = sum(parameter.size_bytes for parameter in component.parameters) / bucket
-    assert paper.communication_s[3][row] == pytest.approx(np.full(4, summed * share), rel=1e-6)
-    for number, options in enumerate(strategies):
-        for place, option in enumerate(options):
-            alone = option.kind == "place"
-            assert np.isfinite(paper.compute_s[number][place]).sum() == (1 if alone else 4)
-            assert np.array_equal(
-                np.isfinite(paper.compute_s[number][place]), np.isfinite(paper.communication_s[number][place])
-            )
+    computed = paper.forward_s[3][paper.options[3].index(BATCH)] - summed * share
+    assert both < computed < 1.2 * both, "the optimizer's step is small"
+    for memory, options in zip(paper.memory_bytes, paper.options, strict=True):
+        for held, option in zip(memory, options, strict=True):
+            assert np.flatnonzero(held).tolist() == ([option.shard] if option.kind == "place" else [0, 1, 2, 3])
 
 
 def test_no_uniform_choice_is_faster() -> None:
-    paper, strategies = paper_problem_of(question("vit_b_16", batch=8))
-    best = solve_paper_dynamic(paper).seconds
+    paper = paper_problem_of(question("vit_b_16", batch=8))
+    best = solve_exactly(paper).seconds
     for wish in ("batch", "replicate", "place:0"):
-        choice = tuple([str(option) for option in options].index(wish) for options in strategies)
-        assert best <= paper_step_s(paper, choice) * (1 + 1e-12)
+        choice = tuple([str(option) for option in options].index(wish) for options in paper.options)
+        assert best <= step_s(paper, choice) * (1 + 1e-12)
 
 
 def test_the_command_shows_the_paper_beside_the_placement_problem() -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import random_graph
+from strategies import graph_of, random_graph
 
 from parsim.engines import dynamic, static
 from parsim.engines.program import Part, Program, durations_by_step_s, unrolled
 from parsim.errors import GraphError
-from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.task import COMPUTE, Resource
 from parsim.program.taskgraph import TaskGraph
 from parsim.work import Compute, Phase
 
@@ -22,13 +22,8 @@ RANKS = 4
 
 def chain(ranks: int = 1, tasks: int = 1) -> TaskGraph:
     """On every rank `tasks` computations, one after another."""
-    made = []
-    for rank in range(ranks):
-        for _ in range(tasks):
-            work = Compute(component="a", phase=Phase.FORWARD, samples=1)
-            where = (Resource(rank, COMPUTE),)
-            made.append(Task(index=len(made), work=work, resources=where, dependencies=(), origin=Origin(stage=0)))
-    return TaskGraph(tasks=tuple(made), world_size=ranks)
+    computation = Compute(component="a", phase=Phase.FORWARD, samples=1)
+    return graph_of(ranks, *((computation, [Resource(rank, COMPUTE)], []) for rank in range(ranks) for _ in range(tasks)))
 
 
 def random_part(random: Random) -> Part:

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from parsim.errors import ConfigError, PlanError
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.plans.plan import Plan, names_by_operator, normalised, plan_in_words, recomputed_names
+from parsim.plans.plan import Plan, named, normalised, plan_in_words
 from parsim.predict.breakdown import recomputed_flop
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
@@ -22,17 +20,15 @@ from parsim.search.recompute import every_set, recomputed_to_fit, recomputes_mor
 from parsim.search.refine import sets_that_fit
 from parsim.search.search import search
 from parsim.work import Compute, Phase
+from tests.machines import machine
 
 GPT = ModelSpec(name="gpt_small")
 
 
-def problem(model: Model | None = None, memory_bytes: int | None = None) -> PlanningProblem:
+def problem(model: Model | None = None, memory_bytes: int = 32 * 2**30) -> PlanningProblem:
     """One V100, which has as much memory as asked for."""
-    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
-    if memory_bytes is not None:
-        (device,) = cluster.devices
-        cluster = replace(cluster, devices=(replace(device, type=replace(device.type, memory_bytes=memory_bytes)),))
     model = load_model(GPT, granularity="block") if model is None else model
+    cluster = machine(1, memory_bytes=memory_bytes)
     return PlanningProblem(model=model, cluster=cluster, global_batch=256, recompute="auto")
 
 
@@ -45,9 +41,8 @@ def test_the_choice_has_one_form() -> None:
     assert normalised(("selective:c", "a"), names) == ("a", "selective:c")
     assert normalised([f"selective:{name}" for name in names], names) == "selective"
     assert normalised((), names) == "none"
-    assert recomputed_names(("a", "selective:c"), names) == {"a"}
-    assert names_by_operator(("a", "selective:c"), names) == {"c"}
-    assert names_by_operator("selective", names) == set(names)
+    assert named(("a", "selective:c"), names) == ({"a"}, {"c"})
+    assert named("selective", names) == (set(), set(names))
     with pytest.raises(PlanError, match="names 'a' and 'selective:a': a component is recomputed in one way"):
         normalised(("a", "selective:a"), names)
     with pytest.raises(PlanError, match="names 'd', which is not a component"):

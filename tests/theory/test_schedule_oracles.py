@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from parsim.search.placement.certificate import solve_milp
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly, undominated
-from parsim.search.placement.paper import PaperProblem, solve_paper_brute_force, solve_paper_dynamic, solve_paper_milp
-from parsim.search.placement.problem import PlacementProblem, fits, step_s
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s
 from tests.theory.brute_force import solve_brute_force
 
 CLOSE = 1e-9
@@ -46,32 +45,16 @@ def random_placing(seed: int, *, components: int = 6, options: int = 4) -> Place
     )
 
 
-def assert_same(placing: PlacementProblem, solver: str, seconds: float, status: str, choice: tuple[int, ...]) -> None:
+def assert_solved(placing: PlacementProblem, found: Solution) -> None:
+    """As brute force solves it."""
     oracle = solve_brute_force(placing)
-    assert status == oracle.status, solver
-    if oracle.choice:
-        assert seconds == pytest.approx(oracle.seconds, abs=CLOSE), solver
-        assert step_s(placing, choice) == pytest.approx(oracle.seconds, abs=CLOSE), solver
-        assert fits(placing, choice), solver
-
-
-def assert_exact_is_brute_force(seed: int) -> None:
-    placing = random_placing(seed)
-    found = solve_exactly(placing)
-    assert_same(placing, "exact", found.seconds, found.status, found.choice)
-    assert found.status == "infeasible" or found.lower_bound_s <= found.seconds * (1 + CLOSE)
+    assert found.status == oracle.status
     assert found.status != "infeasible" or found.reason
-
-
-def assert_milp_is_brute_force(seed: int) -> None:
-    placing = random_placing(seed)
-    found = solve_milp(placing)
-    assert_same(placing, "milp", found.seconds, found.status, found.choice)
-
-
-def test_the_dynamic_programme_equals_brute_force() -> None:
-    for seed in range(400):
-        assert_exact_is_brute_force(seed)
+    if oracle.choice:
+        assert found.seconds == pytest.approx(oracle.seconds, abs=CLOSE)
+        assert step_s(placing, found.choice) == pytest.approx(oracle.seconds, abs=CLOSE)
+        assert fits(placing, found.choice)
+        assert found.lower_bound_s <= found.seconds * (1 + CLOSE)
 
 
 @given(seed=st.integers(0, 10**9))
@@ -126,21 +109,22 @@ def test_the_relaxed_problem_is_the_least_of_all_choices(seed: int) -> None:
             assert to_go[state] == pytest.approx(min(seconds(choice, cut) for choice in chosen))
 
 
-def test_the_milp_equals_brute_force() -> None:
-    for seed in range(60):
-        assert_milp_is_brute_force(seed)
+SOLVERS = {"exact": solve_exactly, "milp": solve_milp}
 
 
-@pytest.mark.slow
-def test_the_dynamic_programme_equals_brute_force_on_2000_instances() -> None:
-    for seed in range(10_000, 12_000):
-        assert_exact_is_brute_force(seed)
-
-
-@pytest.mark.slow
-def test_the_milp_equals_brute_force_on_500_instances() -> None:
-    for seed in range(20_000, 20_500):
-        assert_milp_is_brute_force(seed)
+@pytest.mark.parametrize(
+    ("solver", "seeds"),
+    [
+        ("exact", range(400)),
+        ("milp", range(60)),
+        pytest.param("exact", range(10_000, 12_000), marks=pytest.mark.slow),
+        pytest.param("milp", range(20_000, 20_500), marks=pytest.mark.slow),
+    ],
+)
+def test_both_solvers_equal_brute_force(solver: str, seeds: range) -> None:
+    for seed in seeds:
+        placing = random_placing(seed)
+        assert_solved(placing, SOLVERS[solver](placing))
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,33 +134,17 @@ def test_more_memory_or_bandwidth_never_hurts_and_seconds_scale(seed: int, facto
     before = solve_exactly(placing)
     roomier = solve_exactly(replace(placing, limit_bytes=placing.limit_bytes * factor))
     assert roomier.seconds <= before.seconds * (1 + CLOSE)
-    faster = solve_exactly(
-        replace(
-            placing,
-            conversion_s={pair: (one / factor, two / factor) for pair, (one, two) in placing.conversion_s.items()},
-            synchronisation_s=tuple(own / factor for own in placing.synchronisation_s),
-        )
+    links = replace(
+        placing,
+        conversion_s={pair: (one / factor, two / factor) for pair, (one, two) in placing.conversion_s.items()},
+        synchronisation_s=tuple(own / factor for own in placing.synchronisation_s),
     )
+    faster = solve_exactly(links)
     # A conversion in the backward hides gradient sums, so what is compared is an upper bound: the same choice, made faster.
     if before.choice:
-        assert faster.seconds <= step_s(
-            replace(
-                placing,
-                conversion_s={pair: (one / factor, two / factor) for pair, (one, two) in placing.conversion_s.items()},
-                synchronisation_s=tuple(own / factor for own in placing.synchronisation_s),
-            ),
-            before.choice,
-        ) * (1 + CLOSE)
+        assert faster.seconds <= step_s(links, before.choice) * (1 + CLOSE)
         assert faster.seconds <= before.seconds * (1 + CLOSE)
-    scaled = solve_exactly(
-        replace(
-            placing,
-            forward_s=tuple(factor * own for own in placing.forward_s),
-            backward_s=tuple(factor * own for own in placing.backward_s),
-            synchronisation_s=tuple(factor * own for own in placing.synchronisation_s),
-            conversion_s={pair: (factor * one, factor * two) for pair, (one, two) in placing.conversion_s.items()},
-        )
-    )
+    scaled = solve_exactly(placing.in_units(1 / factor))
     assert scaled.status == before.status
     if before.choice:
         assert scaled.seconds == pytest.approx(factor * before.seconds, rel=CLOSE)
@@ -264,67 +232,27 @@ def test_labels_that_others_make_superfluous_are_dropped() -> None:
     assert undominated(seconds, late, memory, 0)[0].sum() >= keep.sum()
 
 
-# --- the paper's problem as printed -----------------------------------------------------------------------------------
+# --- the paper's problem as printed: a knapsack, without conversions and gradient sums ---------------------------------
 
 
-def random_paper(seed: int) -> PaperProblem:
-    rng = np.random.default_rng(seed)
-    components, devices, strategies = int(rng.integers(2, 8)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    shape = (strategies, devices)
-    used = [rng.random(shape) < 0.8 for _ in range(components)]
-    for own in used:
-        own[:, 0] |= ~own.any(axis=1)
-    return PaperProblem(
-        compute_s=tuple(np.where(own, rng.random(shape), np.nan) for own in used),
-        communication_s=tuple(np.where(own, rng.random(shape), np.nan) for own in used),
-        memory_bytes=tuple(np.where(own, rng.random(shape), 0.0) for own in used),
-        limit_bytes=np.full(devices, components * rng.uniform(0.1, 0.8)),
-    )
-
-
-def assert_paper_is_brute_force(seed: int, *, milp: bool) -> None:
-    problem = random_paper(seed)
-    oracle = solve_paper_brute_force(problem)
-    for solve in (solve_paper_dynamic, solve_paper_milp) if milp else (solve_paper_dynamic,):
-        found = solve(problem)
-        assert found.status == oracle.status
-        if oracle.choice:
-            assert found.seconds == pytest.approx(oracle.seconds, abs=CLOSE)
+def random_paper(seed: int) -> PlacementProblem:
+    placing = random_placing(seed, components=8, options=3)
+    nothing = tuple(np.zeros(len(options)) for options in placing.options)
+    return replace(placing, backward_s=nothing, synchronisation_s=nothing, conversion_s={}, allowed={})
 
 
 def test_the_papers_problem_equals_brute_force() -> None:
     for seed in range(200):
-        assert_paper_is_brute_force(seed, milp=seed < 40)
+        paper = random_paper(seed)
+        oracle = solve_brute_force(paper)
+        for solution in [solve_exactly(paper)] + ([solve_milp(paper)] if seed < 40 else []):
+            assert solution.status == oracle.status
+            assert not oracle.choice or solution.seconds == pytest.approx(oracle.seconds, abs=CLOSE)
 
 
 @pytest.mark.parametrize("seed", [7, 50])
 def test_the_papers_problem_in_microseconds_is_solved_as_exactly(seed: int) -> None:
     """HiGHS' absolute gap is 1e-6, which is a share of such a step: 0.8% of the optimum was lost, and called optimal."""
     paper = random_paper(seed)
-    paper = replace(
-        paper,
-        compute_s=tuple(1e-6 * own for own in paper.compute_s),
-        communication_s=tuple(1e-6 * own for own in paper.communication_s),
-    )
-    assert solve_paper_milp(paper).seconds == pytest.approx(solve_paper_brute_force(paper).seconds, rel=1e-9)
-
-
-@pytest.mark.slow
-def test_the_papers_problem_equals_brute_force_on_500_instances() -> None:
-    for seed in range(30_000, 30_500):
-        assert_paper_is_brute_force(seed, milp=True)
-
-
-def test_without_strategy_dependent_computation_the_paper_takes_the_least_communication() -> None:
-    """SEEDS: reading R degenerates to argmin over s of t_comm(i, s)."""
-    rng = np.random.default_rng(0)
-    compute = tuple(np.full((3, 2), rng.random()) for _ in range(5))
-    communication = tuple(np.repeat(rng.random((3, 1)), 2, axis=1) for _ in range(5))
-    problem = PaperProblem(
-        compute_s=compute,
-        communication_s=communication,
-        memory_bytes=tuple(np.zeros((3, 2)) for _ in range(5)),
-        limit_bytes=np.ones(2),
-    )
-    expected = tuple(int(own[:, 0].argmin()) for own in communication)
-    assert solve_paper_dynamic(problem).choice == expected
+    paper = replace(paper, forward_s=tuple(1e-6 * own for own in paper.forward_s))
+    assert solve_milp(paper).seconds == pytest.approx(solve_brute_force(paper).seconds, rel=1e-9)

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from parsim.errors import PlanError, ScheduleError
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import load_profile
-from parsim.hardware.devices import Device
 from parsim.model.catalogue.zoo import load_preset
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
@@ -26,26 +23,15 @@ from parsim.search.families import FAMILIES
 from parsim.search.recompute import recomputed_to_fit
 from parsim.search.search import most_frequent, search
 from parsim.work import Compute, Phase
+from tests.machines import machine
 from tests.models import chain_model
-
-
-def cluster(devices: int = 4, *, memory_bytes: int | None = None) -> Cluster:
-    """The first devices of the DGX-1, with as much memory as asked for."""
-    machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
-    if memory_bytes is None:
-        return machine
-    small = tuple(
-        Device(index=device.index, type=replace(device.type, memory_bytes=memory_bytes), node=device.node)
-        for device in machine.devices
-    )
-    return replace(machine, devices=small)
-
 
 CHAIN = chain_model((4e9, 2e9, 6e9, 2e9, 2e9, 4e9), elements=2_000_000)
 
 
-def problem(devices: int = 4, *, batch: int = 64, memory_bytes: int | None = None) -> PlanningProblem:
-    return PlanningProblem(model=CHAIN, cluster=cluster(devices, memory_bytes=memory_bytes), global_batch=batch)
+def problem(devices: int = 4, *, batch: int = 64, **changes: int) -> PlanningProblem:
+    """Of the chain on the first devices of the DGX-1, whose types are changed."""
+    return PlanningProblem(model=CHAIN, cluster=machine(devices, **changes), global_batch=batch)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -67,22 +53,9 @@ def test_every_member_of_a_family_is_valid_and_in_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_adaptive_is_never_predicted_slower_than_any_family(devices: int) -> None:
-    question = problem(devices)
-    chosen = search(question, ("adaptive",), samples=0).chosen
-    assert chosen is not None
-    assert chosen.result.strategy == "adaptive"
-    for family, plans in FAMILIES.items():
-        if family == "hp" and devices == 2:
-            continue
-        best = min(evaluate(question, plan, samples=0).result.step_s.median for plan in plans(question))
-        assert chosen.result.step_s.median <= best * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("devices", [2, 4])
 def test_no_plan_takes_devices_that_it_has_no_use_for(devices: int) -> None:
     small = chain_model((4e6, 2e6, 6e6), elements=2_000)
-    found = search(PlanningProblem(model=small, cluster=cluster(devices), global_batch=4), ("adaptive",), samples=0)
+    found = search(PlanningProblem(model=small, cluster=machine(devices), global_batch=4), ("adaptive",), samples=0)
     assert found.chosen is not None
     assert found.chosen.result.plan.mesh == Mesh()
     by_name = {entry.result.strategy: entry.result for entry in found.candidates}
@@ -110,7 +83,7 @@ def test_candidates_are_ranked_bounded_and_told_why_they_lost() -> None:
     assert medians == sorted(medians)
     assert found.chosen is not None
     assert 0 < found.lower_bound_s <= medians[0]
-    assert 0 <= found.gap < 1
+    assert 0 <= found.gap == pytest.approx((medians[0] - found.lower_bound_s) / medians[0]) < 1
     assert found.candidates[0].result.reason == "fastest plan that fits"
     for loser in found.candidates[1:]:
         assert loser.result.reason.startswith("slower by")
@@ -119,17 +92,10 @@ def test_candidates_are_ranked_bounded_and_told_why_they_lost() -> None:
         assert entry.result.step_s.p05 <= entry.result.step_s.median <= entry.result.step_s.p95
 
 
-def test_the_gap_compares_the_choice_with_the_bound() -> None:
-    found = search(problem(4), ("dp",), samples=0)
-    assert found.chosen is not None
-    median = found.chosen.result.step_s.median
-    assert found.gap == pytest.approx((median - found.lower_bound_s) / median)
-
-
 def test_where_replicas_do_not_fit_a_pipeline_is_chosen_and_the_reason_names_rank_and_line() -> None:
     """Weights that fill a device twice over: only cutting the model helps."""
     heavy = chain_model((4e9,) * 8, elements=120_000_000)
-    question = PlanningProblem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64, zero_stage=0)
+    question = PlanningProblem(model=heavy, cluster=machine(4, memory_bytes=8 * 2**30), global_batch=64, zero_stage=0)
     found = search(question, samples=0)
     assert found.chosen is not None
     assert found.chosen.result.plan.mesh.pp > 1
@@ -174,17 +140,10 @@ def test_stages_follow_the_costs_not_the_count() -> None:
     assert orders == {("1f1b", 1), ("gpipe", 1)} | chunked, "every order that calibration knows the costs of"
 
 
-def test_both_engines_give_one_result() -> None:
-    question = problem(4)
-    plan = next(plan for plan in FAMILIES["hp"](question) if plan.mesh.pp > 1 and plan.microbatches > 1)
-    static, dynamic = (evaluate(question, plan, engine=engine, samples=0) for engine in ("static", "dynamic"))
-    assert np.array_equal(static.timeline.end_s, dynamic.timeline.end_s)
-
-
 def test_resnet50_on_eight_v100s_scales_as_published() -> None:
     """SEEDS S1.4.10 asks for the 8-GPU fp32 throughput within 10% of 2766 images/s (NVIDIA, DGX-1, PyTorch)."""
     model = load_model(ModelSpec(name="resnet50"))
-    question = PlanningProblem(model=model, cluster=cluster(8), global_batch=1024)
+    question = PlanningProblem(model=model, cluster=machine(8), global_batch=1024)
     found = search(question, ("dp",), samples=0)
     assert found.chosen is not None
     assert found.chosen.result.throughput_samples_per_s.median == pytest.approx(2766, rel=0.10)
@@ -199,11 +158,11 @@ def hungry() -> PlanningProblem:
         CHAIN,
         components=tuple(replace(each, saved_activation_bytes=2**20 * (each.name != "loss")) for each in CHAIN.components),
     )
-    return PlanningProblem(model=model, cluster=cluster(1), global_batch=64, recompute="auto")
+    return PlanningProblem(model=model, cluster=machine(1), global_batch=64, recompute="auto")
 
 
 def with_memory(asked: PlanningProblem, memory_bytes: int) -> PlanningProblem:
-    return replace(asked, cluster=cluster(1, memory_bytes=memory_bytes))
+    return replace(asked, cluster=machine(1, memory_bytes=memory_bytes))
 
 
 def one_microbatch(asked: PlanningProblem) -> Plan:
@@ -272,10 +231,9 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
     model = load_preset("vgg16", "block")
 
     def asked(memory_bytes: int) -> PlanningProblem:
-        machine = cluster(1, memory_bytes=memory_bytes)
-        return PlanningProblem(
-            model=model, cluster=machine, global_batch=64, numerics=Numerics(precision="amp_fp16", optimizer="adam")
-        )
+        one = machine(1, memory_bytes=memory_bytes)
+        numerics = Numerics(precision="amp_fp16", optimizer="adam")
+        return PlanningProblem(model=model, cluster=one, global_batch=64, numerics=numerics)
 
     ample = asked(2**40)
     plan = custom_plan(ample, Mesh())
@@ -290,9 +248,7 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
 
 
 def test_families_that_lost_and_are_faster_alone_are_named() -> None:
-    question = PlanningProblem(
-        model=load_preset("resnet50", "block"), cluster=cluster_from_profile(load_profile("dgx1-v100-32gb")), global_batch=1024
-    )
+    question = PlanningProblem(model=load_preset("resnet50", "block"), cluster=machine(), global_batch=1024)
     found = search(question, strategies=("adaptive",), samples=0)
     alone = search(question, strategies=("hp",), samples=0)
     shown = next(entry for entry in found.candidates if entry.result.strategy == "hp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import ParsimError
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.plans.layouts import BATCH
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ZERO_STAGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
@@ -30,10 +28,9 @@ from parsim.search.space import Node, least_round_s
 from parsim.search.stages import Cutting
 from parsim.search.tensor import uniform_options, uniform_placements
 from parsim.search.tree import Incumbents, judged_best_first
-from parsim.units import divisors
+from tests.machines import PROFILES, machine
 from tests.models import chain_model
 
-MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
 MODELS = {name: load_model(ModelSpec(name=name)) for name in ("gpt_small", "resnet_small")}
 MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for tp in (1, 2, 4) if 1 < pp * dp * tp <= 8]
 
@@ -41,7 +38,7 @@ MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for 
 @settings(max_examples=60, deadline=None)
 @given(
     model=st.sampled_from(sorted(MODELS)),
-    machine=st.sampled_from(sorted(MACHINES)),
+    profile=st.sampled_from(sorted(PROFILES)),
     mesh=st.sampled_from(MESHES),
     microbatches=st.sampled_from((1, 2, 4, 8)),
     order=st.sampled_from((("1f1b", 1), ("gpipe", 1), ("interleaved", 1), ("interleaved", 2), ("zero-bubble", 1))),
@@ -51,7 +48,7 @@ MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for 
 )
 def test_no_plan_is_simulated_below_its_bound(
     model: str,
-    machine: str,
+    profile: str,
     mesh: Mesh,
     microbatches: int,
     order: tuple[str, int],
@@ -59,7 +56,7 @@ def test_no_plan_is_simulated_below_its_bound(
     bucket_bytes: int,
     recompute: str,
 ) -> None:
-    problem = PlanningProblem(model=MODELS[model], cluster=cluster_from_profile(MACHINES[machine], 8), global_batch=32)
+    problem = PlanningProblem(model=MODELS[model], cluster=machine(8, profile), global_batch=32)
     try:
         plan = some_plan(problem, mesh, microbatches, order)
         plan = replace(plan, zero_stage=zero_stage, bucket_bytes=bucket_bytes, recompute=recompute)
@@ -96,7 +93,7 @@ def cut_of(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 def test_a_cut_is_bounded_by_its_stages_without_being_laid_out() -> None:
     """The bound of the plan adds conversions and transfers to that of its stages."""
-    problem = PlanningProblem(model=chain_model(), cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=16)
+    problem = PlanningProblem(model=chain_model(), cluster=machine(4), global_batch=16)
     for order in (("1f1b", 1), ("gpipe", 1), ("interleaved", 1)):
         cutting = some_cutting(problem, Mesh(pp=4), 8, order)
         assert cutting.least_s() == cutting.least_s(cut_of(cutting.fastest()))
@@ -132,10 +129,9 @@ def test_what_is_left_out_for_its_memory_does_not_fit(
     elements: int, mesh: Mesh, microbatches: int, memory_gib: float, zero_stage: int
 ) -> None:
     model = chain_model((1e9,) * 5, elements=elements)
-    whole = cluster_from_profile(MACHINES["dgx1-v100-32gb"], 8)
-    small = tuple(replace(each, type=replace(each.type, memory_bytes=int(memory_gib * 2**30))) for each in whole.devices)
-    problem = PlanningProblem(model=model, cluster=replace(whole, devices=small), global_batch=64, zero_stage=zero_stage)
-    options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
+    cluster = machine(memory_bytes=int(memory_gib * 2**30))
+    problem = PlanningProblem(model=model, cluster=cluster, global_batch=64, zero_stage=zero_stage)
+    options = tuple(uniform_options(problem, component, mesh.tp, divides=True) for component in model.components)
     if missing_bytes(problem, mesh, microbatches, options):
         for recompute in ("none", "full"):
             plan = replace(some_plan(problem, mesh, microbatches, ("1f1b", 1)), recompute=recompute, zero_stage=zero_stage)
@@ -143,11 +139,11 @@ def test_what_is_left_out_for_its_memory_does_not_fit(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("machine", sorted(MACHINES))
-def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: str) -> None:
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_branch_and_bound_finds_the_best_of_all_members(family: str, profile: str) -> None:
     problem = PlanningProblem(
         model=chain_model((4e9, 2e9, 6e9, 2e9), elements=3_000_000),
-        cluster=cluster_from_profile(MACHINES[machine], 4),
+        cluster=machine(4, profile),
         global_batch=8,
     )
     best = min(evaluate(problem, plan, samples=0, fold=True).result.step_s.median for plan in FAMILIES[family](problem))
@@ -157,20 +153,15 @@ def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: st
     assert found.judged < len(list(FAMILIES[family](problem))) or family == "single"
 
 
-def test_divisors() -> None:
-    assert divisors(12) == (1, 2, 3, 4, 6, 12)
-    assert divisors(1) == (1,)
-    assert divisors(49) == (1, 7, 49)
+def chain_plan(strategy: str, mesh: Mesh, batch: int, microbatches: int, **keys: Any) -> Plan:
+    components = tuple(component.name for component in chain_model().components)
+    stages = (Stage(components=components, ranks=mesh.stage_ranks(0)),)
+    return Plan(strategy=strategy, mesh=mesh, stages=stages, global_batch=batch, microbatches=microbatches, **keys)
 
 
 def test_plans_that_have_a_bound_are_judged_when_no_more_parts_may_be_opened() -> None:
     """Forty parts with bounds of 1 s open into plans with bounds above that. Twenty may be opened, which had judged no plan."""
-    components = tuple(component.name for component in chain_model().components)
-    stages = (Stage(components=components, ranks=(0,)),)
-    plans = [
-        Plan(strategy="single", mesh=Mesh(), stages=stages, global_batch=64, microbatches=64, bucket_bytes=size)
-        for size in range(1, 41)
-    ]
+    plans = [chain_plan("single", Mesh(), 64, 64, bucket_bytes=size) for size in range(1, 41)]
     seconds = {plan: 4.0 - 0.01 * number for number, plan in enumerate(plans)}
 
     def opened(plan: Plan) -> list[Node]:
@@ -187,9 +178,7 @@ def test_plans_that_have_a_bound_are_judged_when_no_more_parts_may_be_opened() -
 
 def test_what_may_be_judged_in_place_of_a_plan_is_opened_with_the_plans() -> None:
     """The plan does not fit; with recomputation it does, and is the best known."""
-    components = tuple(component.name for component in chain_model().components)
-    stages = (Stage(components=components, ranks=(0,)),)
-    plain = Plan(strategy="single", mesh=Mesh(), stages=stages, global_batch=16, microbatches=1)
+    plain = chain_plan("single", Mesh(), 16, 1)
     again = replace(plain, recompute="full")
     stands_in = Node(1.5, 1, lambda: [Node(1.5, 1, plan=again)], instead_of_one=True)
     parts = [Node(1.0, 1, lambda: [Node(1.4, 1, plan=plain, instead=lambda: iter([stands_in]))])]
@@ -207,9 +196,7 @@ def test_what_may_be_judged_in_place_of_a_plan_is_opened_with_the_plans() -> Non
 
 def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
     """A bound of 1 byte may stand for plans that need 600: it is no reason to show one of them beside a plan that needs 22."""
-    components = tuple(component.name for component in chain_model().components)
-    stages = (Stage(components=components, ranks=(0, 1), placements=(BATCH,) * len(components)),)
-    near, far = (Plan(strategy="dp", mesh=Mesh(dp=2), stages=stages, global_batch=16, microbatches=count) for count in (8, 1))
+    near, far = (chain_plan("dp", Mesh(dp=2), 16, count) for count in (8, 1))
     over = {near: 22, far: 600}
     bounded = Node(0.0, 1, lambda: [Node(0.0, 1, plan=far)], missing_bytes=lambda: 1.0)
     known = Node(0.0, 1, plan=far, over_bytes=2.0)
@@ -221,16 +208,15 @@ def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
         assert tally.too_large == 2
 
 
+def gpt_on(memory_bytes: int) -> PlanningProblem:
+    cluster = machine(2, memory_bytes=memory_bytes)
+    numerics = Numerics(precision="amp_fp16")
+    return PlanningProblem(model=MODELS["gpt_small"], cluster=cluster, global_batch=64, numerics=numerics)
+
+
 def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
     """ "devices of so much would do" must not leave out what the search itself would have chosen on them."""
-    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=2**29)) for each in pair.devices)
-    problem = PlanningProblem(
-        model=MODELS["gpt_small"],
-        cluster=replace(pair, devices=devices),
-        global_batch=64,
-        numerics=Numerics(precision="amp_fp16"),
-    )
+    problem = gpt_on(2**29)
     found = search(problem, ["dp"])
     assert found.chosen is None
     nearest = found.candidates[0].result
@@ -243,14 +229,7 @@ def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
 @pytest.mark.parametrize("memory_bytes", [2**26, 2**28, 2**29])
 def test_no_plan_of_a_family_needs_less_than_the_one_shown_where_none_fits(family: str, memory_bytes: int) -> None:
     """Where weights alone are too much, plans of all microbatches have the same bound, and activations tell them apart."""
-    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in pair.devices)
-    problem = PlanningProblem(
-        model=MODELS["gpt_small"],
-        cluster=replace(pair, devices=devices),
-        global_batch=64,
-        numerics=Numerics(precision="amp_fp16"),
-    )
+    problem = gpt_on(memory_bytes)
     found = search(problem, [family], samples=0)
     assert found.chosen is None
 
@@ -261,13 +240,15 @@ def test_no_plan_of_a_family_needs_less_than_the_one_shown_where_none_fits(famil
     assert needed(found.candidates[0].result.plan) <= 1.01 * min(map(needed, members))
 
 
+def heavy_on(devices: int) -> PlanningProblem:
+    """One component that fills a device."""
+    model = chain_model((4e9,), elements=1_600_000_000)
+    return PlanningProblem(model=model, cluster=machine(devices, memory_bytes=4 * 2**30), global_batch=4)
+
+
 def test_where_none_fits_the_plan_shown_gathers_no_more_than_it_saves() -> None:
-    """One component that fills a device: ZeRO 3 gathers it whole, beside its part of the states, and needs more than ZeRO 2."""
-    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=4 * 2**30)) for each in pair.devices)
-    problem = PlanningProblem(
-        model=chain_model((4e9,), elements=1_600_000_000), cluster=replace(pair, devices=devices), global_batch=4
-    )
+    """ZeRO 3 gathers the component whole, beside its part of the states, and needs more than ZeRO 2."""
+    problem = heavy_on(2)
     nearest = search(problem, ["dp"], samples=0).candidates[0].result.plan
     by_stage = [max(rank.needed_bytes for rank in problem.memory(replace(nearest, zero_stage=own))) for own in ZERO_STAGES]
     assert by_stage[2] < by_stage[3]
@@ -276,9 +257,4 @@ def test_where_none_fits_the_plan_shown_gathers_no_more_than_it_saves() -> None:
 
 def test_where_none_fits_a_few_bytes_are_no_reason_for_more_microbatches() -> None:
     """All microbatches of one device need what its weights need, and short ones take much longer."""
-    one = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
-    devices = tuple(replace(each, type=replace(each.type, memory_bytes=4 * 2**30)) for each in one.devices)
-    problem = PlanningProblem(
-        model=chain_model((4e9,), elements=1_600_000_000), cluster=replace(one, devices=devices), global_batch=4
-    )
-    assert search(problem, ["single"], samples=0).candidates[0].result.plan.microbatches == 1
+    assert search(heavy_on(1), ["single"], samples=0).candidates[0].result.plan.microbatches == 1

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from experiments.search.asking import drawn, hungry
 from experiments.search.never_slower import by_hand
 from parsim.errors import ParsimError
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.names import named
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
@@ -24,14 +22,14 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.search.bound import DeviceSeconds, order_bound_s
+from parsim.search.bound import device_bound_s, order_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, plan_floor
-from parsim.search.recompute import every_set, may_fit_recomputing, place_excess_bytes, recomputed_to_fit
+from parsim.search.recompute import every_set, may_fit_recomputing, recomputed_to_fit
 from parsim.search.search import search
-from parsim.search.stages import balanced_plan
+from parsim.search.stages import balanced_plan, place_excess_bytes
 from parsim.search.tensor import uniform_placements
+from tests.machines import machine
 
-PROFILE = load_profile("dgx1-v100-32gb")
 MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2) for tp in (1, 2) if pp * dp * tp <= 8]
 ORDERS = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1))
 
@@ -52,12 +50,6 @@ MODELS = {
 }
 
 
-def with_memory(size_bytes: int) -> Cluster:
-    whole = cluster_from_profile(PROFILE, 8)
-    small = tuple(replace(each, type=replace(each.type, memory_bytes=size_bytes)) for each in whole.devices)
-    return replace(whole, devices=small)
-
-
 def some_plan(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Plan | None:
     try:
         placements = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
@@ -75,7 +67,7 @@ def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan | None]:
     """A problem on devices without memory, and a plan of it; None where there is none with so many stages."""
     problem = PlanningProblem(
         model=MODELS[draw(st.sampled_from(sorted(MODELS)))],
-        cluster=with_memory(1),
+        cluster=machine(memory_bytes=1),
         global_batch=32,
         numerics=Numerics(precision=draw(st.sampled_from(("fp32", "amp_fp16")))),
     )
@@ -116,12 +108,12 @@ def test_no_plan_holds_less_than_its_floor_whatever_it_recomputes(
 def test_a_plan_recomputes_no_less_than_its_bound(
     model: str, mesh: Mesh, microbatches: int, order: tuple[str, int], share: float
 ) -> None:
-    ample = PlanningProblem(model=MODELS[model], cluster=with_memory(32 * 2**30), global_batch=32)
+    ample = PlanningProblem(model=MODELS[model], cluster=machine(memory_bytes=32 * 2**30), global_batch=32)
     plan = some_plan(ample, mesh, microbatches, order)
     if plan is None:
         return
     most = max(entry.needed_bytes for entry in ample.memory(plan))
-    problem = replace(ample, cluster=with_memory(int(share * most)))
+    problem = replace(ample, cluster=machine(memory_bytes=int(share * most)))
     found = recomputed_to_fit(problem, plan)
     floor = plan_floor(problem, plan)
     assert floor is not None
@@ -141,7 +133,7 @@ def test_a_plan_recomputes_no_less_than_its_bound(
 def test_no_pipeline_ends_before_the_order_of_its_blocks_lets_it(
     model: str, mesh: Mesh, microbatches: int, order: tuple[str, int], recompute: str
 ) -> None:
-    problem = PlanningProblem(model=MODELS[model], cluster=cluster_from_profile(PROFILE, 8), global_batch=32)
+    problem = PlanningProblem(model=MODELS[model], cluster=machine(), global_batch=32)
     plan = some_plan(problem, mesh, microbatches, order)
     if plan is not None:
         plan = replace(plan, recompute=recompute)
@@ -150,7 +142,7 @@ def test_no_pipeline_ends_before_the_order_of_its_blocks_lets_it(
 
 def test_a_second_forward_may_run_before_the_gradient_comes() -> None:
     """An earlier bound by the order of blocks let it wait: a plan of 6.4 ms was bounded by 6.8 ms, and left out."""
-    problem = PlanningProblem(model=MODELS["gpt"], cluster=cluster_from_profile(PROFILE, 8), global_batch=32)
+    problem = PlanningProblem(model=MODELS["gpt"], cluster=machine(), global_batch=32)
     plan = some_plan(problem, Mesh(pp=2), 1, ("1f1b", 1))
     assert plan is not None
     plan = replace(plan, recompute="full")
@@ -160,12 +152,12 @@ def test_a_second_forward_may_run_before_the_gradient_comes() -> None:
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_no_plan_on_fewer_devices_is_faster_than_all_computation_divided_evenly(name: str, devices: int) -> None:
-    problem = PlanningProblem(model=MODELS[name], cluster=cluster_from_profile(PROFILE, devices), global_batch=12)
+    problem = PlanningProblem(model=MODELS[name], cluster=machine(devices), global_batch=12)
     found = search(problem, ("adaptive",), samples=0)
     assert found.chosen is not None
     step_s = found.chosen.result.step_s.median
-    larger = PlanningProblem(model=MODELS[name], cluster=cluster_from_profile(PROFILE, 8), global_batch=12)
-    bound_s = larger.remembered(DeviceSeconds).step_s(larger, devices)
+    larger = PlanningProblem(model=MODELS[name], cluster=machine(), global_batch=12)
+    bound_s = device_bound_s(larger, devices)
     assert 0 < bound_s <= step_s
 
 
@@ -202,9 +194,9 @@ def test_a_plan_that_fits_with_recomputation_is_never_refused_it(
     names = sorted(problem.layout(plan).differentiable)
     some = data.draw(st.one_of(st.just(tuple(names)), st.sets(st.sampled_from(names), min_size=1).map(tuple)))
     needed = max(entry.needed_bytes for entry in problem.memory(replace(plan, recompute=some)))
-    assert may_fit_recomputing(replace(problem, cluster=with_memory(needed)), plan)
+    assert may_fit_recomputing(replace(problem, cluster=machine(memory_bytes=needed)), plan)
     weights = max(entry.line("parameters") for entry in problem.memory(plan))
-    assert not may_fit_recomputing(replace(problem, cluster=with_memory(weights - 1)), plan)
+    assert not may_fit_recomputing(replace(problem, cluster=machine(memory_bytes=weights - 1)), plan)
 
 
 def test_every_set_of_small_problems_that_fits_is_among_what_recomputation_may_make_fit() -> None:

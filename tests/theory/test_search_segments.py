@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.screen import Outline, plan_of
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -19,9 +17,11 @@ from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import step_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
-from parsim.search.recompute import place_excess_bytes, recomputed_to_fit, segmented_to_fit
+from parsim.search.recompute import recomputed_to_fit, segmented_to_fit
 from parsim.search.search import search
-from parsim.search.stages import Cutting, ending_with_most, repeated_blocks, segments_of, within_stages
+from parsim.search.stages import Cutting, ending_with_most, place_excess_bytes, repeated_blocks, segments_of, within_stages
+from parsim.search.tensor import uniform_placements
+from tests.machines import machine
 
 LAYERS = 6
 
@@ -32,18 +32,10 @@ def transformer(granularity: str) -> Model:
     return load_model(ModelSpec(name="llama3-8b", args=args), granularity=granularity)
 
 
-def machine(devices: int, memory_bytes: int | None = None) -> Cluster:
-    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
-    if memory_bytes is None:
-        return cluster
-    every = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in cluster.devices)
-    return replace(cluster, devices=every)
-
-
-def asked(granularity: str, devices: int = 2, memory_bytes: int | None = None) -> PlanningProblem:
+def asked(granularity: str, devices: int = 2, memory_bytes: int = 32 * 2**30) -> PlanningProblem:
     return PlanningProblem(
         model=transformer(granularity),
-        cluster=machine(devices, memory_bytes),
+        cluster=machine(devices, memory_bytes=memory_bytes),
         global_batch=4,
         numerics=Numerics(precision="amp_fp16", optimizer="adam"),
         segments=granularity == "sublayer",
@@ -132,8 +124,6 @@ def test_stages_cut_segments_in_two() -> None:
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(pp=2), Mesh(tp=2)], ids=str)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_bounds_and_floors_hold_for_segments(mesh: Mesh, zero_stage: int) -> None:
-    from parsim.search.tensor import uniform_placements
-
     problem = asked("sublayer")
     placed = uniform_placements(problem, Mesh(tp=mesh.tp), divides=True) if mesh.tp > 1 else {}
     plain = replace(cut(problem, mesh, 2), placements=placed, zero_stage=zero_stage).fastest()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import graph_of
 
 from parsim.engines.static import compile_graph, simulate
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.task import Resource
 from parsim.report import sketch as module
 from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
 from parsim.work import Collective, Compute, LoadBatch, Phase
@@ -22,17 +22,15 @@ def unfolded(text: str) -> str:
 
 
 def test_a_step_is_written_by_its_parts() -> None:
-    work = [
-        (Compute(component="a", phase=Phase.FORWARD, samples=1), "compute", ()),
-        (Compute(component="a", phase=Phase.BACKWARD, samples=1), "compute", (0,)),
-        (Collective(operation="all_reduce", group=(0, 1), size_bytes=8), "dp", (1,)),
-        (LoadBatch(samples=1, size_bytes=8), "host", ()),
-    ]
-    tasks = []
-    for index, (what, stream, after) in enumerate(work):
-        where = (Resource(0, stream), Resource(1, stream)) if stream == "dp" else (Resource(0, stream),)
-        tasks.append(Task(index=index, work=what, resources=where, dependencies=after, origin=Origin(stage=0)))
-    compiled = compile_graph(TaskGraph(tasks=tuple(tasks), world_size=2))
+    computes, both = [Resource(0, "compute")], [Resource(0, "dp"), Resource(1, "dp")]
+    graph = graph_of(
+        2,
+        (Compute(component="a", phase=Phase.FORWARD, samples=1), computes, []),
+        (Compute(component="a", phase=Phase.BACKWARD, samples=1), computes, [0]),
+        (Collective(operation="all_reduce", group=(0, 1), size_bytes=8), both, [1]),
+        (LoadBatch(samples=1, size_bytes=8), [Resource(0, "host")], []),
+    )
+    compiled = compile_graph(graph)
     timeline = simulate(compiled, np.array([1.0, 2.0, 3.0, 3.0]))
     lanes = dict(sketch(compiled, timeline, [0, 1]))
     assert lanes == {

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import timed_graphs
+from strategies import graph_of, timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic
 from parsim.engines.program import Part, Program, by_step, carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.engines.static import compile_graph
 from parsim.program.columns import columns_of
-from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.task import COMPUTE, HOST, Resource
 from parsim.program.taskgraph import TaskGraph
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, Work
 
-ORIGIN = Origin(stage=0)
 LOAD_S, FORWARD_S, UPDATE_S, GATHER_S = 0.25, 2.0, 1.0, 0.5
 
 
 def zero_steps(ranks: int) -> tuple[TaskGraph, list[float]]:
     """Every rank loads, computes and updates its part; then the parts are gathered."""
-    tasks: list[Task] = []
+    rows: list[tuple[Work, Sequence[Resource], Sequence[int]]] = []
     for rank in range(ranks):
-        works = (LoadBatch(samples=1, size_bytes=4), Compute(component="all", phase=Phase.FORWARD, samples=1))
-        for work, stream in zip((*works, OptimizerStep(elements=1, tensors=1)), (HOST, COMPUTE, COMPUTE), strict=True):
-            needs = (len(tasks) - 1,) if stream == COMPUTE else ()
-            made = Task(index=len(tasks), work=work, resources=(Resource(rank, stream),), dependencies=needs, origin=ORIGIN)
-            tasks.append(made)
+        compute = [Resource(rank, COMPUTE)]
+        rows.append((LoadBatch(samples=1, size_bytes=4), [Resource(rank, HOST)], []))
+        rows.append((Compute(component="all", phase=Phase.FORWARD, samples=1), compute, [len(rows) - 1]))
+        rows.append((OptimizerStep(elements=1, tensors=1), compute, [len(rows) - 1]))
     gather = Collective(operation="all_gather", group=tuple(range(ranks)), size_bytes=4)
-    updates = tuple(range(2, 3 * ranks, 3))
-    streams = tuple(Resource(rank, "dp") for rank in range(ranks))
-    tasks.append(Task(index=3 * ranks, work=gather, resources=streams, dependencies=updates, origin=ORIGIN))
-    return TaskGraph(tasks=tuple(tasks), world_size=ranks), [LOAD_S, FORWARD_S, UPDATE_S] * ranks + [GATHER_S]
+    rows.append((gather, [Resource(rank, "dp") for rank in range(ranks)], range(2, 3 * ranks, 3)))
+    return graph_of(ranks, *rows), [LOAD_S, FORWARD_S, UPDATE_S] * ranks + [GATHER_S]
 
 
 def step_s(graph: TaskGraph, durations: list[float], overlap: OverlapFactors, steps: int = 5) -> float:
@@ -51,12 +49,8 @@ def test_the_next_step_waits_for_what_is_gathered_at_the_end(ranks: int) -> None
 
 def test_a_rank_that_is_done_does_not_wait_for_the_others() -> None:
     """Two ranks of 3 and 1 seconds in turn, each with work of its own: no step of both takes longer than its own."""
-    works = [Compute(component="all", phase=Phase.FORWARD, samples=1)] * 2
-    tasks = tuple(
-        Task(index=rank, work=work, resources=(Resource(rank, COMPUTE),), dependencies=(), origin=ORIGIN)
-        for rank, work in enumerate(works)
-    )
-    graph = TaskGraph(tasks=tasks, world_size=2)
+    computation = Compute(component="all", phase=Phase.FORWARD, samples=1)
+    graph = graph_of(2, *((computation, [Resource(rank, COMPUTE)], []) for rank in range(2)))
     assert step_s(graph, [3.0, 1.0], OverlapFactors(loads_ahead=False)) == 3.0
     makes, reads = carried_by_steps(columns_of(graph), OverlapFactors(loads_ahead=False))
     program = Program(parts=(Part(graph=graph, repeat=2, makes=makes, reads=reads),))

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of, task_durations_s
 from parsim.errors import ScheduleError
 from parsim.execute.train import mean_round_s
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -31,20 +29,21 @@ from parsim.search.adapt.planning import (
     side_by_side,
     switch_cost,
 )
-from parsim.search.families import dp_plans, single_plans
+from parsim.search.families import FAMILIES
 from parsim.search.search import search
 from parsim.search.stages import balanced_plan
 from parsim.work import SendRecv
+from tests.machines import machine
 from tests.models import chain_model
 
 ELEMENTS = 2_000_000
 PROBLEM = PlanningProblem(
     model=chain_model((4e9, 2e9, 6e9, 2e9), elements=ELEMENTS),
-    cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 4),
+    cluster=machine(4),
     global_batch=64,
 )
-DP = next(iter(dp_plans(PROBLEM)))
-SINGLE = next(iter(single_plans(PROBLEM)))
+DP = next(iter(FAMILIES["dp"](PROBLEM)))
+SINGLE = next(iter(FAMILIES["single"](PROBLEM)))
 MP = balanced_plan(PROBLEM, "mp", Mesh(pp=4), microbatches=8, pipeline_order="1f1b")
 HP = balanced_plan(PROBLEM, "hp", Mesh(pp=2, dp=2), microbatches=4, pipeline_order="gpipe")
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]
@@ -108,8 +107,7 @@ def test_the_search_planner_answers_as_a_search_under_the_same_costs() -> None:
 
 
 def test_a_search_that_finds_nothing_is_a_reason_and_not_an_error() -> None:
-    small = tuple(replace(device, type=replace(device.type, memory_bytes=1 << 20)) for device in PROBLEM.cluster.devices)
-    cramped = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=small))
+    cramped = replace(PROBLEM, cluster=machine(4, memory_bytes=1 << 20))
     with pytest.raises(ScheduleError, match="no plan fits"):
         search_planner(cramped)(RunCorrections(), DP)
 
@@ -189,8 +187,7 @@ def test_what_passes_between_the_steps_of_a_window_is_no_part_of_them() -> None:
 def test_a_plan_must_fit_beside_the_one_that_it_follows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a plan changes, a rank holds what both keep between steps: the weights of the new one come from the old one. A rank
     on the CPU also builds the whole model there."""
-    devices = tuple(replace(device, type=replace(device.type, kind=kind)) for device in PROBLEM.cluster.devices)
-    problem = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=devices))
+    problem = replace(PROBLEM, cluster=machine(4, kind=kind))
     memories = [PROBLEM.memory(plan) for plan in (DP, MP)]
     kept = ("parameters", "gradients", "optimizer_state", "buffers")
     beside = ("context", "communication", "allocator")

@@ -204,8 +204,7 @@ def test_an_answer_becomes_one_trace_per_rank(tmp_path: Path) -> None:
     keys += ["plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]
     keys += ["plan.microbatches=2", "plan.zero_stage=1", "plan.recompute=none"]
     found = simulate("transformer", cluster="8xh100-sxm", global_batch=16, overrides=keys)
-    problem = found.problem
-    RunFolder(tmp_path).write_question(found.question, problem.model, found.plan, problem.cluster.profile, problem.history)
+    RunFolder(tmp_path).write_question(found)
     done = export_folder(tmp_path, format="chakra")
     files = sorted((tmp_path / "chakra").glob("parsim.*.et"))
     assert len(files) == done.found["ranks"] == 8

@@ -37,10 +37,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         if key not in known:
             found = simulate(model, cluster=cluster, global_batch=batch, overrides=list(overrides))
             known[key] = tmp_path_factory.mktemp("answer")
-            problem = found.problem
-            RunFolder(known[key]).write_question(
-                found.question, problem.model, found.plan, problem.cluster.profile, problem.history
-            )
+            RunFolder(known[key]).write_question(found)
         return known[key]
 
     return ask

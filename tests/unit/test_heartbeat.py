@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from parsim.execute.processes.heartbeat import (
     PATIENCE,
     TOGETHER,
     Beat,
     Doing,
-    Hang,
     ProcessState,
     Pulse,
     RankWatch,
@@ -22,39 +23,38 @@ WORKS = Beat(doing=Doing.WORKING, count=7, step=3, text="training")
 WAITS = Beat(doing=Doing.WAITING, count=9, step=3, text="training")
 
 
-def seconds_until_noticed(
-    beats: list[Beat], letters: str, *, cpu_per_s: float = 0.0, most_s: float = 10_000.0, poll_s: float = 0.5
-) -> tuple[float, Hang] | None:
-    """Ranks whose entries never change; each uses so much of a core."""
+PREPARES = Beat(doing=Doing.PREPARING, count=1, step=3, text="scoring")
+LONG_S = 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("beats", "letters", "cpu_per_s", "after_s", "before_s", "ranks", "text"),
+    [
+        pytest.param([WORKS, WAITS], "ST", 0, LIMIT_S, LIMIT_S + 1, (1,), "has been stopped for 30 s", id="stopped"),
+        pytest.param([WAITS, WAITS], "TT", 0, LIMIT_S, LIMIT_S + 1, (0, 1), "have been stopped for 30 s", id="all stopped"),
+        # a zombie that nobody can reap, of which one thread waits in the driver of a lost GPU: whatever it did last
+        pytest.param([WAITS, WORKS], "SZ", 0, LIMIT_S, LIMIT_S + 1, (1,), "has ended but for a thread", id="zombie, worked"),
+        pytest.param([WAITS, WAITS], "SZ", 0, LIMIT_S, LIMIT_S + 1, (1,), "has ended but for a thread", id="zombie, waited"),
+        pytest.param([WAITS, PREPARES], "SZ", 0, LIMIT_S, LIMIT_S + 1, (1,), "has ended but for", id="zombie, prepared"),
+        # who does nothing is blamed, and not those that wait for it
+        pytest.param([WAITS, WORKS, WAITS], "SSS", 0, LIMIT_S, LIMIT_S + 1, (1,), "step 3 (training): it hangs", id="idle"),
+        pytest.param([WORKS, WAITS], "RS", 0.5, PATIENCE * LIMIT_S, LONG_S, (0,), "computes without end", id="computes"),
+        pytest.param([WAITS, WAITS], "SS", 0, TOGETHER * LIMIT_S, LONG_S, (0, 1), "waited for one another", id="all wait"),
+    ],
+)
+def test_who_hangs_is_named_once_it_is_sure(
+    beats: list[Beat], letters: str, cpu_per_s: float, after_s: float, before_s: float, ranks: tuple[int, ...], text: str
+) -> None:
+    """The ranks' entries never change; each uses so much of a core."""
     watch = RankWatch(limit_s=LIMIT_S, nproc=len(beats))
-    now_s = 0.0
-    while now_s < most_s:
+    now_s, hang = 0.0, None
+    while hang is None and now_s < LONG_S:
         states = [ProcessState(letter=letter, cpu_s=cpu_per_s * now_s) for letter in letters]
-        if found := watch.look(beats, states, now_s):
-            return now_s, found
-        now_s += poll_s
-    return None
-
-
-def test_stopped_ranks_are_named_after_the_limit_even_if_all_are() -> None:
-    noticed = seconds_until_noticed([WORKS, WAITS], "ST")
-    assert noticed is not None
-    assert LIMIT_S < noticed[0] <= LIMIT_S + 1
-    both = seconds_until_noticed([WAITS, WAITS], "TT")
-    assert both is not None
-    assert both[1].ranks == (0, 1)
-    assert "have been stopped for 30 s" in both[1].text
-
-
-def test_a_zombie_that_nobody_can_reap_is_named_whatever_it_did_last() -> None:
-    """One thread of it waits in the driver of a lost GPU, so the launcher learns of no exit status."""
-    prepares = Beat(doing=Doing.PREPARING, count=1, step=3, text="scoring")
-    for last in (WORKS, WAITS, prepares):
-        noticed = seconds_until_noticed([WAITS, last], "SZ")
-        assert noticed is not None
-        assert LIMIT_S < noticed[0] <= LIMIT_S + 1
-        assert noticed[1].ranks == (1,)
-        assert "has ended but for a thread" in noticed[1].text
+        hang = watch.look(beats, states, now_s)
+        now_s += 0.5
+    assert hang is not None
+    assert after_s < now_s - 0.5 <= before_s
+    assert (hang.ranks, text in hang.text) == (ranks, True), hang.text
 
 
 def test_ranks_whose_stops_fell_on_both_sides_of_a_look_are_named_together() -> None:
@@ -65,28 +65,6 @@ def test_ranks_whose_stops_fell_on_both_sides_of_a_look_are_named_together() -> 
         found = watch.look([WAITS] * 3, [ProcessState(letter=letter, cpu_s=0.0) for letter in letters], now_s)
         now_s += 0.5
     assert found.ranks == (0, 1)
-
-
-def test_a_rank_that_does_nothing_is_blamed_and_not_those_that_wait_for_it() -> None:
-    noticed = seconds_until_noticed([WAITS, WORKS, WAITS], "SSS")
-    assert noticed is not None
-    assert noticed[1].ranks == (1,)
-    assert LIMIT_S < noticed[0] <= LIMIT_S + 1
-    assert "in step 3 (training): it hangs" in noticed[1].text
-
-
-def test_a_rank_that_computes_has_more_time() -> None:
-    noticed = seconds_until_noticed([WORKS, WAITS], "RS", cpu_per_s=0.5)
-    assert noticed is not None
-    assert noticed[0] > PATIENCE * LIMIT_S
-    assert "computes without end" in noticed[1].text
-
-
-def test_ranks_that_all_wait_hang_together() -> None:
-    noticed = seconds_until_noticed([WAITS, WAITS], "SS")
-    assert noticed is not None
-    assert noticed[0] > TOGETHER * LIMIT_S
-    assert noticed[1].ranks == (0, 1)
 
 
 def test_those_who_wait_for_one_that_works_are_never_blamed() -> None:

@@ -9,24 +9,23 @@ import pytest
 
 from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
 from parsim.plans.plan import NONE, Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.adapt import planning as prepared
 from parsim.search.adapt.planning import likely, pool_planner, prepared_planner, prepared_pool, search_planner
-from parsim.search.families import dp_plans
+from parsim.search.families import FAMILIES
+from tests.machines import machine
 from tests.models import chain_model
 
 PROBLEM = PlanningProblem(
     model=chain_model((4e9, 2e9, 6e9, 2e9), elements=2_000_000),
-    cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2),
+    cluster=machine(2),
     global_batch=64,
     zero_stage=0,
     recompute=NONE,
 )
-DP = next(plan for plan in dp_plans(PROBLEM) if plan.world_size == 2)
+DP = next(plan for plan in FAMILIES["dp"](PROBLEM) if plan.world_size == 2)
 SLOW_LINK = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1)), 100.0),))
 SLOW_RANK = RunCorrections(ranks=((0, 1.0), (1, 3.0)))
 POOL = prepared_pool(PROBLEM, DP)
@@ -63,10 +62,9 @@ def test_more_ranks_and_plans_that_do_not_fit_are_searched_for(monkeypatch: pyte
     def not_asked(problem: PlanningProblem, current: Plan) -> None:
         raise AssertionError("nothing is prepared for many ranks")
 
-    wide = replace(PROBLEM, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8))
-    eight = next(plan for plan in dp_plans(wide) if plan.world_size == 8)
-    small = tuple(replace(device, type=replace(device.type, memory_bytes=1 << 20)) for device in PROBLEM.cluster.devices)
-    cramped = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=small))
+    wide = replace(PROBLEM, cluster=machine())
+    eight = next(plan for plan in FAMILIES["dp"](wide) if plan.world_size == 8)
+    cramped = replace(PROBLEM, cluster=machine(2, memory_bytes=1 << 20))
     with pytest.raises(ScheduleError, match="fits"):
         prepared_planner(cramped, DP).plan_for(SLOW_RANK, DP)
     monkeypatch.setattr(prepared, "prepared_pool", not_asked)

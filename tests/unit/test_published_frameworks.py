@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
+from experiments.published.answer import _problem, answer
+from experiments.published.question import question_of
+from experiments.published.quoted import in_unit
+from experiments.published.rows import row_of
 from tests.published_row import row_with
 
 OWN = {"hidden": "1536", "heads": "24", "tp": "8", "pp": "1", "dp": "1", "precision": "fp16"}
 
 
 def asked(without: str = "", **values: str) -> Any:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
     return question_of(row_of(dict(row_with(**OWN | values))), without=without)
 
 
@@ -49,16 +50,12 @@ def test_heads_that_the_fused_softmax_does_not_take_are_masked_and_normalised_in
 
 @pytest.mark.parametrize(("precision", "piece", "expected"), [("fp16", "", "fp16"), ("bf16", "", "bf16"), ("", "", "bf16")])
 def test_rows_in_fp16_scale_their_loss_and_share_the_factor_of_bf16(precision: str, piece: str, expected: str) -> None:
-    from experiments.published.answer import _problem
-
     question = asked(piece, precision=precision)
     assert question.precision == "bf16"
     assert _problem(question).precision == expected
 
 
 def test_a_scaled_loss_and_clipping_take_time_and_can_be_left_out() -> None:
-    from experiments.published.answer import answer
-
     whole, unscaled, unclipped = (answer(asked(piece)).step_s for piece in ("", "loss scaling", "clipping"))
     assert unscaled < whole
     assert unclipped < whole
@@ -68,8 +65,6 @@ def test_a_scaled_loss_and_clipping_take_time_and_can_be_left_out() -> None:
 
 def test_flop_of_selective_recomputation_are_those_of_its_authors() -> None:
     """Korthikanti et al. (2022): 72 B L s h^2 (1 + s / 3h + V / 12 L h); without recomputation s / 6h."""
-    from experiments.published.quoted import in_unit
-
     batch, seq, layers, hidden, vocab = 16, 1024, 4, 1536, 51200
     for unit, divisor in (("percent MFU", 6), ("percent HFU", 3)):
         flop = 72 * batch * layers * seq * hidden**2 * (1 + seq / (divisor * hidden) + vocab / (12 * layers * hidden))

@@ -7,26 +7,28 @@ from typing import Any
 
 import pytest
 
+from experiments.published.answer import answer
+from experiments.published.blanks import CannotExpressError, stage_of
+from experiments.published.machines import machine_of
+from experiments.published.predict import predict
+from experiments.published.question import question_of
+from experiments.published.quoted import in_unit, larger_is_faster
+from experiments.published.rows import read_rows, row_of
+from experiments.published.rules import MEGATRON_CORE, recompute_of
 from tests.published_row import row_with
 
 NAMED = {"layers": "", "hidden": "", "heads": ""}
 
 
 def row(**values: str) -> Any:
-    from experiments.published.rows import row_of
-
     return row_of(dict(row_with(**values)))
 
 
 def asked(**values: str) -> Any:
-    from experiments.published.question import question_of
-
     return question_of(row(**values))
 
 
 def refusal(**values: str) -> str:
-    from experiments.published.blanks import CannotExpressError
-
     with pytest.raises(CannotExpressError) as caught:
         asked(**values)
     return str(caught.value)
@@ -57,8 +59,6 @@ def test_counts_as_sources_write_them(column: str, text: str, expected: int | No
 
 
 def test_a_file_of_a_spreadsheet_begins_with_a_mark_of_its_bytes(tmp_path: Path) -> None:
-    from experiments.published.rows import read_rows
-
     path = tmp_path / "rows.csv"
     path.write_text("id,gpus\nmosaic-1,8\n", encoding="utf-8-sig")
     assert read_rows(path)[0].id == "mosaic-1"
@@ -97,16 +97,12 @@ def test_a_file_of_a_spreadsheet_begins_with_a_mark_of_its_bytes(tmp_path: Path)
     ],
 )
 def test_machines_as_sources_write_them(hardware: str, gpu: str, per_node: int, cards: int, gbit: float) -> None:
-    from experiments.published.machines import machine_of
-
     found = machine_of(row(hardware=hardware))
     assert found is not None
     assert (found.gpu, found.per_node, found.cards, found.gbit) == (gpu, per_node, cards, gbit)
 
 
 def test_an_h100_of_96_gb_is_one_however_it_is_written() -> None:
-    from experiments.published.machines import machine_of
-
     found = {machine_of(row(hardware=text)) for text in ("H100 96GB HBM2e", "H100-96GB", "H100-SXM-96GB")}
     assert len(found) == 1
     assert next(iter(found)).memory_gb == 96  # type: ignore[union-attr]
@@ -131,8 +127,6 @@ def test_boards_without_a_part_and_mixed_machines_are_refused(hardware: str) -> 
 
 @pytest.mark.parametrize("hardware", ["A100 40GB PCIe", "L40S", "MI300X", "V100-16GB SXM2", "RTX-3090"])
 def test_other_gpus_are_answered_on_several_nodes(hardware: str) -> None:
-    from experiments.published.predict import predict
-
     found = predict(row(hardware=hardware, gpus="32", dp="8", global_batch="64", precision="fp16"))
     assert found.value is not None, found.why
     assert found.p05 is not None
@@ -158,8 +152,6 @@ def test_other_gpus_are_answered_on_several_nodes(hardware: str) -> None:
     ],
 )
 def test_units_as_sources_write_them(unit: str, expected: float) -> None:
-    from experiments.published.quoted import in_unit, larger_is_faster
-
     question = asked(unit=unit)
     assert in_unit(question, 2.0) == pytest.approx(expected)
     assert larger_is_faster(question) is (in_unit(question, 4.0) < expected)
@@ -167,8 +159,6 @@ def test_units_as_sources_write_them(unit: str, expected: float) -> None:
 
 @pytest.mark.parametrize("unit", ["s/sample", "ms/microbatch", "tokens/s/node", "furlongs", ""])
 def test_units_of_something_else_are_refused(unit: str) -> None:
-    from experiments.published.predict import predict
-
     found = predict(row(unit=unit))
     assert found.value is None
     assert "unit" in found.why
@@ -187,8 +177,6 @@ def test_units_of_something_else_are_refused(unit: str) -> None:
 )
 def test_utilisation_is_of_the_peak_of_gpu_and_precision(hardware: str, precision: str, peak: float) -> None:
     """llm-foundry's table of FP8: 14.38% where 284.6 TFLOP/s are reached."""
-    from experiments.published.quoted import in_unit
-
     values = {"hardware": hardware, "precision": precision}
     rate = in_unit(asked(unit="TFLOP/s/GPU", **values), 1.0) * 1e12
     for unit, scale in (("MFU", 1), ("MFU %", 100), ("percent MFU", 100), ("MFU (%)", 100)):
@@ -247,8 +235,6 @@ def test_names_of_half_precision(text: str, scaled: bool) -> None:
     ],
 )
 def test_recomputation_as_sources_write_it(text: str, expected: str) -> None:
-    from experiments.published.rules import MEGATRON_CORE, recompute_of
-
     assert recompute_of(row(recompute=text), MEGATRON_CORE) == (expected or "none", bool(expected))
 
 
@@ -267,8 +253,6 @@ def test_recomputation_as_sources_write_it(text: str, expected: str) -> None:
     ],
 )
 def test_stages_of_zero_as_sources_write_them(text: str, stage: int | None) -> None:
-    from experiments.published.blanks import stage_of
-
     assert stage_of(text) == stage
 
 
@@ -397,8 +381,6 @@ def test_a_schedule_that_is_not_interleaved_has_no_chunks(notes: str, chunks: in
 
 def test_nemo_keeps_of_master_weights_what_bf16_lacks() -> None:
     """2 of 12 bytes of optimizer state per parameter: 70B was tuned on 16 H100 without data parallelism."""
-    from experiments.published.answer import answer
-
     values = {"model": "LLAMA2-70B SFT", "hardware": "DGX-H100", "gpus": "16", "tp": "4", "pp": "4", "dp": "", "seq": "4096"}
     values |= {"global_batch": "32", "micro_batch": "1", "recompute": "", "precision": "fp8"}
     spared, whole = (answer(asked(**NAMED, **values, id=name)) for name in ("nemo2407-x-1", "nemo-longseq-x-1"))
@@ -416,8 +398,6 @@ def test_a_split_by_size_heeds_a_small_memory(hardware: str, tp: str) -> None:
 
 
 def test_a_microbatch_that_is_not_stated_is_one_that_fits() -> None:
-    from experiments.published.predict import predict
-
     values = {"id": "internevo-x-1", "model": "InternLM 7B", "seq": "2048", "global_batch": "512", "gpus": "64"}
     values |= {"micro_batch": "", "tp": "2", "pp": "1", "dp": "32", "recompute": "none", "zero_stage": "1"}
     found = predict(row(**NAMED, **values))

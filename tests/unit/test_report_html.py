@@ -115,13 +115,7 @@ def test_hostile_names_are_text() -> None:
 
 
 def test_what_is_missing_is_explained() -> None:
-    reasons = {
-        "timeline": "no line",
-        "measured": "no run",
-        "breakdown": "no parts",
-        "memory": "no bytes",
-        "comparison": "no error",
-    }
+    reasons = {name: f"no {name} here" for name in ("timeline", "measured", "breakdown", "memory", "comparison")}
     run = ReportRun(label="dp", absent=reasons)
     section = ReportSection(model="m", title="m here", runs=[run], absent={"strategies": "no choice"})
     text = " ".join(parsed(report_html(ReportData(title="t", sections=[section]))).text)
@@ -129,12 +123,7 @@ def test_what_is_missing_is_explained() -> None:
         assert reason in text
     bare = ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[ReportRun(label="dp")])])
     text = " ".join(parsed(report_html(bare)).text)
-    for words in (
-        "No timeline was kept",
-        "No breakdown",
-        "Memory was not predicted",
-        "No strategies were compared",
-    ):
+    for words in ("No timeline was kept", "No breakdown", "Memory was not predicted", "No strategies were compared"):
         assert words in text
     assert "Predicted against measured" not in text, "a section without content"
     assert figures_of(report_html(ReportData(title="nothing at all"))) == []

@@ -10,7 +10,7 @@ from parsim.plans.constraints import PlanConstraints
 from parsim.predict.evaluate import Evaluation, with_interval
 from parsim.predict.problem import PlanningProblem
 from parsim.search import search as module
-from parsim.search.search import same_program, search
+from parsim.search.search import search
 from tests.models import chain_model
 
 
@@ -43,7 +43,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_program_of_several_names_is_drawn_once(problem: PlanningProblem, draws: list[int]) -> None:
     found = search(problem, ("adaptive",), samples=50)
     first, *others = found.candidates
-    twins = [entry for entry in others if same_program(entry.result.plan, first.result.plan)]
+    twins = [entry for entry in others if entry.result.plan.program == first.result.plan.program]
     assert twins
     assert len(draws) == len(found.candidates) - len(twins)
     for twin in twins:

@@ -69,14 +69,13 @@ def test_a_search_tries_groups_of_a_node_where_replicas_span_several() -> None:
 def test_the_search_finds_the_best_of_all_members_with_groups(stage: int) -> None:
     """Branch and bound against every plan of the family simulated."""
     from parsim.predict.evaluate import evaluate
-    from parsim.search.families import every_plan
 
     model = chain_model((1e8, 2e8), elements=10**6)
     constraints = PlanConstraints(dp=16)
     problem = PlanningProblem(
         model=model, cluster=cluster("two dgx1"), global_batch=64, zero_stage=stage, recompute="none", constraints=constraints
     )
-    members = list(every_plan(problem, FAMILIES["dp"]))
+    members = list(FAMILIES["dp"](problem))
     assert {member.mesh.dp_shard for member in members} == {0, 8}
     best = min(evaluate(problem, member, samples=0).result.step_s.median for member in members)
     found = search(problem, ("dp",)).chosen

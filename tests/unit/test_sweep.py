@@ -17,8 +17,6 @@ import pytest
 
 import parsim as ps
 from parsim.app.sweep import executing
-from parsim.app.sweep import executing as evaluating
-from parsim.app.sweep import executing as folder
 from parsim.app.sweep.rows import CATEGORIES
 from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError, ExecutionError
@@ -26,6 +24,7 @@ from parsim.errors import ConfigError, ExecutionError
 GIVEN: dict[str, object] = {"plan.strategy": "custom", "plan.mesh": {"dp": 2}, "cluster.devices": 2}
 QUESTION: dict[str, Any] = {"cluster": "dgx1-v100-32gb", "global_batch": 64, "settings": GIVEN}
 BATCHES = {"training.global_batch": [64, 128, 192]}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 def swept(over: Any = BATCHES, **changes: Any) -> Sweep:
@@ -41,12 +40,8 @@ def test_the_title_names_the_nodes_that_all_points_have() -> None:
 
 def test_a_row_is_the_answer_of_plan() -> None:
     found = swept({"training.global_batch": [64, 96], "plan.zero_stage": [0, 1]})
-    assert [(row["training.global_batch"], row["plan.zero_stage"]) for row in found.rows] == [
-        (64, 0),
-        (64, 1),
-        (96, 0),
-        (96, 1),
-    ]
+    points = [(row["training.global_batch"], row["plan.zero_stage"]) for row in found.rows]
+    assert points == [(64, 0), (64, 1), (96, 0), (96, 1)]
     for row in found.rows:
         settings = {**GIVEN, "plan.zero_stage": row["plan.zero_stage"]}
         asked = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=row["training.global_batch"], settings=settings)
@@ -74,10 +69,8 @@ def test_a_point_that_fails_is_a_row_with_the_reason() -> None:
     assert unequal.startswith("failed (2 points")
     assert uneven.startswith("failed (1 point): ")
     nothing = swept({"cluster.devices": [99]})
-    assert nothing.failed == 1
-    assert nothing.best() is None
+    assert (nothing.failed, nothing.best()) == (1, None)
     assert "no point meets it" in nothing.picked()
-    assert isinstance(str(nothing), str)
 
 
 def test_faster_hardware_is_faster_by_its_factor() -> None:
@@ -132,9 +125,8 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(path.name for path in out.iterdir()) == ["points.csv", "points.jsonl", "points.parquet", "sweep.json"]
     table = pd.read_csv(out / "points.csv")
     assert table.step_s.tolist() == first.table().step_s.tolist()
-    pd.testing.assert_frame_equal(
-        pd.read_parquet(out / "points.parquet")[["step_s", "plan"]], first.table()[["step_s", "plan"]]
-    )
+    columns = ["step_s", "plan"]
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "points.parquet")[columns], first.table()[columns])
     whole, half = lines[:3], lines[3]
     (out / "points.jsonl").write_text("\n".join(whole) + "\n" + half[: len(half) // 2])
     asked: list[int] = []
@@ -156,28 +148,28 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of the fields: what one search works out is there for the next, and changes no answer."""
-    asked: list[tuple[int, str]] = []
+    asked: list[str] = []
     problems: list[object] = []
-    real, known = executing.evaluate_point, evaluating._LAST.known
-    monkeypatch.setattr(
-        executing,
-        "evaluate_point",
-        lambda point: (asked.append((point.settings["training.global_batch"], point.settings["plan.strategy"])), real(point))[
-            1
-        ],
-    )
-    monkeypatch.setattr(evaluating._LAST, "known", lambda problem: (problems.append(known(problem)), problems[-1])[1])
+    real, answer = executing.evaluate_point, executing.answer_of
+
+    def evaluate_point(point: Any) -> dict[str, Any]:
+        asked.append(point.settings["plan.strategy"])
+        return real(point)
+
+    def answer_of(question: Any, problem: Any) -> Any:
+        problems.append(problem)
+        return answer(question, problem)
+
+    monkeypatch.setattr(executing, "evaluate_point", evaluate_point)
+    monkeypatch.setattr(executing, "answer_of", answer_of)
     over = {"plan.strategy": ["dp", "adaptive"], "training.global_batch": [64, 256]}
     found = ps.sweep("mlp", over, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
-    assert [strategy for _, strategy in asked] == ["dp", "adaptive"] * 2
+    assert asked == ["dp", "adaptive"] * 2
     assert len({id(problem) for problem in problems}) == 2
     for row in found.rows:
-        alone = {key: [row[key]] for key in over}
-        evaluating._LAST.forget()
-        assert {
-            **ps.sweep("mlp", alone, cluster="dgx1-v100-32gb", global_batch=64, jobs=1).rows[0],
-            "point": row["point"],
-        } == row
+        executing._LAST.clear()
+        alone = ps.sweep("mlp", {key: [row[key]] for key in over}, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
+        assert {**alone.rows[0], "point": row["point"]} == row
 
 
 def test_another_question_is_asked_anew(tmp_path: Path) -> None:
@@ -222,7 +214,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "other" / "points.jsonl").write_text('{"schema_version": 99}\n')
     with pytest.raises(ConfigError, match="is not a log of a sweep"):
         swept(out=tmp_path / "other")
-    busy = folder.SweepFolder(tmp_path / "busy")
+    busy = executing.SweepFolder(tmp_path / "busy")
     with busy.writing(), pytest.raises(ConfigError, match="another sweep writes"):
         swept(out=tmp_path / "busy")
 
@@ -230,7 +222,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 def test_without_pyarrow_the_csv_is_said_to_be_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     found = swept(out=tmp_path / "s")
-    assert found.notes == (folder.NO_PARQUET,)
+    assert found.notes == (executing.NO_PARQUET,)
     assert not (tmp_path / "s" / "points.parquet").exists()
 
 
@@ -244,17 +236,8 @@ def test_where_it_runs_is_checked() -> None:
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run(
-        [sys.executable, "-m", "parsim", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=environment,
-        timeout=200,
-    )
+    words = [sys.executable, "-m", "parsim", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT, timeout=200)
 
 
 MLP = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.mesh={dp=2}", "--set", "cluster.devices=2")
@@ -302,16 +285,10 @@ def _deadly(points: Any) -> Any:
 
 @pytest.mark.slow
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
     arguments = [sys.executable, "-m", "parsim", "sweep", *MLP, "--over", "training.global_batch=64:32000:+64", "--jobs", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    begun = subprocess.Popen(
-        [*arguments, "--set", "plan.strategy=custom"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments += ["--set", "plan.strategy=custom"]
+    quiet = subprocess.DEVNULL
+    begun = subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=quiet, stderr=quiet)
     log = tmp_path / "runs" / "mlp-sweep" / "points.jsonl"
     until = time.monotonic() + 100
     while time.monotonic() < until and not (log.is_file() and len(log.read_bytes().splitlines()) > 3):

@@ -16,7 +16,7 @@ import pytest
 
 from parsim.app.sweep import executing
 from parsim.errors import ConfigError
-from tests.unit.test_sweep import MLP, command, swept
+from tests.unit.test_sweep import ENVIRONMENT, MLP, command, swept
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,6 @@ def test_a_dask_worker_that_dies_costs_no_row() -> None:
 def test_a_killed_sweep_goes_on_where_it_stopped_and_loses_a_worker_on_the_way(tmp_path: Path) -> None:
     """Scheduler, workers and sweep are processes of their own, as on a cluster. No worker is started again."""
     distributed = pytest.importorskip("distributed")
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
     over = ("--over", "training.global_batch=64:2560:+16", "--over", "plan.strategy=custom")
     log = tmp_path / "runs" / "mlp-sweep" / "points.jsonl"
 
@@ -78,24 +76,16 @@ def test_a_killed_sweep_goes_on_where_it_stopped_and_loses_a_worker_on_the_way(t
 
     with distributed.LocalCluster(n_workers=0, dashboard_address=None, host="127.0.0.1") as scheduler:
         address = str(scheduler.scheduler_address)
-        worker = [
-            sys.executable,
-            "-m",
-            "distributed.cli.dask_worker",
-            address,
-            "--nthreads",
-            "1",
-            "--no-nanny",
-            "--no-dashboard",
-        ]
+        worker = [sys.executable, "-m", "distributed.cli.dask_worker", address]
+        worker += ["--nthreads", "1", "--no-nanny", "--no-dashboard"]
         sweep = [sys.executable, "-m", "parsim", "sweep", *MLP, *over, "--on", address, "--json"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         workers = [
-            subprocess.Popen([*worker, "--local-directory", str(tmp_path / name)], cwd=tmp_path, env=environment, **quiet)
+            subprocess.Popen([*worker, "--local-directory", str(tmp_path / name)], cwd=tmp_path, env=ENVIRONMENT, **quiet)
             for name in ("first", "second")
         ]
         try:
-            begun = subprocess.Popen(sweep, cwd=tmp_path, env=environment, **quiet)
+            begun = subprocess.Popen(sweep, cwd=tmp_path, env=ENVIRONMENT, **quiet)
             await_lines(10)
             begun.send_signal(signal.SIGKILL)
             begun.wait()

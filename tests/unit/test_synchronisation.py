@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import parsim
 from parsim.app import train
 from parsim.app.config import parse_config
-from parsim.app.record_validation import remembered
+from parsim.app.judging import remembered
 from parsim.app.training_checks import (
     check_adaptive,
     check_rounds,

@@ -37,15 +37,8 @@ def measured_profile(model: Model, samples: tuple[int, ...], optimizer: str) -> 
     base["device_types"][kind]["kind"] = "cpu"
     point = {"device_type": kind, "seconds": 0.001, "spread": 0.0, "repeats": 3, "source": next(iter(base["sources"]))}
     base["compute"]["components"] = [
-        {
-            "fingerprint": component.fingerprint,
-            "model": model.name,
-            "component": component.name,
-            "phase": phase,
-            "samples": count,
-            "precision": "fp32",
-            **point,
-        }
+        {"fingerprint": component.fingerprint, "model": model.name, "component": component.name, "phase": phase}
+        | {"samples": count, "precision": "fp32", **point}
         for component in model.components
         for phase in ("forward", "backward")
         for count in samples
@@ -65,10 +58,10 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(this_machine, "device_here", lambda: "cpu")
 
-    def not_found(config: Question, model: Model | None) -> Path:
+    def not_found(*arguments: object, **options: object) -> None:
         raise ConfigError("calibrates")
 
-    monkeypatch.setattr(this_machine, "_made", not_found)
+    monkeypatch.setattr(this_machine, "calibration_request", not_found)
 
     def keep(
         name: str = "a.json", samples: tuple[int, ...] = (1, 16), optimizer: str = "sgd_momentum", age_s: float = 0.0

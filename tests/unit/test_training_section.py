@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from parsim.app.config import Question, parse_config
 from parsim.app.training_checks import samples_not_taken
-from parsim.execute.job import TrainingRecipe
 
 FILE = """\
 [model]
@@ -23,9 +20,8 @@ def config_of(more: str) -> Question:
 
 
 def test_torchs_names_mean_the_rows_of_the_table() -> None:
-    assert config_of('optimizer = "AdamW"').training.optimizer == "adamw"
-    assert config_of('optimizer = "SGD"').training.optimizer == "sgd"
-    assert config_of('optimizer = "RMSprop"').training.optimizer == "rmsprop"
+    for torchs, row in (("AdamW", "adamw"), ("SGD", "sgd"), ("RMSprop", "rmsprop")):
+        assert config_of(f'optimizer = "{torchs}"').training.optimizer == row
     assert config_of('optimizer = "RMSprop"\noptimizer_args = { momentum = 0.9 }').training.optimizer == "rmsprop_momentum"
     with_momentum = config_of('optimizer = "SGD"\noptimizer_args = { momentum = 0.8, nesterov = true }')
     assert with_momentum.training.optimizer == "sgd_momentum"
@@ -68,20 +64,17 @@ weight_decay = 0.0
 def test_a_group_takes_over_what_it_leaves_out() -> None:
     """Beside another optimizer rate and arguments are its own; the weight decay is that of all."""
     config = config_of(GROUPS)
-    critic, head = config.training.recipe.groups
+    critic, head = config.training.recipe.update_groups
     assert (critic.optimizer, critic.learning_rate, critic.weight_decay) == ("adam", 1e-3, 0.1)
     assert dict(critic.optimizer_args) == {"betas": (0.5, 0.9)}
     assert (head.optimizer, head.learning_rate, head.weight_decay) == ("sgd_momentum", 0.05, 0.0)
     assert dict(head.optimizer_args) == {"momentum": 0.8}
     assert config.training.optimizers == ("adam", "sgd_momentum")
     assert parse_config(config.to_toml()) == config
-    assert TrainingRecipe.from_dict(json.loads(json.dumps(config.training.recipe.to_dict()))) == config.training.recipe
 
 
 def test_samples_of_a_whole_training_are_not_those_of_a_run() -> None:
-    base = '[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\n[training]\nglobal_batch = 8\n'
-    told = samples_not_taken(parse_config(base + "samples = 160"), 180)
+    told = samples_not_taken(config_of("samples = 160"), 180)
     assert told.startswith("training.samples = 160 is for the time and price")
-    assert "180 steps of 8 samples" in told
-    assert samples_not_taken(parse_config(base + "samples = 160\nsteps = 20"), 20) == ""
-    assert samples_not_taken(parse_config(base), 180) == ""
+    assert "180 steps of 16 samples" in told
+    assert samples_not_taken(config_of("samples = 160\nsteps = 20"), 20) == samples_not_taken(config_of(""), 180) == ""

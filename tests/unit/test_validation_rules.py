@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ from parsim.data import load_dataset
 from parsim.data.samples import Target, hold_out
 from parsim.errors import ConfigError, DataError, ExecutionError
 from parsim.execute.evaluation import BestSoFar
-from parsim.execute.job import EvaluationRule, Schedule, TrainingRecipe
+from parsim.execute.job import EmaRule, EvaluationRule, Schedule, TrainingRecipe, UpdateGroup
 from parsim.execute.metrics import METRICS, Metric, mean_ratio
 from tests.unit.test_training_section import config_of
 
@@ -119,16 +120,21 @@ def test_wrong_keys_of_the_evaluation(more: str, said: str) -> None:
 
 
 def test_the_recipe_of_a_job_is_read_as_it_was_written() -> None:
+    critic = UpdateGroup(name="critic", parameters=("critic.*",), optimizer="adam", learning_rate=0.1)
     recipe = TrainingRecipe(
+        groups=(critic,),
         optimizer_args=(("betas", (0.9, 0.95)),),
         weight_decay=0.1,
         no_weight_decay=("norm",),
         schedule=Schedule(name="StepLR", arguments=(("step_size", 3),), warmup=2),
         clip_norm=1.0,
         evaluation=EvaluationRule(every=3, metrics=("accuracy",), monitor="accuracy"),
+        ema=EmaRule(decay=0.5, evaluate=True),
+        tensorboard=True,
     )
-    import json
+    assert TrainingRecipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
 
-    assert TrainingRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+def test_a_schedule_that_follows_scores_needs_some() -> None:
     with pytest.raises(ConfigError, match=r"add \[training\.evaluation\]"):
         config_of('[training.schedule]\nname = "ReduceLROnPlateau"')

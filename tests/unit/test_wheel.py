@@ -43,13 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if listed.returncode != 0:
         pytest.skip("not a git checkout: what belongs to the sources is not known")
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file() and name.split("/")[0] in (
-            "parsim",
-            "calibration",
-            "hardware_profiles",
-            "pyproject.toml",
-            "README.md",
-        ):
+        if (ROOT / name).is_file() and name.split("/")[0] in BELONGS:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(out), str(source)]
@@ -73,14 +67,8 @@ def test_the_installed_wheel_plans_from_a_preset_without_torch(wheel: Path, tmp_
     """Installed beside the core dependencies, with torch out of reach."""
     place = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(place)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", WITHOUT_TORCH + PLAN, str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        timeout=200,
-    )
+    command = [sys.executable, "-I", "-c", WITHOUT_TORCH + PLAN, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(place)
 

@@ -5,11 +5,10 @@ An answer is a run folder, a JSON document of `plan`, `simulate` or `run`, or a 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parsim.app.sweep.executing import SweepFolder
 from parsim.app.sweep.rows import CATEGORIES, FAILED
@@ -30,6 +29,7 @@ NAMES = {
     "rest_s": "computation and all else",
     "between_s": "overlap of steps in a row",
 }
+Pair = TypeVar("Pair", tuple[int, int], tuple[float, float])
 SMALL = 0.005
 """Parts below this share of the larger step are not listed."""
 
@@ -84,11 +84,8 @@ class Difference:
         """Seconds by category, the largest difference first; they sum to the two steps."""
         scales = (1 / self.first.batch, 1 / self.second.batch) if self.per_sample else (1.0, 1.0)
         first, second = _alike(self.first.parts, self.second.parts)
-        found = {
-            name: (scales[0] * first.get(name, 0.0), scales[1] * second.get(name, 0.0))
-            for name in dict.fromkeys((*first, *second))
-        }
-        return dict(sorted(found.items(), key=lambda entry: -abs(entry[1][1] - entry[1][0])))
+        names = dict.fromkeys((*first, *second))
+        return _largest_first({name: (scales[0] * first.get(name, 0.0), scales[1] * second.get(name, 0.0)) for name in names})
 
     @property
     def memory(self) -> dict[str, tuple[int, int]]:
@@ -96,9 +93,8 @@ class Difference:
         if not (self.first.memory and self.second.memory):
             return {}
         names = dict.fromkeys((*self.first.memory, *self.second.memory))
-        found = {name: (self.first.memory.get(name, 0), self.second.memory.get(name, 0)) for name in names}
-        changed = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-        return dict(sorted(changed.items(), key=lambda entry: -abs(entry[1][1] - entry[1][0])))
+        pairs = {name: (self.first.memory.get(name, 0), self.second.memory.get(name, 0)) for name in names}
+        return _largest_first({name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
     @property
     def ratio(self) -> float:
@@ -108,10 +104,8 @@ class Difference:
     @property
     def certain(self) -> bool:
         """Whether the 90% intervals of the two times lie apart."""
-        scales = (1 / self.first.batch, 1 / self.second.batch)
-        low = [bound * scales[0] for bound in self.first.interval]
-        high = [bound * scales[1] for bound in self.second.interval]
-        return low[1] < high[0] or high[1] < low[0]
+        first, second = ([bound / answer.batch for bound in answer.interval] for answer in (self.first, self.second))
+        return first[1] < second[0] or second[1] < first[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim compare --json` prints it."""
@@ -130,13 +124,14 @@ class Difference:
         }
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Sentences for people."""
+        answers = (self.first, self.second)
         per = "per sample" if self.per_sample else "per step"
-        times = [entry.sample_s if self.per_sample else entry.step_s for entry in (self.first, self.second)]
+        times = [answer.sample_s if self.per_sample else answer.step_s for answer in answers]
         change = self.ratio - 1
-        said, apart = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time", ""
+        time, apart = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time", ""
         if abs(change) < 1e-9:
-            said = "the same time"
+            time = "the same time"
         elif is_tie(max(times), min(times)):
             apart = "; a tie"
         elif not self.certain:
@@ -144,17 +139,19 @@ class Difference:
         lines = [
             f"A: {self.first.name}",
             f"B: {self.second.name}",
-            f"B takes {said} {per}: {format_seconds(times[1])} against {format_seconds(times[0])}{apart}.",
+            f"B takes {time} {per}: {format_seconds(times[1])} against {format_seconds(times[0])}{apart}.",
         ]
-        asked = [f"  {key}: {_told(pair[0])} -> {_told(pair[1])}" for key, pair in self.asked.items()]
-        lines += ["Asked differently:", *asked] if asked else ["The questions are the same."]
+        keys = []
+        for key, pair in self.asked.items():
+            before, after = ("not given" if value is None else str(value) for value in pair)
+            keys.append(f"  {key}: {before} -> {after}")
+        lines += ["Asked differently:", *keys] if keys else ["The questions are the same."]
         if self.first.plan != self.second.plan:
             lines += ["Plans:", f"  A {self.first.plan}", f"  B {self.second.plan}"]
         lines += self._why(per, times)
-        for name, entry in (("A", self.first), ("B", self.second)):
-            lines += [] if entry.fits else [f"{name} does not fit."]
+        lines += [f"{name} does not fit." for name, answer in zip("AB", answers, strict=True) if not answer.fits]
         if self.memory:
-            totals = [sum(entry.memory.values()) for entry in (self.first, self.second)]
+            totals = [sum(answer.memory.values()) for answer in answers]
             lines.append(f"Memory of the fullest rank: {format_bytes(totals[0])} -> {format_bytes(totals[1])}")
             lines += [
                 f"  {name}: {format_bytes(first)} -> {format_bytes(second)}"
@@ -165,72 +162,80 @@ class Difference:
 
     def _why(self, per: str, times: list[float]) -> list[str]:
         """The parts of the time that changed, each with its share of the whole change."""
-        whole = times[1] - times[0]
+        change, small = times[1] - times[0], SMALL * max(times)
         rows = []
         for name, (first, second) in self.parts.items():
-            if abs(second - first) < SMALL * max(times):
-                continue
-            share = f", {(second - first) / whole:.0%} of the difference" if abs(whole) > SMALL * max(times) else ""
-            rows.append(f"  {NAMES[name]}: {format_seconds(first)} -> {format_seconds(second)}{share}")
-        return (
-            [f"Where the time goes, {per}:", *rows]
-            if rows
-            else [f"No part of the time {per} differs by more than {SMALL:.1%}."]
-        )
+            if abs(second - first) >= small:
+                share = f", {(second - first) / change:.0%} of the difference" if abs(change) > small else ""
+                rows.append(f"  {NAMES[name]}: {format_seconds(first)} -> {format_seconds(second)}{share}")
+        if not rows:
+            return [f"No part of the time {per} differs by more than {SMALL:.1%}."]
+        return [f"Where the time goes, {per}:", *rows]
+
+
+def _largest_first(pairs: dict[str, Pair]) -> dict[str, Pair]:
+    return dict(sorted(pairs.items(), key=lambda entry: -abs(entry[1][1] - entry[1][0])))
 
 
 def compare_answers(first: str, second: str) -> Difference:
-    """What differs between two answers.
+    """What differs between two answers, each a run folder, a JSON file, or FOLDER:NUMBER of a sweep.
 
-    Args:
-        first, second: a run folder, a JSON file, or FOLDER:NUMBER of a sweep.
-
-    Raises:
-        ConfigError: it is none of these, or a point without an answer.
+    Raises ConfigError: it is none of these, or a point without an answer.
     """
     return Difference(first=read_answer(first), second=read_answer(second))
 
 
-def read_answer(given: str) -> Compared:
-    """One answer, as `compare_answers` takes it. Args: given: what it is. Raises ConfigError."""
-    path = Path(given)
+def read_answer(name: str) -> Compared:
+    """One answer, as `compare_answers` takes it. Raises ConfigError."""
+    path = Path(name)
     if path.is_dir() and SweepFolder(path).description.is_file():
-        raise ConfigError(f"{given} is a sweep of many points; name one of them: {given}:0")
-    folder, colon, number = given.rpartition(":")
+        raise ConfigError(f"{name} is a sweep of many points; name one of them: {name}:0")
+    folder, colon, number = name.rpartition(":")
     if not path.exists() and colon and SweepFolder(Path(folder)).description.is_file():
-        return _of_point(Path(folder), number, given)
-    if path.is_dir():
-        result = path / "result.json"
-        if not result.is_file():
-            raise ConfigError(f"{given} holds no result.json, so it is not a run folder; {EXAMPLE}")
-        return _of_document(_read(result), given, _config(path / "config.toml"))
-    if not path.is_file():
-        raise ConfigError(f"there is no {given}; {EXAMPLE}")
-    return _of_document(_read(path), given, {})
+        return _of_point(Path(folder), number, name)
+    if path.is_dir() and not (path / "result.json").is_file():
+        raise ConfigError(f"{name} holds no result.json, so it is not a run folder; {EXAMPLE}")
+    if not path.exists():
+        raise ConfigError(f"there is no {name}; {EXAMPLE}")
+    file, settings = path / "result.json" if path.is_dir() else path, {}
+    try:
+        document = read_json(file)
+        if path.is_dir():
+            file = path / "config.toml"
+            tables = parse_toml(read_text(file))
+            settings = {
+                f"{table}.{key}": value
+                for table, section in tables.items()
+                if isinstance(section, dict)
+                for key, value in section.items()
+            }
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; {EXAMPLE}") from error
+    return _of_document(document, name, settings)
 
 
-def _of_point(folder: Path, number: str, given: str) -> Compared:
-    found = open_sweep(folder)
-    if not number.isdigit() or int(number) >= len(found.rows):
-        raise ConfigError(f"{given}: the sweep has points 0 to {len(found.rows) - 1}")
-    row, answer = found.rows[int(number)], found.answers[int(number)]
+def _of_point(folder: Path, number: str, name: str) -> Compared:
+    sweep = open_sweep(folder)
+    if not number.isdigit() or int(number) >= len(sweep.rows):
+        raise ConfigError(f"{name}: the sweep has points 0 to {len(sweep.rows) - 1}")
+    row, answer = sweep.rows[int(number)], sweep.answers[int(number)]
     if row["status"] == FAILED:
-        raise ConfigError(f"{given} has no answer to compare: {row['reason']}")
+        raise ConfigError(f"{name} has no answer to compare: {row['reason']}")
     return Compared(
-        name=given,
-        asked=found.settings[int(number)],
+        name=name,
+        asked=sweep.settings[int(number)],
         plan=str(row["plan"]),
         batch=int(row["global_batch"]),
         step_s=float(row["step_s"]),
         interval=(float(row["step_p05_s"]), float(row["step_p95_s"])),
-        parts=_whole({name: float(row[name]) for name in CATEGORIES}, float(row["step_s"])),
+        parts=_summing({name: float(row[name]) for name in CATEGORIES}, float(row["step_s"])),
         memory=answer.get("memory_lines", {}),
         fits=row["status"] == "ok",
     )
 
 
-def _of_document(document: Any, given: str, asked: Mapping[str, Any]) -> Compared:
-    """Of the JSON of a plan, a prediction or a run: the chosen plan, or the fastest that does not fit."""
+def _of_document(document: Any, name: str, asked: Mapping[str, Any]) -> Compared:
+    """The chosen plan of the JSON of a plan, a prediction or a run, or the fastest that does not fit."""
     result = document
     if isinstance(document, dict):
         candidates = document.get("candidates")
@@ -243,30 +248,28 @@ def _of_document(document: Any, given: str, asked: Mapping[str, Any]) -> Compare
         ranks, memory = result.get("breakdown"), result.get("memory")
         step_s = float(step["median"])
         if ranks:
-            parts = {name: sum(float(rank[name]) for rank in ranks) / len(ranks) for name in CATEGORIES}
+            parts = {part: sum(float(rank[part]) for rank in ranks) / len(ranks) for part in CATEGORIES}
         else:
-            parts = {
-                "exposed_communication_s": float(result["exposed_communication_s"]),
-                "bubble_s": float(result["bubble_fraction"]) * step_s,
-            }
+            bubble_s = float(result["bubble_fraction"]) * step_s
+            parts = {"exposed_communication_s": float(result["exposed_communication_s"]), "bubble_s": bubble_s}
             parts["rest_s"] = step_s - sum(parts.values())
         fullest = max(memory, key=lambda rank: sum(rank["lines"].values()))["lines"] if memory else {}
         return Compared(
-            name=given,
+            name=name,
             asked=asked or {"strategy": result["strategy"], "cluster": result["cluster"], "global_batch": batch},
             plan=str(result.get("plan_summary") or plan),
             batch=batch,
             step_s=step_s,
             interval=(float(step["p05"]), float(step["p95"])),
-            parts=_whole(parts, step_s),
-            memory={name: int(size) for name, size in fullest.items()},
+            parts=_summing(parts, step_s),
+            memory={line: int(size) for line, size in fullest.items()},
             fits=bool(result["fits"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{given} holds no answer of parsim ({type(error).__name__}: {error}); {EXAMPLE}") from error
+        raise ConfigError(f"{name} holds no answer of parsim ({type(error).__name__}: {error}); {EXAMPLE}") from error
 
 
-def _whole(parts: dict[str, float], step_s: float) -> dict[str, float]:
+def _summing(parts: dict[str, float], step_s: float) -> dict[str, float]:
     """With what steps in a row save of one step alone (or add to it), so that the parts sum to the mean step."""
     return {**parts, "between_s": step_s - sum(parts.values())}
 
@@ -275,34 +278,9 @@ def _alike(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[Map
     """Both by the categories that both have: where one has no breakdown, the other is summed up as coarsely."""
     if ("rest_s" in first) == ("rest_s" in second):
         return first, second
-    fine = ("exposed_communication_s", "bubble_s")
 
     def coarse(parts: Mapping[str, float]) -> Mapping[str, float]:
-        kept = {name: parts.get(name, 0.0) for name in fine}
-        return {**kept, "rest_s": sum(parts.values()) - sum(kept.values())}
+        common = {name: parts.get(name, 0.0) for name in ("exposed_communication_s", "bubble_s")}
+        return {**common, "rest_s": sum(parts.values()) - sum(common.values())}
 
     return coarse(first), coarse(second)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """Keys of a run folder's config, flat; the plan's own keys and places of files are left out."""
-    try:
-        document = parse_toml(read_text(path))
-    except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; {EXAMPLE}") from error
-    flat: dict[str, Any] = {}
-    for table, section in document.items():
-        for key, value in section.items() if isinstance(section, dict) else ():
-            flat[f"{table}.{key}"] = value
-    return flat
-
-
-def _read(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; {EXAMPLE}") from error
-
-
-def _told(value: Any) -> str:
-    return "not given" if value is None else str(value)

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.ask import answer_of
 from parsim.app.config import Question
 from parsim.app.load import cluster_of, model_of, problem_of
+from parsim.app.run_folder import FileBelow
 from parsim.app.sections import ClusterSection
-from parsim.app.sweep.points import SweepPoint, code_digest
+from parsim.app.sweep.points import SweepPoint, code_digest, file_stamp
 from parsim.app.sweep.rows import failed_row, row_of
 from parsim.costs.adjustments import HardwareScale
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ParsimError
+from parsim.execute.processes.setup import available_cores
 from parsim.files import finite, lock, parse_json, read_json, version_problem, write_atomically, write_json_atomically
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
 
 MOST_MODELS = 8
 """That are sent to workers; a sweep over more of them is traced where it is priced."""
+MOST_CLUSTERS = 32
+"""That a process keeps."""
+Row = dict[str, Any]
+Numbered = tuple[int, Row]
+"""A row with the number of its point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +74,13 @@ def model_key(config: Question) -> str:
     return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
 
 
-def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
+def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues) -> list[Numbered]:
     """Rows of points, each with the point's number."""
     sys.path.extend(path for path in shared.folders if path not in sys.path)
     return [(point.number, evaluate_point(point, shared)) for point in points]
 
 
-def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
+def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> Row:
     """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim."""
     if point.question is None:
         return failed_row(point.problem)
@@ -91,95 +98,48 @@ def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> 
         ValueError,
         RuntimeError,
     ) as error:
-        said = (str(error).splitlines() or [""])[0][:300]
-        return failed_row(f"a fault of parsim, please report it: {type(error).__name__}: {said}")
+        reason = (str(error).splitlines() or [""])[0][:300]
+        return failed_row(f"a fault of parsim, please report it: {type(error).__name__}: {reason}")
 
 
-def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
-    question = point.question
+def _answered(point: SweepPoint, shared: SharedValues) -> Row:
+    question, scale = point.question, point.scale
     assert question is not None
     source = question.source
-    cluster = source.cluster or shared.cluster or cluster_at(question)
-    scale = point.scale
+    cluster = source.cluster or shared.cluster or _cluster_at(question.cluster)
     if (memory := float(scale.get("scale.memory", 1.0))) != 1.0:
-        cluster = with_memory(cluster, memory)
+        cluster = _with_memory(cluster, memory)
     model = source.model or shared.models.get(model_key(question))
-    problem = problem_of(question, model=model, cluster=cluster)
     faster = HardwareScale(
         computation=float(scale.get("scale.compute", 1.0)), communication=float(scale.get("scale.links", 1.0))
     )
-    problem = _LAST.known(replace(problem, scale=faster))
-    answer = answer_of(question, problem)
-    return row_of(answer, point.samples_per_epoch)
+    problem = replace(problem_of(question, model=model, cluster=cluster), scale=faster)
+    if problem not in _LAST:
+        _LAST[:] = [problem]
+    return row_of(answer_of(question, _LAST[0]), point.samples_per_epoch)
 
 
-class _LastProblem:
-    """The problem of the point before. Points that differ in the strategy ask the same one, with all that it remembers."""
-
-    def __init__(self) -> None:
-        self._problem: PlanningProblem | None = None
-
-    def known(self, problem: PlanningProblem) -> PlanningProblem:
-        """The one before where it is equal, else this one."""
-        if self._problem != problem:
-            self._problem = problem
-        return self._problem
-
-    def forget(self) -> None:
-        """As if no point had been asked."""
-        self._problem = None
+_LAST: list[PlanningProblem] = []
+"""The problem of the point before: points that differ in the strategy alone ask it again, with all that it remembers."""
+_CLUSTERS: dict[tuple[object, ...], Cluster] = {}
+"""By table and files: the same object for the same [cluster], so that its look-ups are made once."""
 
 
-_LAST = _LastProblem()
+def _cluster_at(table: ClusterSection) -> Cluster:
+    """The cluster of a table. Raises ProfileError, as `parsim.app.load.cluster_of`."""
+    named = [text for text in (table.profile, table.network, table.gpu, table.link) if text is not None]
+    stamps = [file_stamp(text) for text in named if text.endswith((".json", ".toml"))]
+    key = (table.model_dump_json(exclude={"history"}), *stamps)
+    if key not in _CLUSTERS:
+        if len(_CLUSTERS) >= MOST_CLUSTERS:
+            _CLUSTERS.clear()
+        _CLUSTERS[key] = cluster_of(table)
+    return _CLUSTERS[key]
 
 
-def cluster_at(config: Question) -> Cluster:
-    """The cluster of a config; the same object for the same [cluster], so that its look-ups are made once.
-
-    Raises:
-        ProfileError: as `parsim.app.load.cluster_of`.
-    """
-    table = config.cluster
-    files = tuple(_stamp(text) for text in (table.profile, table.network, table.gpu, table.link))
-    return _cluster(table.model_dump_json(exclude={"history"}), files, _Uncompared(table))
-
-
-class _Uncompared:
-    """A table [cluster] that goes through a cache without being part of its key."""
-
-    def __init__(self, table: ClusterSection) -> None:
-        self.table = table
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Uncompared)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@lru_cache(maxsize=32)
-def _cluster(table: str, files: tuple[object, ...], given: _Uncompared) -> Cluster:
-    return cluster_of(given.table)
-
-
-def _stamp(text: str | None) -> object:
-    """Changes with the content of a file; None for a name."""
-    if text is None or not text.endswith((".json", ".toml")):
-        return None
-    try:
-        found = os.stat(text)
-    except OSError:
-        return "absent"
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-@lru_cache(maxsize=32)
-def with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose devices hold `factor` times as much.
-
-    Args:
-        cluster: as it is. factor: above 0.
-    """
+@lru_cache(maxsize=MOST_CLUSTERS)
+def _with_memory(cluster: Cluster, factor: float) -> Cluster:
+    """A cluster whose devices hold `factor` times as much."""
     types = {
         device.type.name: replace(device.type, memory_bytes=int(factor * device.type.memory_bytes))
         for device in cluster.devices
@@ -189,22 +149,13 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
     """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points."""
-    configs = {model_key(point.question): point.question for point in points if point.question is not None}
-    models: dict[str, Model] = {}
-    cluster = None
-    for point in points:
-        if point.question is None:
-            continue
-        cluster = point.question.source.cluster or cluster
-        if point.question.source.model is not None:
-            models[model_key(point.question)] = point.question.source.model
-    for key, config in list(configs.items())[:MOST_MODELS]:
-        if key in models:
-            continue
-        try:
-            models[key] = model_of(config)
-        except ParsimError:
-            continue  # every point of it says why
+    questions = {model_key(point.question): point.question for point in points if point.question is not None}
+    models = {key: question.source.model for key, question in questions.items() if question.source.model is not None}
+    for key, question in list(questions.items())[:MOST_MODELS]:
+        if key not in models:
+            with contextlib.suppress(ParsimError):  # every point of it says why
+                models[key] = model_of(question)
+    cluster = next((question.source.cluster for question in questions.values() if question.source.cluster is not None), None)
     return SharedValues(models=models, cluster=cluster, folders=tuple(path for path in sys.path if path))
 
 
@@ -215,8 +166,6 @@ def without_values(point: SweepPoint) -> SweepPoint:
     return replace(point, question=point.question.sourced(model=None, cluster=None))
 
 
-Row = dict[str, Any]
-Numbered = tuple[int, Row]
 Submit = Callable[[Sequence[SweepPoint]], "Future[list[Numbered]]"]
 
 WORTH_PROCESSES_S = 20.0
@@ -244,29 +193,18 @@ def here(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
         yield point.number, evaluate_point(point)
 
 
-def here_or_in_processes(points: Sequence[SweepPoint], cores: int | None = None) -> Iterator[Numbered]:
-    """Rows of points: here while they are few or fast, else in a process per core.
-
-    Args:
-        points: to answer. cores: None: as many as this process may use.
-    """
-    cores = cores or available_cores()
-    begun, answered = time.perf_counter(), 0
-    for place, point in enumerate(points):
+def here_or_in_processes(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
+    """Rows of points: here while they are few or fast, else in a process per core that this process may use."""
+    cores, begun = len(available_cores()), time.perf_counter()
+    for answered, point in enumerate(points, 1):
         yield point.number, evaluate_point(point)
-        answered += 1
         if answered == 1:  # it compiled and loaded what all others only use
             begun = time.perf_counter()
             continue
-        left_s = (time.perf_counter() - begun) / (answered - 1) * (len(points) - place - 1)
-        if cores > 1 and left_s > WORTH_PROCESSES_S:
-            yield from in_processes(points[place + 1 :], cores)
+        remaining_s = (time.perf_counter() - begun) / (answered - 1) * (len(points) - answered)
+        if cores > 1 and remaining_s > WORTH_PROCESSES_S:
+            yield from in_processes(points[answered:], cores)
             return
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
@@ -278,13 +216,13 @@ def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
     def open_pool(workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(max_workers=workers, initializer=_begin_worker, initargs=(shared, os.getpid()), env=THREADS)
 
-    left: list[SweepPoint] = [without_values(point) for point in points]
-    while left:
-        pool = open_pool(min(jobs, len(left)))
+    waiting: list[SweepPoint] = [without_values(point) for point in points]
+    while waiting:
+        pool = open_pool(min(jobs, len(waiting)))
         answered: set[int] = set()
         sent: list[SweepPoint] = []
         try:
-            for number, row in _stream(left, partial(_submit, pool), jobs, sent):
+            for number, row in _stream(waiting, partial(pool.submit, _in_worker), jobs, sent):
                 answered.add(number)
                 yield number, row
             return
@@ -292,13 +230,8 @@ def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
             suspects = [point for point in sent if point.number not in answered]
         finally:
             _stop(pool)
-        left = [point for point in left if point.number not in answered and point not in suspects]
+        waiting = [point for point in waiting if point.number not in answered and point not in suspects]
         yield from _one_at_a_time(suspects, open_pool)
-
-
-def _submit(pool: Any, chunk: Sequence[SweepPoint]) -> Future[list[Numbered]]:
-    sent: Future[list[Numbered]] = pool.submit(_in_worker, list(chunk))
-    return sent
 
 
 def _one_at_a_time(suspects: Sequence[SweepPoint], open_pool: Callable[[int], Any]) -> Iterator[Numbered]:
@@ -325,17 +258,16 @@ _SHARED: SharedValues = NOTHING_SHARED
 
 
 def _begin_worker(shared: SharedValues, parent: int) -> None:
-    """What a worker process does first. It ends with the process that started it, however that ends."""
+    """What a worker process does first. It ends with its parent: loky's workers would wait for a killed one for ever."""
     global _SHARED
     _SHARED = shared
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_S)
+        os._exit(1)
 
-def _end_with(parent: int) -> None:
-    """Leave as soon as the parent is another one: loky's workers would wait for a killed parent for ever."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_S)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _in_worker(points: Sequence[SweepPoint]) -> list[Numbered]:
@@ -345,18 +277,14 @@ def _in_worker(points: Sequence[SweepPoint]) -> list[Numbered]:
 def _stream(points: Sequence[SweepPoint], submit: Submit, workers: int, sent: list[SweepPoint]) -> Iterator[Numbered]:
     """Send points in chunks, some ahead, and yield their rows as they come.
 
-    Args:
-        points: to answer. submit: sends a chunk. workers: that work at once. sent: filled with what was sent.
-
-    Raises:
-        BrokenExecutor: a worker died; its chunks are among `sent`.
+    Raises BrokenExecutor: a worker died; its chunks are among `sent`, which is filled with what was sent.
     """
     begun, done, place = time.perf_counter(), 0, 0
     running: set[Future[list[Numbered]]] = set()
     while place < len(points) or running:
         while place < len(points) and len(running) < IN_FLIGHT * workers:
             size = _chunk_size(len(points) - place, workers, done, time.perf_counter() - begun)
-            chunk = points[place : place + size]
+            chunk = list(points[place : place + size])
             sent.extend(chunk)
             place += size
             running.add(submit(chunk))
@@ -367,12 +295,12 @@ def _stream(points: Sequence[SweepPoint], submit: Submit, workers: int, sent: li
             yield from rows
 
 
-def _chunk_size(left: int, workers: int, done: int, spent_s: float) -> int:
+def _chunk_size(remaining: int, workers: int, done: int, spent_s: float) -> int:
     """About `CHUNK_S` of work, and no more than leaves some for every worker."""
     if not done:
         return 1
     each_s = spent_s * workers / done
-    return max(1, min(int(CHUNK_S / max(each_s, 1e-3)), MOST_IN_CHUNK, left // (2 * workers)))
+    return max(1, min(int(CHUNK_S / max(each_s, 1e-3)), MOST_IN_CHUNK, remaining // (2 * workers)))
 
 
 def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
@@ -385,13 +313,13 @@ def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
         MissingDependencyError: without dask. ConfigError: no cluster is there, or its workers have another parsim.
         ExecutionError: the cluster went away in the middle.
     """
-    client = connect(address)
+    client = _connect(address)
     try:
         workers = _check_workers(client, address)
         shared = client.scatter(shared_values(points), broadcast=True)
 
-        def submit(chunk: Sequence[SweepPoint]) -> Any:
-            return client.submit(evaluate_points, list(chunk), shared, pure=False, key=_task_name(chunk))
+        def submit(chunk: Sequence[SweepPoint]) -> Any:  # impure: an equal chunk that is asked again is another task
+            return client.submit(evaluate_points, list(chunk), shared, pure=False)
 
         yield from _dask_stream([without_values(point) for point in points], submit, workers, client.loop, address)
     finally:
@@ -399,17 +327,7 @@ def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
             client.close(timeout=5)
 
 
-_asked = 0
-
-
-def _task_name(chunk: Sequence[SweepPoint]) -> str:
-    """Every submission has its own: Dask would take an equal name for the same task."""
-    global _asked
-    _asked += 1
-    return f"parsim-{os.getpid()}-{_asked}-{chunk[0].key}"
-
-
-def connect(address: str) -> Client:
+def _connect(address: str) -> Client:
     """A client of a Dask scheduler. Raises as `on_dask`."""
     try:
         from distributed import Client
@@ -426,8 +344,9 @@ def connect(address: str) -> Client:
 
 def _check_workers(client: Client, address: str) -> int:
     """How many threads of workers there are, all with this very parsim."""
-    said: dict[str, Any] = client.run(code_digest, on_error="return")
-    answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
+    digests: dict[str, Any] = client.run(code_digest, on_error="return")
+    # A worker with an OSError died just now.
+    answers = {worker: digest for worker, digest in digests.items() if not isinstance(digest, OSError)}
     for digest in answers.values():
         if isinstance(digest, BaseException):
             raise ConfigError(
@@ -446,7 +365,7 @@ def _check_workers(client: Client, address: str) -> int:
 def _dask_stream(
     points: Sequence[SweepPoint], submit: Callable[[Sequence[SweepPoint]], Any], workers: int, loop: Any, address: str
 ) -> Iterator[Numbered]:
-    """As `_stream`, with Dask's futures: Dask itself asks again what a dead worker held, some times."""
+    """What `_stream` does, with Dask's futures: Dask itself asks again what a dead worker held, some times."""
     from distributed import CancelledError, KilledWorker, as_completed
 
     begun, done, place = time.perf_counter(), 0, 0
@@ -496,31 +415,17 @@ HEADER = {"schema_version": SCHEMA_VERSION, "holds": "points of parsim sweep"}
 NO_PARQUET = "points.parquet is not written, since pyarrow is not installed (parsim[data]); points.csv holds the same"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SweepFolder:
     """Names of the files below `path`."""
 
     path: Path
 
-    @property
-    def description(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "points.jsonl"
-
-    @property
-    def csv(self) -> Path:
-        return self.path / "points.csv"
-
-    @property
-    def parquet(self) -> Path:
-        return self.path / "points.parquet"
-
-    @property
-    def explorer(self) -> Path:
-        return self.path / "explorer.html"
+    description = FileBelow("sweep.json")
+    log = FileBelow("points.jsonl")
+    csv = FileBelow("points.csv")
+    parquet = FileBelow("points.parquet")
+    explorer = FileBelow("explorer.html")
 
     def check_usable(self) -> None:
         """Raise ConfigError where the folder holds something else than a sweep."""
@@ -537,22 +442,24 @@ class SweepFolder:
         """
         if not self.log.is_file():
             return {}
-        whole_bytes, found = 0, {}
+        complete_bytes, rows = 0, {}
         with self.log.open("rb") as file:
             for number, line in enumerate(file):
-                entry = _entry(line)
-                if number == 0 and (not isinstance(entry, dict) or version_problem(entry, SCHEMA_VERSION)):
+                document: Any = None
+                with contextlib.suppress(ValueError):
+                    document = parse_json(line)
+                if number == 0 and (not isinstance(document, dict) or version_problem(document, SCHEMA_VERSION)):
                     if line.endswith(b"\n"):
                         raise ConfigError(f"{self.log} is not a log of a sweep of this parsim; give another --out")
                     break
                 if line.endswith(b"\n"):
-                    whole_bytes += len(line)
-                if isinstance(entry, dict) and entry.get("key") in keys and isinstance(entry.get("row"), dict):
-                    found[str(entry["key"])] = dict(entry["row"])
-        if whole_bytes < self.log.stat().st_size:
+                    complete_bytes += len(line)
+                if isinstance(document, dict) and document.get("key") in keys and isinstance(document.get("row"), dict):
+                    rows[str(document["key"])] = dict(document["row"])
+        if complete_bytes < self.log.stat().st_size:
             with self.log.open("r+b") as file:
-                file.truncate(whole_bytes)
-        return found
+                file.truncate(complete_bytes)
+        return rows
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[RowLog]:
@@ -572,9 +479,8 @@ class SweepFolder:
 
     def write_description(self, document: Mapping[str, Any], points: Sequence[SweepPoint]) -> None:
         """What was asked, and the keys of its points in order."""
-        whole = {"schema_version": SCHEMA_VERSION, **document}
-        whole["points"] = [{"key": point.key, "settings": point.settings} for point in points]
-        write_json_atomically(self.description, whole)
+        listed = [{"key": point.key, "settings": point.settings} for point in points]
+        write_json_atomically(self.description, {"schema_version": SCHEMA_VERSION, **document, "points": listed})
 
     def read_description(self) -> dict[str, Any]:
         """What was asked last. Raises ConfigError if this is not a folder of a sweep."""
@@ -582,15 +488,17 @@ class SweepFolder:
             document = read_json(self.description)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path} is not a folder of a sweep ({error}); give the --out of `parsim sweep`") from error
-        if not isinstance(document, dict) or (problem := version_problem(document, SCHEMA_VERSION)):
-            said = problem if isinstance(document, dict) else "it holds no table"
-            raise ConfigError(f"{self.description}: {said}; sweep again")
-        if not isinstance(document.get("points"), list) or not all(
-            isinstance(entry, dict) and isinstance(entry.get("settings"), dict) and isinstance(entry.get("key"), str)
-            for entry in document["points"]
+        problem = version_problem(document, SCHEMA_VERSION) if isinstance(document, dict) else "it holds no table"
+        if problem:
+            raise ConfigError(f"{self.description}: {problem}; sweep again")
+        points = document.get("points")
+        if not isinstance(points, list) or not all(
+            isinstance(point, dict) and isinstance(point.get("settings"), dict) and isinstance(point.get("key"), str)
+            for point in points
         ):
             raise ConfigError(f"{self.description} lists no points; sweep again")
-        return document
+        read: dict[str, Any] = document
+        return read
 
     def write_tables(self, table: pd.DataFrame) -> str:
         """points.csv, and points.parquet where pyarrow is there. Returns a note where it is not, else ""."""
@@ -601,7 +509,8 @@ class SweepFolder:
             return NO_PARQUET
         flat = table.copy()
         for name in flat.columns:
-            if flat[name].map(lambda value: isinstance(value, list | dict)).any() or _is_mixed(flat[name]):
+            kinds = {type(value) for value in flat[name] if value is not None and value == value}
+            if kinds & {list, dict} or (len(kinds) > 1 and str in kinds):  # Parquet refuses texts and numbers under one name
                 flat[name] = flat[name].map(
                     lambda value: value if value is None or isinstance(value, str) else json.dumps(value)
                 )
@@ -609,43 +518,24 @@ class SweepFolder:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
 class RowLog:
-    """A log that is open for appending.
+    """A log that is open for appending. Attributes: path: for messages. file: at its end."""
 
-    Args: path: for messages. file: at its end.
-    """
-
-    def __init__(self, path: Path, file: RawIOBase) -> None:
-        self._path, self._file = path, file
+    path: Path
+    file: RawIOBase
 
     def add(self, point: SweepPoint, row: Mapping[str, Any]) -> None:
         """One answered point; it is in the hands of the operating system when this returns."""
         self.write({"key": point.key, "settings": point.settings, "row": row})
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """One line.
-
-        Raises:
-            ExecutionError: the disk takes no more; what was written before stays.
-        """
+        """One line. Raises ExecutionError: the disk takes no more; what was written before stays."""
         try:
-            left = json.dumps(finite(document), allow_nan=False).encode() + b"\n"
-            while left:  # a disk that is nearly full takes a part of it
-                left = left[self._file.write(left) :]
+            line = json.dumps(finite(document), allow_nan=False).encode() + b"\n"
+            while line:  # a disk that is nearly full takes a part of it
+                line = line[self.file.write(line) :]
         except OSError as error:
             raise ExecutionError(
-                f"{self._path}: {error.strerror}; the points before are kept: make room and give the same command again"
+                f"{self.path}: {error.strerror}; the points before are kept: make room and give the same command again"
             ) from error
-
-
-def _entry(line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
-
-
-def _is_mixed(column: Any) -> bool:
-    """Texts and numbers under one name, which Parquet refuses."""
-    kinds = {type(value) for value in column if value is not None and value == value}
-    return len(kinds) > 1 and str in kinds

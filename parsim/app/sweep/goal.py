@@ -14,7 +14,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -92,13 +92,13 @@ class Condition:
     value: Any
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a point meets it; a point without a value does not. Args: row: of the table."""
-        found = row.get(self.column)
-        if found is None or found != found:
+        """Whether a point, a row of the table, meets it; a point without a value does not."""
+        value = row.get(self.column)
+        if value is None or value != value:
             return False
         if isinstance(self.value, str):
-            return _COMPARE[self.sign](str(found), self.value)
-        return isinstance(found, int | float) and _COMPARE[self.sign](found, self.value)
+            return _COMPARE[self.sign](str(value), self.value)
+        return isinstance(value, int | float) and _COMPARE[self.sign](value, self.value)
 
 
 FROM_THE_STEP = ("throughput", "usd", "kwh", "run")
@@ -116,21 +116,21 @@ class Goal:
 
     def best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
         """The number of the row to take, the first of equals; None where no point meets the conditions."""
-        taken = self._taken(rows)
-        if not taken:
+        eligible = self._eligible(rows)
+        if not eligible:
             return None
-        return min(taken)[1] if self.least else max(taken, key=lambda entry: (entry[0], -entry[1]))[1]
+        return min(eligible)[1] if self.least else max(eligible, key=lambda pair: (pair[0], -pair[1]))[1]
 
     def ties(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
         """Other rows that meet the conditions and are as good as a measurement can tell (`parsim.search.search`)."""
         best = self.best(rows)
         if best is None or not (self.column.endswith("_s") or self.column.startswith(FROM_THE_STEP)):
             return []
-        value = rows[best][self.column]
-        near = ((number, (own, value) if self.least else (value, own)) for own, number in self._taken(rows) if number != best)
-        return [number for number, (worse, better) in near if is_tie(worse, better)]
+        taken = rows[best][self.column]
+        others = [(value, number) for value, number in self._eligible(rows) if number != best]
+        return [number for value, number in others if is_tie(*((value, taken) if self.least else (taken, value)))]
 
-    def _taken(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
+    def _eligible(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
         """Value and number of the rows that meet the conditions."""
         named = {self.column, *(condition.column for condition in self.conditions)}
         refused = {FAILED} if named & {"status", "fit_probability"} else {FAILED, DOES_NOT_FIT}
@@ -176,49 +176,43 @@ def parse_goal(text: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
 def _tokens(text: str) -> list[str]:
     if len(text) > LONGEST:
         raise ConfigError(f"--goal has {len(text):,} characters; write at most {LONGEST}")
-    found, place = [], 0
+    tokens, place = [], 0
     while text[place:].strip():
         match = _TOKEN.match(text, place)
         if match is None:
             raise ConfigError(f"--goal {text!r}: cannot read {text[place:].strip()[:20]!r}; for example {EXAMPLE}")
-        found.append(match["text"] or match["sign"] or match["word"])
+        tokens.append(match["text"] or match["sign"] or match["word"])
         place = match.end()
-    return found
+    return tokens
 
 
 def _condition(text: str, tokens: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Condition:
     if len(tokens) < 3 or tokens[1] not in _COMPARE:
-        said = " ".join(tokens)
         raise ConfigError(
-            f"--goal {text!r}: {said!r} is not a condition; write COLUMN < VALUE, with one of {', '.join(_COMPARE)}; for "
-            f"example {EXAMPLE}"
+            f"--goal {text!r}: {' '.join(tokens)!r} is not a condition; write COLUMN < VALUE, with one of "
+            f"{', '.join(_COMPARE)}; for example {EXAMPLE}"
         )
     column = _column(tokens[0], rows, columns)
     written = " ".join(tokens[2:])
-    known = [row[column] for row in rows if row.get(column) is not None]
-    is_text = all(isinstance(value, str | bool | list | dict) for value in known)
-    if is_text and (known or _NUMBER.fullmatch(written) is None):
+    match = _NUMBER.fullmatch(written)
+    values = [row[column] for row in rows if row.get(column) is not None]
+    is_text = all(isinstance(value, str | bool | list | dict) for value in values)
+    if is_text and (values or match is None):
         if tokens[1] not in ("=", "==", "!="):
             raise ConfigError(f"--goal {text!r}: {column} is a text, which {tokens[1]} does not compare; use = or !=")
         return Condition(column=column, sign=tokens[1], value=written.strip("\"'"))
-    return Condition(column=column, sign=tokens[1], value=_value(text, column, written))
-
-
-def _value(text: str, column: str, written: str) -> float:
-    match = _NUMBER.fullmatch(written)
+    units = UNITS[dimension(column)]
+    takes = f"a number, or one with {', '.join(units)}"
     if match is None:
-        raise ConfigError(f"--goal {text!r}: {written!r} is not a number with a unit; {column} takes {_units_text(column)}")
-    number, unit = float(match[1].replace("_", "")), match[2]
-    if not unit:
-        return number
-    units = {**UNITS["count"], **UNITS.get(dimension(column), {})}
-    if unit not in units:
-        raise ConfigError(f"--goal {text!r}: {unit!r} is not a unit of {column}, which takes {_units_text(column)}")
-    return number * units[unit]
+        raise ConfigError(f"--goal {text!r}: {written!r} is not a number with a unit; {column} takes {takes}")
+    factors = {"": 1.0, **UNITS["count"], **units}
+    if match[2] not in factors:
+        raise ConfigError(f"--goal {text!r}: {match[2]!r} is not a unit of {column}, which takes {takes}")
+    return Condition(column=column, sign=tokens[1], value=float(match[1].replace("_", "")) * factors[match[2]])
 
 
 def dimension(column: str) -> str:
-    """Of a column's unit, by its name: time, bytes, price, energy, share or count."""
+    """The dimension of a column's unit, by its name: time, bytes, price, energy, share or count."""
     if column.endswith("_bytes"):
         return "bytes"
     if "per_s" not in column and column.endswith("_s"):
@@ -232,26 +226,19 @@ def dimension(column: str) -> str:
     return "count"
 
 
-def _units_text(column: str) -> str:
-    return f"a number, or one with {', '.join(UNITS[dimension(column)])}"
-
-
 def _column(word: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """The column that a word means. Raises ConfigError for none, and for one without values."""
-    choices = SHORT.get(word, (word,))
-    known = {*columns, *COLUMNS}
-    if word not in known and word not in SHORT:
-        raise ConfigError(f"--goal: there is no column {word!r}{near_matches(word, [*known, *SHORT])}")
-    choices = (word,) if word in known else choices
+    names = {*columns, *COLUMNS}
+    if word not in names and word not in SHORT:
+        raise ConfigError(f"--goal: there is no column {word!r}{near_matches(word, [*names, *SHORT])}")
+    choices = (word,) if word in names else SHORT[word]
     for choice in choices:
         if any(row.get(choice) is not None for row in rows):
             return choice
     if not any(row["status"] != FAILED for row in rows):
         return choices[-1]
-    reasons = {MISSING.get(SAME_REASON.get(choice, choice), "") for choice in choices[-1:]} - {""}
-    raise ConfigError(
-        f"--goal: no point has a value of {word} ({', '.join(choices)}){': ' if reasons else ''}{'; '.join(reasons)}"
-    )
+    reason = MISSING.get(SAME_REASON.get(choices[-1], choices[-1]), "")
+    raise ConfigError(f"--goal: no point has a value of {word} ({', '.join(choices)}){': ' if reason else ''}{reason}")
 
 
 # Which of the swept fields matters: Sobol indices of a column, by SALib, from the rows of a Saltelli design.
@@ -271,18 +258,9 @@ class FieldShare:
 
     key: str
     first: float
-    total: float
     first_error: float
+    total: float
     total_error: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "first": self.first,
-            "first_error": self.first_error,
-            "total": self.total,
-            "total_error": self.total_error,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,16 +278,10 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {
-            "column": self.column,
-            "shares": [share.to_dict() for share in self.shares],
-            "points": self.points,
-            "left_out": self.left_out,
-            "spread": self.spread,
-        }
+        return asdict(self)
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Sentences for people."""
         if not self.shares:
             return [f"{self.column} is the same at all {self.points} points: nothing that was swept matters to it."]
         head = f"What {self.column} depends on (total Sobol index; its spread over the sweep is {format_percent(self.spread)}):"
@@ -317,8 +289,9 @@ class Sensitivity:
             f"  {share.key}: {share.total:.2f} ± {share.total_error:.2f}, alone {share.first:.2f} ± {share.first_error:.2f}"
             for share in self.shares
         ]
-        note = f"  {self.left_out} points were left out, because one of their block failed." if self.left_out else ""
-        return [head, *rows, *([note] if note else [])]
+        if self.left_out:
+            rows.append(f"  {self.left_out} points were left out, because one of their block failed.")
+        return [head, *rows]
 
 
 def sensitivity(axes: Sequence[Axis], rows: Sequence[Mapping[str, Any]], column: str, seed: int) -> Sensitivity:
@@ -336,37 +309,30 @@ def sensitivity(axes: Sequence[Axis], rows: Sequence[Mapping[str, Any]], column:
     except ImportError as error:
         raise MissingDependencyError(TUNE) from error
     size = len(axes) + 2
-    values = np.array([np.nan if row["status"] == FAILED else _number(row.get(column)) for row in rows], dtype=float)
-    blocks = values.reshape(-1, size)
-    whole = np.isfinite(blocks).all(axis=1)
-    left_out = int((~whole).sum()) * size
-    if whole.sum() < FEWEST_BLOCKS:
+    values = [np.nan if row["status"] == FAILED else row.get(column) for row in rows]
+    is_number = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
+    blocks = np.array([value if number else np.nan for value, number in zip(values, is_number, strict=True)], dtype=float)
+    blocks = blocks.reshape(-1, size)
+    complete = np.isfinite(blocks).all(axis=1)
+    left_out = int((~complete).sum()) * size
+    if complete.sum() < FEWEST_BLOCKS:
         raise ConfigError(
-            f"sensitivity of {column}: only {int(whole.sum())} of {len(blocks)} blocks of {size} points have a value at every "
-            f"point, and indices need {FEWEST_BLOCKS}; take a larger --sensitivity, or narrower ranges"
+            f"sensitivity of {column}: only {int(complete.sum())} of {len(blocks)} blocks of {size} points have a value at "
+            f"every point, and indices need {FEWEST_BLOCKS}; take a larger --sensitivity, or narrower ranges"
         )
-    used = blocks[whole].ravel()
+    used = blocks[complete].ravel()
     spread = float(used.std() / abs(used.mean())) if used.mean() else 0.0
     if np.ptp(used) <= 1e-12 * abs(used).max():
         return Sensitivity(column=column, shares=(), points=len(used), left_out=left_out, spread=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of SALib's own use of pandas
-        found = sobol.analyze(
+        indices = sobol.analyze(
             problem_of_axes(axes), used, calc_second_order=False, conf_level=0.95, seed=seed, print_to_console=False
         )
+    names = {"first": "S1", "first_error": "S1_conf", "total": "ST", "total_error": "ST_conf"}
     shares = [
-        FieldShare(
-            key=axis.key,
-            first=float(found["S1"][number]),
-            total=float(found["ST"][number]),
-            first_error=float(found["S1_conf"][number]),
-            total_error=float(found["ST_conf"][number]),
-        )
+        FieldShare(key=axis.key, **{field: float(indices[name][number]) for field, name in names.items()})
         for number, axis in enumerate(axes)
     ]
     order = tuple(sorted(shares, key=lambda share: -share.total))
     return Sensitivity(column=column, shares=order, points=len(used), left_out=left_out, spread=spread)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")

@@ -45,12 +45,12 @@ def known_fields() -> list[str]:
 
 def check_field(key: str) -> None:
     """Raise ConfigError, with near matches, for a field that no run file has."""
-    known = known_fields()
-    if key in known or any(key.startswith(f"{name[:-1]}") and key != name[:-2] for name in known if name.endswith(".*")):
+    fields = known_fields()
+    if key in fields or any(key.startswith(name[:-1]) and key != name[:-2] for name in fields if name.endswith(".*")):
         return
-    near = near_matches(key, known)
+    near = near_matches(key, fields)
     if near.startswith("; known"):
-        near = near_matches(key.rpartition(".")[2], {name.rpartition(".")[2] for name in known})
+        near = near_matches(key.rpartition(".")[2], {name.rpartition(".")[2] for name in fields})
         near = near if not near.startswith("; known") else "; keys are those of a run file (docs/run-file.md)"
     raise ConfigError(f"--over {key}: a sweep varies keys of a run file, and {', '.join(SCALES)}; there is no {key}{near}")
 
@@ -282,13 +282,9 @@ def grid(axes: Sequence[Axis]) -> list[SweptSettings]:
 
 
 def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[SweptSettings]:
-    """So many points of a scrambled Sobol sequence (scipy), which fills the space evenly.
+    """So many points (best a power of two) of a scrambled Sobol sequence (scipy), which fills the space evenly.
 
-    Args:
-        axes: lists are drawn from evenly. count: best a power of two. seed: of the scrambling.
-
-    Raises:
-        ConfigError: no points, or too many.
+    Raises ConfigError: no points, or too many.
     """
     from scipy.stats import qmc
 
@@ -305,11 +301,7 @@ def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[SweptSetti
 def saltelli(axes: Sequence[Axis], base: int, seed: int) -> list[SweptSettings]:
     """base * (axes + 2) points, from which `parsim.app.sweep.goal` computes indices.
 
-    Args:
-        axes: at least two. base: a power of two. seed: of the scrambling.
-
-    Raises:
-        ConfigError: one axis, or a base that is not a power of two. MissingDependencyError: without SALib.
+    Raises ConfigError: one axis, or a base that is not a power of two; MissingDependencyError: without SALib.
     """
     if len(axes) < 2:
         raise ConfigError(f"--sensitivity compares fields, and only {axes[0].key} is swept; give a second --over")
@@ -364,15 +356,13 @@ class BaseQuestion:
     def at(self, settings: SweptSettings) -> Question:
         """The question of one point. Raises ParsimError."""
         changes = {key: value for key, value in settings.items() if key not in SCALES}
-        given: dict[str, Any] = {"cluster": self.cluster, "global_batch": self.global_batch}
+        arguments: dict[str, Any] = {"cluster": self.cluster, "global_batch": self.global_batch}
         if not (isinstance(self.model, str | Path) and is_run_file(self.model)):
-            given |= {IN_PLACE[key]: changes.pop(key) for key in IN_PLACE if key in changes}
-        base = {key: value for key, value in self.settings.items() if key not in changes}
-        kept = [text for text in self.overrides if text.partition("=")[0].strip() not in changes]
-        question = question_of(
-            self.model, settings={**base, **changes}, overrides=kept, example_inputs=self.example_inputs, **given
-        )
-        return on_this_machine(question)
+            arguments |= {IN_PLACE[key]: changes.pop(key) for key in IN_PLACE if key in changes}
+        others = {key: value for key, value in self.settings.items() if key not in changes}
+        overrides = [text for text in self.overrides if text.partition("=")[0].strip() not in changes]
+        arguments |= {"settings": others | changes, "overrides": overrides, "example_inputs": self.example_inputs}
+        return on_this_machine(question_of(self.model, **arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,20 +394,21 @@ def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[Swe
         try:
             question = base.at(settings)
             content: dict[str, Any] = {"config": question.to_dict(), "files": _files(question)}
-            found: dict[str, Any] = {"question": question}
+            answerable: dict[str, Any] = {"question": question}
         except ParsimError as error:
             content = {"settings": settings, "problem": str(error)}
-            found = {"problem": str(error)}
-        scale = {key: entry for key, entry in settings.items() if key in SCALES and entry != 1}
-        whole = {**content, "scale": scale, "epoch": base.samples_per_epoch, "values": value, "code": code_digest()}
-        key = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:KEY_LETTERS]
-        points.append(SweepPoint(number=number, settings=settings, key=key, samples_per_epoch=base.samples_per_epoch, **found))
+            answerable = {"problem": str(error)}
+        epoch = base.samples_per_epoch
+        scale = {key: factor for key, factor in settings.items() if key in SCALES and factor != 1}
+        content |= {"scale": scale, "epoch": epoch, "values": value, "code": code_digest()}
+        key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:KEY_LETTERS]
+        points.append(SweepPoint(number=number, settings=settings, key=key, samples_per_epoch=epoch, **answerable))
     return points
 
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Of parsim's own source, the shipped profiles, and the packages that trace models."""
+    """A digest of parsim's own source, the shipped profiles, and the packages that trace models."""
     digest = hashlib.sha256()
     roots = {Path(__file__).parents[2]: "*.py", Path(str(hardware_profiles.__file__)).parent: "*.json"}
     for root, pattern in roots.items():
@@ -433,25 +424,15 @@ def code_digest() -> str:
 
 
 def _value_digest(base: BaseQuestion) -> str:
-    """Of a model or a cluster that was given as a value and not by name."""
+    """A digest of a model (a traced one: `parsim.app.sweep.sweep`) or a cluster that was given as a value and not by name."""
     digest = hashlib.sha256()
-    if not isinstance(base.model, str | Path):
-        model: Model = base.model
-        if not isinstance(model, Model):
-            traced = base.at({}).source.model if base.cluster is not None and base.global_batch is not None else None
-            digest.update(repr(type(base.model)).encode())
-            if traced is None:
-                return digest.hexdigest()
-            model = traced
-        digest.update(model.to_json().encode())
-    if isinstance(base.cluster, Cluster):
-        digest.update(_cluster_text(base.cluster).encode())
+    if isinstance(base.model, Model):
+        digest.update(base.model.to_json().encode())
+    if isinstance(cluster := base.cluster, Cluster):
+        network = "" if cluster.network is None else cluster.network.model_dump_json()
+        indices = [device.index for device in cluster.devices]
+        digest.update(f"{cluster.name} {indices} {cluster.profile.model_dump_json()} {network}".encode())
     return digest.hexdigest()
-
-
-def _cluster_text(cluster: Cluster) -> str:
-    network = "" if cluster.network is None else cluster.network.model_dump_json()
-    return f"{cluster.name} {[device.index for device in cluster.devices]} {cluster.profile.model_dump_json()} {network}"
 
 
 def _files(question: Question) -> dict[str, str]:
@@ -465,20 +446,21 @@ def _files(question: Question) -> dict[str, str]:
         for name in references(question.to_dict()).values():
             root = Path(question.model.import_folder) / root_of(name)
             paths += sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
-    return {str(path): _file_digest(path) for path in paths}
+    return {str(path): _digest_at(path, file_stamp(path)) for path in paths}
 
 
-def _file_digest(path: Path) -> str:
+def file_stamp(path: str | Path) -> tuple[int, int, int] | None:
+    """Changes with the content of a file; None where there is none."""
     try:
-        found = path.stat()
+        stat = Path(path).stat()
     except OSError:
-        return "absent"
-    return _digest_at(str(path), found.st_mtime_ns, found.st_size, found.st_ino)
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 @lru_cache(maxsize=4096)
-def _digest_at(path: str, modified_ns: int, size_bytes: int, number: int) -> str:
+def _digest_at(path: Path, stamp: tuple[int, int, int] | None) -> str:
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        return "absent" if stamp is None else hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
-        return f"unreadable {modified_ns} {size_bytes} {number}"
+        return f"unreadable {stamp}"

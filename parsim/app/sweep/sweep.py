@@ -7,7 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -75,20 +75,19 @@ class Sweep:
         """Columns of the table: point, the swept fields, the results, memory by line."""
         swept = [axis.key for axis in self.axes]
         lines = dict.fromkeys(name for row in self.answers for name in row.get("memory_lines", {}))
-        known = [
-            name for name in COLUMNS if any(row.get(name) is not None for row in self.answers) or name in ("status", "reason")
-        ]
-        return ("point", *swept, *known, *(f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}" for name in lines))
+        always = ("status", "reason")
+        names = [name for name in COLUMNS if name in always or any(row.get(name) is not None for row in self.answers)]
+        return ("point", *swept, *names, *(f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}" for name in lines))
 
     @cached_property
     def rows(self) -> tuple[dict[str, Any], ...]:
         """Per point its number, the swept values and the results; in the order of the points."""
-        found = []
+        rows = []
         for number, (settings, answer) in enumerate(zip(self.settings, self.answers, strict=True)):
             lines = {f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}": size for name, size in answer.get("memory_lines", {}).items()}
             rest = {name: value for name, value in answer.items() if name != "memory_lines"}
-            found.append({"point": number, **settings, **rest, **lines})
-        return tuple(found)
+            rows.append({"point": number, **settings, **rest, **lines})
+        return tuple(rows)
 
     def table(self) -> pd.DataFrame:
         """A DataFrame, one row per point; the units are in the column names. Unknown values are missing."""
@@ -113,8 +112,7 @@ class Sweep:
         >>> found.best("max throughput")["cluster.devices"] in (1, 2, 4)
         True
         """
-        asked = parse_goal(goal or self.goal or "max throughput", self.rows, self.columns)
-        number = asked.best(self.rows)
+        number = parse_goal(goal or self.goal or "max throughput", self.rows, self.columns).best(self.rows)
         return None if number is None else self.rows[number]
 
     def sensitivity(self, column: str = "step_s") -> Sensitivity:
@@ -130,27 +128,42 @@ class Sweep:
         return sensitivity(self.axes, self.rows, column, self.seed)
 
     def explore(self, path: str | Path | None = None) -> Path:
-        """Write the explorer, one page that opens offline. Returns its path.
+        """Write the explorer, one page that opens offline, and return its path; left out: explorer.html in the folder.
 
-        Args:
-            path: of the page; left out: explorer.html in the sweep's folder.
+        Raises ConfigError: the path is a folder, or the sweep has none and no path is given.
         """
-
         if path is None and self.folder is None:
             raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
-        return write_explorer(self, Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer)
+        page = Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer
+        if page.is_dir():
+            raise ConfigError(f"{page} is a folder; give the page a name, such as {page / 'explorer.html'}")
+        best = None
+        if self.goal:
+            with suppress(ConfigError):
+                best = self.best()
+        data = ExplorerData(
+            title=self.title,
+            summary=[*self.heading(), *(line for line in self.lines() if line not in self.notes)],
+            axes=[axis.key for axis in self.axes],
+            rows=self.rows,
+            picked=None if best is None else int(best["point"]),
+            command=f"parsim plan {self.asked}".strip(),
+            notes=list(self.notes),
+        )
+        return write_explorer_page(data, page)
 
     def sentence(self) -> str:
         """`64 points (8 do not fit, 2 failed); 12 were known before.`"""
         counts = Counter(row["status"] for row in self.answers)
         parts = [f"{counts['does_not_fit']} do not fit"] if counts["does_not_fit"] else []
         parts += [f"{counts[FAILED]} failed"] if counts[FAILED] else []
-        known = f"; {self.reused} were known before" if self.reused else ""
-        told = f" ({', '.join(parts)})" if parts else ""
-        return f"{self.title}: {len(self.answers)} point{'s' if len(self.answers) != 1 else ''}{told}{known}."
+        count = f"{len(self.answers)} point{'s' if len(self.answers) != 1 else ''}"
+        without = f" ({', '.join(parts)})" if parts else ""
+        reused = f"; {self.reused} were known before" if self.reused else ""
+        return f"{self.title}: {count}{without}{reused}."
 
     def _picked_row(self) -> dict[str, Any] | None:
-        """As `best`; None also where the goal's column has no value."""
+        """The row that `best` takes; None also where the goal's column has no value."""
         try:
             return self.best() if any(row["status"] == OK for row in self.answers) else None
         except ConfigError:
@@ -170,16 +183,10 @@ class Sweep:
         spent += [f"{format_seconds(row['epoch_s'])} per epoch"] if row.get("epoch_s") is not None else []
         for name, text in (("usd_per_epoch", "USD per epoch"), ("run_usd", "USD in all")):
             spent += [f"{row[name]:,.2f} {text}"] if row.get(name) is not None else []
-        return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}{self._ties()}."
-
-    def _ties(self) -> str:
-        """`; a tie with point 5`, where other points are as good as a measurement can tell."""
-        goal = parse_goal(self.goal or "max throughput", self.rows, self.columns)
-        numbers = [str(self.rows[number]["point"]) for number in goal.ties(self.rows)]
-        if not numbers:
-            return ""
-        shown = ", ".join(numbers[:TIES_SHOWN]) + (f" and {len(numbers) - TIES_SHOWN} more" * (len(numbers) > TIES_SHOWN))
-        return f"; a tie with point{'s' if len(numbers) > 1 else ''} {shown}"
+        ties = [str(self.rows[number]["point"]) for number in parse_goal(what, self.rows, self.columns).ties(self.rows)]
+        more = f" and {len(ties) - TIES_SHOWN} more" if len(ties) > TIES_SHOWN else ""
+        tie = f"; a tie with point{'s' if len(ties) > 1 else ''} {', '.join(ties[:TIES_SHOWN])}{more}" if ties else ""
+        return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}{tie}."
 
     def heading(self) -> list[str]:
         """What stands above the table: how many points there are, and what the goal picks."""
@@ -188,22 +195,17 @@ class Sweep:
 
     def lines(self) -> list[str]:
         """What stands below the table."""
-        matters = self.sensitivity().lines() if self.design == "saltelli" else []
-        return [*matters, *self._failures(), *self.notes]
-
-    def _failures(self) -> list[str]:
-        """The commonest reasons of points that failed. Reasons that differ in numbers alone count as one."""
-        alike: dict[str, list[str]] = {}
+        lines = self.sensitivity().lines() if self.design == "saltelli" else []
+        alike: dict[str, list[str]] = {}  # reasons that differ in numbers alone count as one
         for row in self.answers:
             if row["status"] == FAILED:
                 reason = row["reason"].splitlines()[0]
                 alike.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
-        lines = []
         for reasons in sorted(alike.values(), key=len, reverse=True)[:3]:
             points = f"{len(reasons)} point{'s' if len(reasons) > 1 else ''}"
             example = ", for example" if len(set(reasons)) > 1 else ""
             lines.append(f"failed ({points}{example}): {reasons[0]}")
-        return lines
+        return [*lines, *self.notes]
 
     def report(self, most: int = ROWS_SHOWN) -> ReportTable:
         """The first rows as texts; the picked one is marked."""
@@ -212,20 +214,14 @@ class Sweep:
         figures = ["plan", "step", "90% interval", "samples/s", "memory", *(["USD per million samples"] if priced else [])]
         names = [*swept, *figures, "status"]
         columns = tuple(Column(name=name, numeric=name not in ("plan", "status"), wraps=name == "plan") for name in names)
-        shown = self.rows[:most]
         best = self._picked_row()
         texts = []
-        for row in shown:
-            mark = "> " if best is not None and row["point"] == best["point"] else ""
+        for row in self.rows[:most]:
             first = [str(row[key]) if not isinstance(row[key], float) else f"{row[key]:.4g}" for key in swept]
-            first[0] = mark + first[0]
-            texts.append(
-                (
-                    *first,
-                    *(_figures(row)[: len(figures)] if row["status"] != FAILED else [NOTHING] * len(figures)),
-                    row["status"],
-                )
-            )
+            if best is not None and row["point"] == best["point"]:
+                first[0] = f"> {first[0]}"
+            results = _figures(row)[: len(figures)] if row["status"] != FAILED else [NOTHING] * len(figures)
+            texts.append((*first, *results, row["status"]))
         notes = [f"... and {len(self.rows) - most} more"] if len(self.rows) > most else []
         return ReportTable(title="", columns=columns, rows=tuple(texts), notes=tuple(notes))
 
@@ -242,13 +238,12 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim sweep --json` prints it."""
-        best = self._picked_row()
         return {
             **self.description(),
             "points": list(self.rows),
             "failed": self.failed,
             "reused": self.reused,
-            "best": best,
+            "best": self._picked_row(),
             "sensitivity": self.sensitivity().to_dict() if self.design == "saltelli" else None,
             "folder": None if self.folder is None else str(self.folder),
             "notes": list(self.notes),
@@ -278,30 +273,24 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def open_sweep(path: Path) -> Sweep:
-    """The sweep that a folder holds; points that were not answered yet are rows that say so.
+    """The sweep that a folder (the --out of `parsim sweep`) holds; points that were not answered yet are rows that say so.
 
-    Args:
-        path: the --out of `parsim sweep`.
-
-    Raises:
-        ConfigError: it is not a folder of a sweep.
+    Raises ConfigError: it is not a folder of a sweep.
     """
     folder = SweepFolder(path)
     document = folder.read_description()
-    listed: Sequence[dict[str, Any]] = document["points"]
-    known = folder.known({entry["key"] for entry in listed})
+    points: Sequence[dict[str, Any]] = document["points"]
+    answers = folder.known({point["key"] for point in points})
     waiting = {"status": FAILED, "reason": "not answered yet: the sweep was stopped; give its command again"}
-    axes = tuple(
-        Axis(
-            key=str(axis["key"]), values=tuple(axis["values"]), ends=axis["ends"] and tuple(axis["ends"]), log=bool(axis["log"])
-        )
-        for axis in document.get("axes", ())
-    )
+    axes = []
+    for axis in document.get("axes", ()):
+        ends = axis["ends"] and tuple(axis["ends"])
+        axes.append(Axis(key=str(axis["key"]), values=tuple(axis["values"]), ends=ends, log=bool(axis["log"])))
     return Sweep(
         title=str(document.get("title", path.name)),
-        axes=axes,
-        settings=tuple(entry["settings"] for entry in listed),
-        answers=tuple(known.get(entry["key"], waiting) for entry in listed),
+        axes=tuple(axes),
+        settings=tuple(point["settings"] for point in points),
+        answers=tuple(answers.get(point["key"], waiting) for point in points),
         design=str(document.get("design", "grid")),
         seed=int(document.get("seed", 0)),
         goal=str(document.get("goal") or ""),
@@ -314,6 +303,8 @@ def open_sweep(path: Path) -> Sweep:
 
 
 SAY_EVERY_S = 5.0
+Place = Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]
+"""Where points are answered: yields their rows."""
 
 
 def sweep(
@@ -360,20 +351,37 @@ def sweep(
     ['ok', 'ok']
     """
     axes = axes_of(over)
-    designed, design = _designed(axes, sample, sensitivity, seed)
-    base = _base(
-        BaseQuestion(
-            model=model,
-            cluster=_cluster(cluster),
-            global_batch=global_batch,
-            settings=dict(settings or {}),
-            overrides=tuple(overrides),
-            example_inputs=example_inputs,
-            samples_per_epoch=_positive("samples_per_epoch", samples_per_epoch),
-        ),
-        axes,
-        designed,
+    if sample is not None and sensitivity is not None:
+        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
+    if sensitivity is not None:
+        designed, design = saltelli(axes, sensitivity, seed), "saltelli"
+    elif sample is not None:
+        designed, design = sobol_sample(axes, sample, seed), "sample"
+    else:
+        designed, design = grid(axes), "grid"
+    if samples_per_epoch is not None and samples_per_epoch < 1:
+        raise ConfigError(f"samples_per_epoch = {samples_per_epoch}: must be >= 1")
+    base = BaseQuestion(
+        model=model,
+        cluster=cluster.path if isinstance(cluster, Calibration) else cluster,
+        global_batch=global_batch,
+        settings=dict(settings or {}),
+        overrides=tuple(overrides),
+        example_inputs=example_inputs,
+        samples_per_epoch=samples_per_epoch,
     )
+    for name, value in (("cluster", base.cluster), ("model", model)):
+        swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
+        if swept and value is not None and not isinstance(value, str | Path):
+            raise ConfigError(f"the {name} was given as a value, which --over {swept[0]} cannot change; give its name instead")
+    if not isinstance(model, str | Path | Model):  # an nn.Module is traced once
+        base = replace(
+            base,
+            model=base.at(designed[0]).source.model,
+            example_inputs=None,
+            settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
+            overrides=tuple(text for text in overrides if not text.startswith("model.")),
+        )
     if goal:  # its form and its units; whether a column has values shows once the rows are there
         parse_goal(goal, [{"status": FAILED}], [*COLUMNS, *(axis.key for axis in axes)])
     place = _place(jobs, on)
@@ -381,7 +389,7 @@ def sweep(
     if folder is not None:
         folder.check_usable()
     points = points_of(base, designed)
-    asked = Sweep(
+    unanswered = Sweep(
         title=_title(points, model),
         axes=axes,
         settings=tuple(designed),
@@ -392,71 +400,50 @@ def sweep(
         asked=_words(base),
         folder=None if folder is None else folder.path,
     )
-    found = _answered(asked, points, place, folder)
-    if folder is not None and (note := folder.write_tables(found.table())):
-        found = replace(found, notes=(note,))
-    return found
+    answered = _answered(unanswered, points, place, folder)
+    if folder is not None and (note := folder.write_tables(answered.table())):
+        answered = replace(answered, notes=(note,))
+    return answered
 
 
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """How far a sweep is, in words. The first point is not counted: it compiles and loads what all others only use."""
-
-    total: int
-    first_s: float
-
-    def text(self, done: int, failed: int, now_s: float) -> str:
-        left_s = (now_s - self.first_s) / max(done - 1, 1) * (self.total - done)
-        failures = f", {failed} failed" if failed else ""
-        return f"{done} of {self.total} points{failures}, about {format_seconds(left_s)} left"
-
-
-def _answered(
-    asked: Sweep,
-    points: Sequence[SweepPoint],
-    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
-    folder: SweepFolder | None,
-) -> Sweep:
+def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: Place, folder: SweepFolder | None) -> Sweep:
     """The sweep with its answers. Equal points are asked once, and points that the folder holds not at all."""
-    keys = {point.key for point in points}
     with nullcontext() if folder is None else folder.writing() as log:
-        known: dict[str, dict[str, Any]] = {}
+        answers: dict[str, dict[str, Any]] = {}
         if folder is not None:
-            folder.write_description(asked.description(), points)
-            known = folder.known(keys)
-        reused = sum(point.key in known for point in points)
-        order = _neighbours({point.key: point for point in points if point.key not in known}.values())
+            folder.write_description(sweep.description(), points)
+            answers = folder.known({point.key for point in points})
+        reused = sum(point.key in answers for point in points)
+        order = _neighbours({point.key: point for point in points if point.key not in answers}.values())
         if order:
-            with progress(f"Sweeping {asked.title}") as say:
-                _ask_all(order, place, log, known, say)
-    return replace(asked, answers=tuple(known[point.key] for point in points), reused=reused)
+            with progress(f"Sweeping {sweep.title}") as say:
+                _ask_all(order, place, log, answers, say)
+    return replace(sweep, answers=tuple(answers[point.key] for point in points), reused=reused)
 
 
 def _ask_all(
-    order: Sequence[SweepPoint],
-    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
-    log: RowLog | None,
-    known: dict[str, dict[str, Any]],
-    say: Say,
+    order: Sequence[SweepPoint], place: Place, log: RowLog | None, answers: dict[str, dict[str, Any]], say: Say
 ) -> None:
-    """Fill `known`, and the log, row by row."""
+    """Fill `answers`, and the log, row by row."""
     by_number = {point.number: point for point in order}
-    clock, said_s, failed, done = _Clock(len(order), time.monotonic()), time.monotonic(), 0, 0
+    first_s = shown_s = time.monotonic()
+    total, failed, done = len(order), 0, 0
     try:
         for done, (number, row) in enumerate(place(order), start=1):
-            point = by_number[number]
+            point, now_s = by_number[number], time.monotonic()
             if log is not None:
                 log.add(point, row)
-            known[point.key] = row
+            answers[point.key] = row
             failed += row["status"] == FAILED
-            if done == 1:
-                clock = _Clock(len(order), time.monotonic())
-            elif time.monotonic() - said_s > SAY_EVERY_S:
-                said_s = time.monotonic()
-                say(clock.text(done, failed, said_s))
+            if done == 1:  # it compiled and loaded what all others only use, and is not counted
+                first_s = now_s
+            elif now_s - shown_s > SAY_EVERY_S:
+                shown_s = now_s
+                remaining = format_seconds((now_s - first_s) / (done - 1) * (total - done))
+                say(f"{done} of {total} points{f', {failed} failed' if failed else ''}, about {remaining} left")
     except KeyboardInterrupt:
-        kept = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
-        say(f"stopped after {done} of {len(order)} points; {kept}")
+        next_step = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
+        say(f"stopped after {done} of {total} points; {next_step}")
         raise
 
 
@@ -471,45 +458,14 @@ def _neighbours(points: Iterable[SweepPoint]) -> list[SweepPoint]:
         if point.question is None:
             return "", "", point.number, point.number
         config = point.question
-        same = f"{config.model_dump_json(exclude={'plan': {'strategy'}})} {sorted(point.scale.items())}"
-        alike = first.setdefault(same, point.number)
+        without_strategy = f"{config.model_dump_json(exclude={'plan': {'strategy'}})} {sorted(point.scale.items())}"
+        alike = first.setdefault(without_strategy, point.number)
         return config.cluster.model_dump_json(), config.model.model_dump_json(), alike, point.number
 
     return sorted(points, key=place)
 
 
-def _designed(
-    axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
-) -> tuple[list[SweptSettings], str]:
-    if sample is not None and sensitivity is not None:
-        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
-    if sensitivity is not None:
-        return saltelli(axes, sensitivity, seed), "saltelli"
-    if sample is not None:
-        return sobol_sample(axes, sample, seed), "sample"
-    return grid(axes), "grid"
-
-
-def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[SweptSettings]) -> BaseQuestion:
-    """With an nn.Module traced once. Raises ConfigError where the sweep would change what was given as a value."""
-    for name, value in (("cluster", base.cluster), ("model", base.model)):
-        swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
-        if swept and value is not None and not isinstance(value, str | Path):
-            raise ConfigError(f"the {name} was given as a value, which --over {swept[0]} cannot change; give its name instead")
-    if base.model is None or isinstance(base.model, str | Path | Model):
-        return base
-    question = base.at(designed[0])
-    return replace(
-        base,
-        model=question.source.model,
-        example_inputs=None,
-        settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
-        overrides=tuple(text for text in base.overrides if not text.startswith("model.")),
-    )
-
-
-def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]:
-    """Where points are answered."""
+def _place(jobs: int | None, on: str | None) -> Place:
     if on is not None:
         if jobs is not None:
             raise ConfigError(f"--jobs {jobs} is for this machine, and --on {on} has its own workers; drop one of them")
@@ -519,10 +475,6 @@ def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[SweepPoint]],
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs}: give at least one process")
     return here if jobs == 1 else lambda points: in_processes(points, jobs)
-
-
-def _cluster(cluster: Any) -> Any:
-    return cluster.path if isinstance(cluster, Calibration) else cluster
 
 
 def _words(base: BaseQuestion) -> str:
@@ -537,63 +489,15 @@ def _words(base: BaseQuestion) -> str:
 
 
 def _title(points: Sequence[SweepPoint], model: Any) -> str:
-    """`resnet50 on dgx1-v100-32gb`, of the first point that is a question."""
-    for point in points:
-        if point.question is not None:
-            clusters = [entry.question.cluster for entry in points if entry.question is not None]
-            machines = {cluster.machine for cluster in clusters}
-            nodes = {1 if cluster.group is not None else cluster.nodes for cluster in clusters}
-            names = {entry.question.model.name for entry in points if entry.question is not None}
-            name = next(iter(names)) if len(names) == 1 else f"{len(names)} models"
-            return f"{Path(name).name if '/' in name else name} on {_several(machines, nodes)}"
-    return str(model)
-
-
-def _several(machines: set[str], nodes: set[int]) -> str:
-    shown = sorted(Path(name).name if "/" in name else name for name in machines)
-    if len(shown) > 1:
-        return f"{len(shown)} machines"
-    return shown[0] if len(nodes) > 1 or 1 in nodes else f"{min(nodes)} x {shown[0]}"
-
-
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} = {value}: must be >= 1")
-    return value
-
-
-# From a sweep to its explorer page.
-
-
-def write_explorer(sweep: Sweep, path: Path) -> Path:
-    """Write one page that needs no network. Returns its path.
-
-    Args:
-        sweep: of any design. path: of the page.
-
-    Raises:
-        ConfigError: the path is a folder.
-    """
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the page a name, such as {path / 'explorer.html'}")
-    data = ExplorerData(
-        title=sweep.title,
-        summary=[*sweep.heading(), *(line for line in sweep.lines() if line not in sweep.notes)],
-        axes=[axis.key for axis in sweep.axes],
-        rows=sweep.rows,
-        picked=_picked(sweep),
-        command=f"parsim plan {sweep.asked}".strip(),
-        notes=list(sweep.notes),
-    )
-    return write_explorer_page(data, path)
-
-
-def _picked(sweep: Sweep) -> int | None:
-    """The number of the row that the sweep's own goal picks."""
-    if not sweep.goal:
-        return None
-    try:
-        row = sweep.best()
-    except ConfigError:
-        return None
-    return None if row is None else int(row["point"])
+    """`resnet50 on 4 x dgx1-v100-32gb`, `3 models on 2 machines`, of the points that are questions."""
+    questions = [point.question for point in points if point.question is not None]
+    if not questions:
+        return str(model)
+    names = {question.model.name for question in questions}
+    machines = {question.cluster.machine for question in questions}
+    nodes = {1 if question.cluster.group is not None else question.cluster.nodes for question in questions}
+    name, machine = (Path(text).name if "/" in text else text for text in (min(names), min(machines)))
+    if len(machines) == 1 and len(nodes) == 1 and nodes != {1}:
+        machine = f"{min(nodes)} x {machine}"
+    where = machine if len(machines) == 1 else f"{len(machines)} machines"
+    return f"{name if len(names) == 1 else f'{len(names)} models'} on {where}"

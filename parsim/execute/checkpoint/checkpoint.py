@@ -79,47 +79,39 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
-    """Write this rank's part of the checkpoint after `step` steps; every rank calls it with the same `step`.
+    """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned.
 
-    Rank 0 then removes checkpoints older than the `keep` newest complete ones.
-
-    Args:
-        folder: of all checkpoints. step: steps done. state: this rank's tensors.
-        seed: of the run. rank, world_size: of this process. keep: complete checkpoints that stay.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        ExecutionError: the files cannot be written (a full disk, no permission).
+    Every rank calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints.
+    Raises ExecutionError: the files cannot be written (a full disk, no permission).
     """
     import torch
 
     place = folder / f"step-{step:08d}"
-    tensors_path, entry_path = _paths(place, rank)
+    tensors_path, manifest_path = _paths(place, rank)
     sections = [section for section in _SECTIONS if section != "own" or state.own]
     content = {section: _plain(getattr(state, section)) for section in sections}
     try:
         place.mkdir(parents=True, exist_ok=True)
-        entry_path.unlink(missing_ok=True)
+        manifest_path.unlink(missing_ok=True)
         write_atomically(tensors_path, lambda file: torch.save(content, file), force=True)
-        entry = Manifest(
+        manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             step=step,
             seed=seed,
             world_size=world_size,
             rank=rank,
-            writer=_writer(),
+            writer=f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             size_bytes=tensors_path.stat().st_size,
             sha256=_digest(tensors_path),
             names={section: list(names) for section, names in content.items()},
-            fragments={
-                section: {name: list(part) for name, part in parts.items()} for section, parts in state.fragments.items()
-            },
+            fragments={section: dict(parts) for section, parts in state.fragments.items()},
         )
-        write_atomically(entry_path, lambda file: file.write(manifest_text(entry).encode()), force=True)
+        write_atomically(manifest_path, lambda file: file.write(manifest_text(manifest).encode()), force=True)
         if rank == 0:
-            _prune(folder, keep)
+            complete = [step_of(other) for other in step_folders(folder) if _inspect(other, digests=False)[1] is None]
+            if len(complete) > keep:
+                oldest = complete[-max(keep, 1)]
+                keep_only(folder, [number for number in map(step_of, step_folders(folder)) if number >= oldest])
     except (OSError, RuntimeError) as error:
         raise ExecutionError(f"rank {rank} cannot write its checkpoint to {place}: {error}; is the disk full?") from error
     return place
@@ -128,11 +120,9 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | None:
     """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
 
-    Args:
-        folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
+    folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
 
-    Raises:
-        ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
+    Raises ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
     """
     return next(checkpoints(folder, digests=digests), None)
 
@@ -140,10 +130,9 @@ def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | Non
 def checkpoints(folder: Path, *, digests: bool = True) -> Iterator[Checkpoint]:
     """All complete and undamaged checkpoints, the newest first; see `latest_checkpoint`."""
     for place in reversed(step_folders(folder)):
-        entries, problem = _inspect(place, digests=digests)
+        manifests, problem = _inspect(place, digests=digests)
         if problem is None:
-            first = entries[0]
-            yield Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)
+            yield _checkpoint(place, manifests)
         else:
             warnings.warn(f"checkpoint {place} is not used: {problem}", stacklevel=3)
 
@@ -151,32 +140,31 @@ def checkpoints(folder: Path, *, digests: bool = True) -> Iterator[Checkpoint]:
 def checkpoint_at(folder: Path, step: int) -> Checkpoint:
     """The checkpoint after `step` steps. Raises ExecutionError if it is not there, incomplete or damaged."""
     place = folder / f"step-{step:08d}"
-    entries, problem = _inspect(place, digests=True)
+    manifests, problem = _inspect(place, digests=True)
     if problem is not None:
         raise ExecutionError(f"checkpoint {place} is not used: {problem}")
-    return Checkpoint(folder=place, step=step, seed=entries[0].seed, world_size=entries[0].world_size)
+    return _checkpoint(place, manifests)
+
+
+def _checkpoint(place: Path, manifests: Sequence[Manifest]) -> Checkpoint:
+    first = manifests[0]
+    return Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)
 
 
 def discard_unfinished(folder: Path) -> list[Path]:
     """Remove what ranks that have ended left half written, or half removed: files that were not renamed, and checkpoints that
-    lack a part. Those that are complete and damaged stay, for whoever wants to look.
+    lack a part, which are returned. Those that are complete and damaged stay, for whoever wants to look.
 
-    Args:
-        folder: of all checkpoints, into which no rank writes at the moment.
-
-    Returns:
-        The checkpoints that were removed.
+    No rank may write into the folder meanwhile.
     """
     removed = []
     for path in folder.glob(f"*/.*{PARTIAL}"):
         with contextlib.suppress(OSError):
             path.unlink()
     for place in reversed(step_folders(folder)):
-        entries = [path for path in place.glob("rank-*.json") if path.is_file()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            problem = _inspect(place, digests=False)[1]
-        if problem is not None and (not entries or problem.endswith(UNFINISHED)):
+        is_empty = not any(path.is_file() for path in place.glob("rank-*.json"))
+        problem = _inspect(place, digests=False)[1]
+        if problem is not None and (is_empty or problem.endswith(UNFINISHED)):
             shutil.rmtree(place, ignore_errors=True)
             removed.append(place)
     return removed
@@ -202,24 +190,31 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do not
             fit together raise it when they are asked for.
     """
+    import torch
+
     from parsim.execute.checkpoint.fragments import WHOLE, fragment_from, join, join_state
 
-    entries, problem = _inspect(checkpoint.folder, digests=False)
+    def joined_state(name: str, parts: dict[Fragment, Any]) -> dict[str, Any]:
+        """In memory of its own: an optimizer keeps the arrays, and changes them in place."""
+        state = join_state(name, parts)
+        return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+    manifests, problem = _inspect(checkpoint.folder, digests=False)
     if problem is not None:
         raise ExecutionError(f"checkpoint {checkpoint.folder} cannot be read: {problem}; resume from an older one")
-    wanted = None if names is None else set(names)
-    found: dict[str, dict[str, dict[Fragment, Any]]] = {section: {} for section in _SECTIONS}
-    for entry in sorted(entries, key=lambda entry: (entry.rank != rank, entry.rank)):
+    chosen = None if names is None else set(names)
+    parts: dict[str, dict[str, dict[Fragment, Any]]] = {section: {} for section in _SECTIONS}
+    for manifest in sorted(manifests, key=lambda manifest: (manifest.rank != rank, manifest.rank)):
         missing: list[tuple[str, str, Fragment]] = []
-        for section in _SECTIONS if entry.rank == rank else _SHARED:
-            for name in entry.names.get(section, ()):  # checkpoints of before have no progress
-                given = entry.fragments.get(section, {}).get(name)
-                part = WHOLE if given is None else fragment_from(given)
-                if part not in found[section].get(name, {}) and (section in _UNNAMED or wanted is None or name in wanted):
-                    missing.append((section, name, part))
+        for section in _SECTIONS if manifest.rank == rank else _SHARED:
+            for name in manifest.names.get(section, ()):
+                entries = manifest.fragments.get(section, {}).get(name)
+                fragment = WHOLE if entries is None else fragment_from(entries)
+                if fragment not in parts[section].get(name, {}) and (section in _UNNAMED or chosen is None or name in chosen):
+                    missing.append((section, name, fragment))
         if not missing:
             continue
-        path = _paths(checkpoint.folder, entry.rank)[0]
+        path = _paths(checkpoint.folder, manifest.rank)[0]
         try:
             content = _read(path)
         except Exception as error:  # a damaged file can raise anything
@@ -227,11 +222,11 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
                 f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
             ) from error
         try:
-            for section, name, part in missing:
-                found[section].setdefault(name, {})[part] = content[section][name]
+            for section, name, fragment in missing:
+                parts[section].setdefault(name, {})[fragment] = content[section][name]
         except (KeyError, TypeError, IndexError) as error:
             raise ExecutionError(f"{path} does not hold what its manifest lists; resume from an older checkpoint") from error
-    absent = sorted((wanted or set()) - found["weights"].keys() - found["buffers"].keys())
+    absent = sorted((chosen or set()) - parts["weights"].keys() - parts["buffers"].keys())
     if absent:
         raise ExecutionError(
             f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
@@ -239,12 +234,10 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         )
     with _fitting(checkpoint):
         return RankState(
-            weights=_Joined(checkpoint, found["weights"], join),
-            buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
-            optimizer=_Joined(checkpoint, found["optimizer"], lambda name, parts: _owned(join_state(name, parts))),
-            rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
-            progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
-            own={name: parts[WHOLE] for name, parts in found["own"].items()},
+            weights=_Joined(checkpoint, parts["weights"], join),
+            buffers={name: join(name, fragments) for name, fragments in parts["buffers"].items()},
+            optimizer=_Joined(checkpoint, parts["optimizer"], joined_state),
+            **{section: {name: fragments[WHOLE] for name, fragments in parts[section].items()} for section in _UNNAMED},
         )
 
 
@@ -285,13 +278,6 @@ class _Joined(Mapping[str, T]):
         return len(self._parts)
 
 
-def _owned(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose arrays lie in memory of their own: an optimizer keeps them, and changes them in place."""
-    import torch
-
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
 def _read(path: Path) -> dict[str, Any]:
     """The tensors of one rank: mapped into memory, or read where the file system cannot map files."""
     import torch
@@ -303,23 +289,11 @@ def _read(path: Path) -> dict[str, Any]:
     return mapped
 
 
-def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name; parameters without a step are left out.
-
-    Args:
-        optimizer: of this rank. parameters: by name.
-    """
-    return {name: dict(optimizer.state[value]) for name, value in parameters.items() if optimizer.state.get(value)}
-
-
 def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the state of an optimizer's parameters. Its own hyperparameters stay; devices and dtypes follow the parameters.
+    """Load the states of an optimizer's parameters, by name. Its hyperparameters stay; devices and dtypes follow those.
 
     Counters keep their dtype: torch takes NAdam's product to that of the parameter, and another training would follow. It takes
     that product to a GPU, too, where every later update would wait for the device to read it: it stays on the host.
-
-    Args:
-        optimizer: of this rank. parameters: by name. state: by parameter name.
     """
     import torch
 
@@ -332,20 +306,16 @@ def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], st
         if names.get(id(parameter)) in state
     }
     optimizer.load_state_dict(document)
-    for number, own in document["state"].items():
+    for number, saved in document["state"].items():
         loaded = optimizer.state[ordered[number]]
         for key in loaded.keys() & set(COUNTERS):
             place = torch.device("cpu") if key in HOST_COUNTERS else loaded[key].device
-            if (loaded[key].dtype, loaded[key].device) != (own[key].dtype, place):
-                loaded[key] = own[key].to(place)
+            if (loaded[key].dtype, loaded[key].device) != (saved[key].dtype, place):
+                loaded[key] = saved[key].to(place)
 
 
 def rng_state(device: str = "cpu") -> dict[str, Tensor]:
-    """torch's random states of this process: of the CPU, and of `device` if that is a GPU.
-
-    Args:
-        device: such as "cpu" or "cuda:0".
-    """
+    """torch's random states of this process: of the CPU, and of `device` if that is a GPU ("cuda:0")."""
     import torch
 
     states = {"cpu": torch.get_rng_state()}
@@ -355,11 +325,7 @@ def rng_state(device: str = "cpu") -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
-    """Inverse of `rng_state`; a missing state leaves its generator as it is.
-
-    Args:
-        states: by "cpu" and "cuda". device: such as "cpu" or "cuda:0".
-    """
+    """Inverse of `rng_state`; a missing state leaves its generator as it is."""
     import torch
 
     if "cpu" in states:
@@ -371,11 +337,7 @@ def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
 def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into live parameters or buffers of the same names, in place.
 
-    Args:
-        live, saved: by name.
-
-    Raises:
-        ExecutionError: a live name is not saved, or has another shape.
+    Raises ExecutionError: a live name is not saved, or has another shape.
     """
     import torch
 
@@ -389,30 +351,39 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
 
 
 def restore_one_by_one(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """`restore_tensors` for the names that are saved, each of which is read when its turn comes.
-
-    Args:
-        live: by name. saved: such as the weights of `load_state`.
-    """
+    """`restore_tensors` for the names that are saved, such as those of `load_state`, each of which is read in its turn."""
     for name, value in live.items():
         if name in saved:
             restore_tensors({name: value}, {name: saved[name]})
 
 
 def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
-    """Check that both tensors of a name have the same shape.
-
-    Args:
-        name: for the message. saved, live: the tensors.
-
-    Raises:
-        ExecutionError: the shapes differ.
-    """
+    """Raise ExecutionError where the two tensors of a name differ in shape."""
     if saved.shape != live.shape:
         raise ExecutionError(
             f"{name!r} has shape {tuple(saved.shape)} in the checkpoint and {tuple(live.shape)} in the model; "
             "resume with the model that wrote it"
         )
+
+
+def not_finite(state: RankState, trained: Collection[str]) -> str:
+    """The first tensor with a NaN or an infinity, in words; "" if there is none.
+
+    Weights that are not `trained`, and buffers, may hold infinities (a mask), which are no sign of divergence.
+    """
+    import torch
+
+    for name, weight in state.weights.items():
+        if name in trained and not bool(torch.isfinite(weight).all()):
+            return f"weight {name!r} is not finite"
+    for name, entries in state.optimizer.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and not bool(torch.isfinite(value).all()):
+                return f"the optimizer's {key} of {name!r} is not finite"
+    for name, buffer in state.buffers.items():
+        if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+            return f"buffer {name!r} holds NaN"
+    return ""
 
 
 def _paths(place: Path, rank: int) -> tuple[Path, Path]:
@@ -428,10 +399,6 @@ def _plain(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _writer() -> str:
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -443,8 +410,8 @@ UNFINISHED = "has not finished writing it"
 
 def step_of(place: Path) -> int:
     """From the folder's name; -1 for another folder."""
-    found = _NAME.fullmatch(place.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(place.name)
+    return int(match[1]) if match else -1
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -489,40 +456,15 @@ def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | N
     return entries, None
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest complete checkpoints."""
-    steps = step_folders(folder)
-    complete = [place for place in steps if _inspect(place, digests=False)[1] is None]
-    if len(complete) <= keep:
-        return
-    oldest_kept = complete[-max(keep, 1)]
-    for place in steps:
-        if step_of(place) < step_of(oldest_kept):
-            remove_checkpoint(place)
-
-
-def remove_checkpoint(place: Path) -> None:
-    """Remove the folder of a checkpoint, entries first, so that half of one never counts."""
-    for path in place.glob("rank-*.json"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-    shutil.rmtree(place, ignore_errors=True)
-
-
 UNUSED = "unused-"
 """What the name of a checkpoint begins with that no training goes on from."""
 
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which could not be read when a training went on from this one.
+    """Rename the checkpoints of later steps, which could not be read when a training went on from this one: their new places.
 
-    Else they would count among those that are kept, and one that can be read again would bring back another training.
-
-    Args:
-        folder: of all checkpoints, into which no rank writes at the moment. step: that the training goes on from.
-
-    Returns:
-        Their new places.
+    Else they would count among those that are kept, and one that can be read again would bring back another training. No rank
+    may write into the folder meanwhile.
     """
     moved = []
     for place in step_folders(folder):
@@ -535,11 +477,10 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
 
 
 def keep_only(folder: Path, steps: Collection[int]) -> None:
-    """Remove the checkpoints of all other steps.
-
-    Args:
-        folder: of all checkpoints. steps: of those that stay.
-    """
+    """Remove the checkpoints of all other steps: manifests first, so that half of one never counts."""
     for place in step_folders(folder):
         if step_of(place) not in steps:
-            remove_checkpoint(place)
+            for path in place.glob("rank-*.json"):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            shutil.rmtree(place, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -70,11 +71,7 @@ def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
 
 
 def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
-    """The whole tensor of a name from its fragments.
-
-    Raises:
-        ExecutionError: a fragment is missing.
-    """
+    """The whole tensor of a name from its fragments. Raises ExecutionError: a fragment is missing."""
     shards: dict[int, dict[Fragment, Tensor]] = {}
     for fragment, tensor in parts.items():
         shards.setdefault(fragment.shard, {})[fragment] = tensor
@@ -99,9 +96,7 @@ def _joined_range(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
             raise ExecutionError(f"{name!r}: elements {reached} to {fragment.start} are missing")
         reached = fragment.stop
     flat = torch.cat([entry.reshape(-1) for _, entry in ordered])
-    size = 1
-    for extent in first.shape:
-        size *= extent
+    size = math.prod(first.shape)
     if size != flat.numel():
         raise ExecutionError(f"{name!r}: {flat.numel()} of {size} elements are there")
     return flat.reshape(first.shape)
@@ -110,23 +105,16 @@ def _joined_range(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
 def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[str, Any]:
     """The optimizer state of a whole parameter: arrays joined, scalars (step counters) from any fragment."""
     first = next(iter(parts.values()))
-    joined: dict[str, Any] = {}
-    for key, value in first.items():
-        if is_per_element(value, key):
-            joined[key] = join(name, {fragment: state[key] for fragment, state in parts.items()})
-        else:
-            joined[key] = value
-    return joined
+    return {
+        key: join(name, {fragment: state[key] for fragment, state in parts.items()}) if is_per_element(value, key) else value
+        for key, value in first.items()
+    }
 
 
 def check_names(model: Model, recorded: Mapping[str, CallProgram]) -> None:
-    """Ranks address what they exchange by the names of the Model.
+    """Raise ExecutionError where this rank's `recorded` programs have other names of values than the model that was planned.
 
-    Args:
-        model: that the plan was made for. recorded: by this rank, of the same module.
-
-    Raises:
-        ExecutionError: if a value has another name here, as where a forward iterates over a set.
+    Ranks address what they exchange by these names. They differ where a forward iterates over a set.
     """
     for component in model.components:
         program = recorded[component.name]

@@ -1,10 +1,9 @@
 """Moving a training from one plan to another on the same processes, without files.
 
 Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all
-it will need. Each rank assembles the
-whole and keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter with its state
-at a time. Running statistics follow in the same way, all at once, because they are small. A rank keeps its own. If it had
-none, or the new plan cuts the channels differently, it takes those of the lowest rank.
+it will need. Each rank assembles the whole and keeps its part under the new plan. So beside what both plans hold, a rank has
+one whole parameter with its state at a time. Running statistics follow in the same way, all at once, because they are small. A
+rank keeps its own. If it had none, or the new plan cuts the channels differently, it takes those of the lowest rank.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ from parsim.program.placed import PlanIndex
 
 
 def reshard(old: StageReplica, new: StageReplica) -> None:
-    """Give `new` the weights, buffers, optimizer state and loss scale of `old`.
-
-    Every rank calls it at once, between two steps.
-    """
+    """Give `new` the weights, buffers, optimizer state and loss scale of `old`. Every rank calls it at once, between steps."""
     state = old.state()
     catalogue = _catalogue(state)
     moved = _moved(old.layout, new.layout)
@@ -45,11 +41,10 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
         del weights, moments
     buffers: dict[str, Tensor] = {}
     for name, holders in catalogue["buffers"].items():
-        found: dict[Fragment, Tensor] = _collect(holders, state.buffers.get(name), old.device)
-        own = state.fragments["buffers"].get(name, WHOLE)
+        parts: dict[Fragment, Tensor] = _collect(holders, state.buffers.get(name), old.device)
         if name in state.buffers:
-            found[own] = state.buffers[name]
-        buffers[name] = join(name, found)
+            parts[state.fragments["buffers"].get(name, WHOLE)] = state.buffers[name]
+        buffers[name] = join(name, parts)
     new.load_buffers(buffers)
     new.finish_loading()
     new.loss_scale = old.loss_scale
@@ -62,20 +57,18 @@ def _moved(old: PlanIndex, new: PlanIndex) -> set[str]:
     """
     if old.plan.zero_stage or old.plan.synchronisation.is_relaxed:
         return {parameter.name for parameter in old.model.parameters}
-    found: set[str] = set()
+    moved: set[str] = set()
     for rank in range(new.plan.world_size):
-        whole = {parameter.name for parameter in old.rank_parameters(rank) if parameter.part is None}
-        found |= {parameter.name for parameter in new.rank_parameters(rank)} - whole
-    return found
+        undivided = {parameter.name for parameter in old.rank_parameters(rank) if parameter.part is None}
+        moved |= {parameter.name for parameter in new.rank_parameters(rank)} - undivided
+    return moved
 
 
 def whole_weights(stage: StageReplica, *, averaged: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """All weights and buffers of the model, whole, on every rank; of running statistics those of the lowest rank.
 
-    Every rank calls it at once, between two steps. Where each has all weights anyway, only buffers are sent.
-
-    Args:
-        averaged: take the moving averages of the weights instead (`weight_averages`).
+    Every rank calls it at once, between two steps. Where each has all weights anyway, only buffers are sent. averaged: the
+    moving averages of the weights instead.
     """
     state = stage.state()
     if averaged:
@@ -115,81 +108,64 @@ _Holders = dict[Fragment, _Holder]
 
 def _catalogue(state: RankState) -> dict[str, dict[str, _Holders]]:
     """Who sends what: by section and name, the same on every rank."""
-    own = {
+    sections = {
         section: {
-            name: (state.fragments[section].get(name, WHOLE), _encoded(_described(value)))
+            name: (state.fragments[section].get(name, WHOLE), _encoded(value))
             for name, value in getattr(state, section).items()
         }
         for section in ("weights", "buffers", "optimizer")
     }
-    everyone = gather_values(own)
-    merged: dict[str, dict[str, _Holders]] = {"weights": {}, "buffers": {}, "optimizer": {}}
-    for rank, sections in enumerate(everyone):
-        for section, names in sections.items():
-            for name, (given, content) in names.items():
-                fragment = fragment_from(given)
-                merged[section].setdefault(name, {}).setdefault(fragment, _Holder(rank, _decoded(content)))
+    merged: dict[str, dict[str, _Holders]] = {section: {} for section in sections}
+    for rank, held in enumerate(gather_values(sections)):
+        for section, names in held.items():
+            for name, (fragment, content) in names.items():
+                merged[section].setdefault(name, {}).setdefault(fragment_from(fragment), _Holder(rank, _decoded(content)))
     return merged
 
 
-def _encoded(content: Any) -> list[Any]:
-    """A kind, a step counter or a dict of both as a plain value, with what it is before it."""
-    match content:
-        case _Kind():
-            return ["kind", content.shape, str(content.dtype).removeprefix("torch.")]
+def _encoded(value: Any, key: str = "") -> list[Any]:
+    """A tensor that will be sent, a step counter, or the state of a parameter as plain values, with what it is before it."""
+    match value:
+        case Mapping():
+            return ["state", {name: _encoded(entry, name) for name, entry in value.items()}]
         case Tensor():
-            return ["tensor", content.tolist(), str(content.dtype).removeprefix("torch.")]
-        case dict():
-            return ["state", {key: _encoded(entry) for key, entry in content.items()}]
-    return ["value", content]
+            dtype = str(value.dtype).removeprefix("torch.")
+            return ["kind", value.shape, dtype] if is_per_element(value, key) else ["tensor", value.tolist(), dtype]
+    return ["value", value]
 
 
 def _decoded(content: list[Any]) -> Any:
     match content:
         case ["kind", shape, str() as dtype]:
-            return _Kind(tuple(shape), _dtype(dtype))
+            return _Kind(tuple(shape), getattr(torch, dtype))
         case ["tensor", value, str() as dtype]:
-            return torch.tensor(value, dtype=_dtype(dtype))
+            return torch.tensor(value, dtype=getattr(torch, dtype))
         case ["state", dict() as entries]:
             return {key: _decoded(entry) for key, entry in entries.items()}
     return content[1]
 
 
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def _collect(holders: Mapping[Fragment, _Holder], own: Any, device: torch.device) -> dict[Fragment, Any]:
-    """Every fragment, sent by its holder to all ranks; arrays on `device`, step counters where they were."""
-    found: dict[Fragment, Any] = {}
-    for fragment, holder in holders.items():
-        given = own if holder.rank == dist.get_rank() else None
-        if isinstance(holder.content, _Kind):
-            found[fragment] = _sent(holder.content, given, holder.rank, device)
+def _collect(holders: Mapping[Fragment, _Holder], held: Any, device: torch.device) -> dict[Fragment, Any]:
+    """Every fragment, sent by its holder, which has `held`, to all ranks; arrays on `device`, step counters where they were."""
+    collected: dict[Fragment, Any] = {}
+    for fragment, (rank, content) in holders.items():
+        source = held if rank == dist.get_rank() else None
+        if isinstance(content, _Kind):
+            collected[fragment] = _sent(content, source, rank, device)
         else:
-            found[fragment] = {
-                key: _sent(content, None if given is None else given[key], holder.rank, device)
-                if isinstance(content, _Kind)
-                else content
-                for key, content in holder.content.items()
+            collected[fragment] = {
+                key: _sent(kind, None if source is None else source[key], rank, device) if isinstance(kind, _Kind) else kind
+                for key, kind in content.items()
             }
-    return found
+    return collected
 
 
-def _sent(kind: _Kind, given: Tensor | None, holder: int, device: torch.device) -> Tensor:
-    """A copy on every rank of what its holder has."""
-    if given is None:
+def _sent(kind: _Kind, source: Tensor | None, rank: int, device: torch.device) -> Tensor:
+    """A copy on every rank of what `rank` has."""
+    if source is None:
         tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
     else:
-        tensor = given.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        tensor = source.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     with pulse().waiting():
-        dist.broadcast(tensor, holder)
+        dist.broadcast(tensor, rank)
     return tensor
-
-
-def _described(value: Tensor | Mapping[str, Any]) -> Any:
-    """What stands in the catalogue for a tensor, or for the state of a parameter."""
-    if isinstance(value, Tensor):
-        return _Kind(tuple(value.shape), value.dtype)
-    return {key: _described(entry) if is_per_element(entry, key) else entry for key, entry in value.items()}

@@ -1,16 +1,13 @@
-"""The GPU operations of the executor and the calibration: its streams, its events, and a kernel that only waits.
+"""A GPU for executor and calibration: its streams and events, a kernel that only waits, and how work on it is timed.
 
-`EventClock` is the part that times work on the stream at hand; `Driver` adds streams. `TorchCudaDriver` is a real GPU by
-torch.cuda. Tests have a driver with virtual time in its place, so that launches, waits and timings are checked without a GPU.
+`EventClock` times work on the stream at hand; `Driver` adds streams. `TorchCudaDriver` is a real GPU by torch.cuda. Tests
+have a driver with virtual time in its place, so that launches, waits and timings are checked without a GPU.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -144,6 +141,11 @@ class TorchCudaDriver:
         return _cycles_per_s(self._device)
 
 
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    return steady_cycles_per_s(TorchCudaDriver(device), torch.cuda._sleep)
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """A tensor's memory under another storage, which holds the tensor; no mode of torch sees it being made.
 
@@ -153,16 +155,9 @@ def alias_of(tensor: Tensor) -> Tensor:
         return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
-@cache
-def _cycles_per_s(device: torch.device) -> float:
-    return steady_cycles_per_s(TorchCudaDriver(device), torch.cuda._sleep)
-
-
 def steady_cycles_per_s(clock: EventClock[Any], sleep: Callable[[int], object]) -> float:
-    """Cycles of the sleep kernel per second, once the device's clock has risen. The first call loads the kernel.
-
-    Args:
-        sleep: queues a kernel of so many cycles.
+    """Cycles of the sleep kernel per second, once the device's clock has risen. The first call loads the kernel, and `sleep`
+    queues one of so many cycles.
     """
     rates: list[float] = []
     while len(rates) < MOST_SLEEPS:
@@ -192,8 +187,6 @@ def driver_of(device: torch.device) -> Driver[Any, Any] | None:
 # Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits. Then
 # the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing are kept
 # beside.
-#
-# Every call goes to an `EventClock` (`parsim.execute.cuda.driver`); tests have one with computed time.
 
 
 DeviceClock = EventClock[Any]
@@ -236,8 +229,7 @@ def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None
 
     A group with nothing before it begins at the event that ended the group before: a queue holds about a thousand entries.
 
-    Args:
-        hold_s: None: without a hold, for calls that wait for the device.
+    hold_s: None: without a hold, for calls that wait for the device.
     """
     clock.synchronize()
     if hold_s is not None:
@@ -268,10 +260,10 @@ def timed_groups(clock: DeviceClock, groups: Sequence[Group]) -> TimedGroups:
     """
     hold_s = FIRST_HOLD_S
     while True:
-        found = timed_once(clock, groups, hold_s)
-        if found.hidden or hold_s >= MOST_HOLD_S:
-            return found
-        hold_s = longer_hold(max(hold_s, found.spent_s))
+        timed = timed_once(clock, groups, hold_s)
+        if timed.hidden or hold_s >= MOST_HOLD_S:
+            return timed
+        hold_s = longer_hold(max(hold_s, timed.spent_s))
 
 
 def longer_hold(spent_s: float) -> float:
@@ -291,61 +283,5 @@ def warm_gpu(device: torch.device, dtype: torch.dtype) -> None:
     """Raise a GPU's clocks to those of sustained work, by matrix products; a CPU needs none."""
     driver = driver_of(device)
     if driver is not None:
-        warm_up(driver, products(dtype, device))
-
-
-def products(dtype: torch.dtype, device: torch.device) -> QueuedCall:
-    """Work that keeps a GPU busy for some milliseconds: matrix products."""
-    left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
-    return lambda: torch.mm(left, right)
-
-
-# A thread that makes one call after the other, of which workers may be forked.
-#
-# Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
-# ends with an error.
-
-
-T = TypeVar("T")
-
-
-class GatherThread:
-    """See the module.
-
-    Args:
-        begin: called in the thread first. Where it fails, so do all calls.
-    """
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(begin,), name="parsim gather", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The call's result, once it is its turn."""
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def close(self) -> None:
-        """Wait until all calls are made that were not cancelled."""
-        self._calls.put(None)
-        self._thread.join()
-
-    def _serve(self, begin: Callable[[], None]) -> None:
-        failed: BaseException | None = None
-        try:
-            begin()
-        except BaseException as error:
-            failed = error
-        while (entry := self._calls.get()) is not None:
-            future, call = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                if failed is not None:
-                    raise failed
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-            del entry, future, call  # they hold tensors
+        left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
+        warm_up(driver, lambda: torch.mm(left, right))

@@ -1,4 +1,4 @@
-"""Faults of a GPU, with one message each: memory that runs out, a lost device, a device that other processes use.
+"""Faults of a GPU, with one message each: memory that runs out, a lost device, a wrong operand.
 
 torch is imported where it is used: planning needs none.
 """
@@ -10,10 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
-from parsim.units import GIB, format_bytes
-
-OTHERS_BYTES = 2 * GIB
-"""A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
+from parsim.units import format_bytes
 
 LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
 ASSERTED = "device-side assert"
@@ -45,53 +42,16 @@ SHARED_MEMORY = "(NCCL communicates through /dev/shm; give a container more of i
 REST = "activations and what comes beside them"
 
 
-def check_devices(needed: int, available: int, why: str = "") -> None:
-    """Raise ExecutionError unless this host has a GPU for every rank.
-
-    Args:
-        why: there is none.
-    """
-    ranks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
-    if why:
-        raise ExecutionError(f"the plan has {ranks}, and this host has none. {why}")
-    if needed > available:
-        gpus = "1 GPU" if available == 1 else f"{available} GPUs"
-        raise ExecutionError(
-            f"the plan has {ranks}, and this host has {gpus} (see CUDA_VISIBLE_DEVICES); "
-            f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
-        )
-
-
 def visible_devices(wanted: Sequence[int], seen: str = "") -> str:
-    """CUDA_VISIBLE_DEVICES for some of the GPUs that are visible; "" where they are the first ones.
-
-    Args:
-        wanted: their numbers. seen: the variable as it is.
-    """
+    """CUDA_VISIBLE_DEVICES for the GPUs of some numbers; "" where they are the first ones. seen: the variable as it is."""
     if list(wanted) == list(range(len(wanted))):
         return ""
     names = [name for name in seen.split(",") if name]
     return ",".join(names[number] if number < len(names) else str(number) for number in wanted)
 
 
-def check_alone(rank: int, device: str, used_bytes: int) -> None:
-    """Raise ExecutionError if somebody else's memory lies on a GPU on which this rank has only its context."""
-    if used_bytes > OTHERS_BYTES:
-        raise ExecutionError(
-            f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another "
-            "process computes there (`nvidia-smi` names it). It would slow every step and take the plan's memory; end it, "
-            "or leave this GPU out with CUDA_VISIBLE_DEVICES"
-        )
-
-
 def out_of_memory(
-    *,
-    rank: int,
-    step: int,
-    predicted: Mapping[str, int],
-    held: Mapping[str, int],
-    allocated_bytes: int,
-    kept: str,
+    *, rank: int, step: int, predicted: Mapping[str, int], held: Mapping[str, int], allocated_bytes: int, kept: str
 ) -> OutOfMemoryError:
     """The message for a rank whose allocation failed.
 
@@ -121,11 +81,7 @@ def out_of_memory(
 
 
 def first_line(message: str) -> str:
-    """What an error says at first; of NCCL, which names the cause at the end, that too.
-
-    Args:
-        message: of the error, of any number of lines.
-    """
+    """What the message of an error says at first; of NCCL, which names the cause at the end, that too."""
     lines = [line.strip() for line in message.strip().splitlines()]
     if not lines:
         return ""
@@ -145,13 +101,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iterator[None]:
-    """Inside, a GPU's fault becomes one message, as it does in a step.
+    """Inside, a GPU's fault becomes one message, as it does in a step: OutOfMemoryError, RankLostError or ExecutionError.
 
-    Args:
-        doing: what the rank does now, in words.
-
-    Raises:
-        OutOfMemoryError, RankLostError: for torch's errors.
+    doing: what the rank does now, in words.
     """
     try:
         yield
@@ -159,18 +111,18 @@ def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iter
         if not device.startswith("cuda"):
             raise
         error = as_the_device_says(error, device)
-        said = first_line(str(error)) or type(error).__name__
+        reason = _reason(error)
         if is_out_of_memory(error):
             raise OutOfMemoryError(
-                f"rank {rank} ran out of memory on {device} outside a training step ({doing()}): {said}. Use more devices, "
+                f"rank {rank} ran out of memory on {device} outside a training step ({doing()}): {reason}. Use more devices, "
                 "a higher plan.zero_stage or pipeline stages"
             ) from error
         if is_failed_assertion(error):
             raise failed_assertion(rank, f"outside a training step ({doing()})", error) from error
         if is_lost_device(error):
             raise RankLostError(
-                f"rank {rank} lost {device} outside a training step ({doing()}): {said}. `nvidia-smi` and the system log (Xid) "
-                "say whether the GPU is well",
+                f"rank {rank} lost {device} outside a training step ({doing()}): {reason}. `nvidia-smi` and the system log "
+                "(Xid) say whether the GPU is well",
                 (rank,),
                 device_lost=True,
             ) from error
@@ -199,9 +151,13 @@ def as_the_device_says(error: RuntimeError, device: str) -> RuntimeError:
     if device.startswith("cuda") and STATUS in str(error).lower() and not is_out_of_memory(error):
         try:
             torch.cuda.current_stream(torch.device(device)).query()
-        except RuntimeError as told:
-            return told
+        except RuntimeError as device_error:
+            return device_error
     return error
+
+
+def _reason(error: BaseException) -> str:
+    return first_line(str(error)) or type(error).__name__
 
 
 def is_failed_assertion(error: BaseException) -> bool:
@@ -210,21 +166,19 @@ def is_failed_assertion(error: BaseException) -> bool:
 
 
 def failed_assertion(rank: int, where: str, error: BaseException, kept: str = "") -> ExecutionError:
-    """The message for a kernel that found a wrong operand. Args: where: "in step 3". kept: about the last checkpoint."""
-    said = first_line(str(error)) or type(error).__name__
+    """The message for a kernel that found a wrong operand. where: "in step 3". kept: about the last checkpoint."""
     return ExecutionError(
-        f"rank {rank} stopped {where}: {said}. The GPU is well. A kernel was given an index beyond its table, such as a target "
-        "that is no class, or a token beyond the vocabulary. CUDA_LAUNCH_BLOCKING=1 says where. Correct the data or the "
-        f"model's sizes. {kept}".rstrip()
+        f"rank {rank} stopped {where}: {_reason(error)}. The GPU is well. A kernel was given an index beyond its table, such "
+        "as a target that is no class, or a token beyond the vocabulary. CUDA_LAUNCH_BLOCKING=1 says where. Correct the data "
+        f"or the model's sizes. {kept}".rstrip()
     )
 
 
 def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
     """The message for a rank whose device is lost."""
-    said = first_line(str(error)) or type(error).__name__
     return RankLostError(
-        f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
-        "GPU is well",
+        f"rank {rank} lost {device} in step {step}: {_reason(error)}. {kept} `nvidia-smi` and the system log (Xid) say whether "
+        "the GPU is well",
         (rank,),
         device_lost=True,
     )

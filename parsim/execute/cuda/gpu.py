@@ -1,8 +1,6 @@
-"""The GPU of one rank: which it is, why there is none, and who else computes there.
+"""The GPU of one rank: its memory as counters see it, which GPU it is, why there is none, and who else computes there.
 
 torch is imported where it is used: planning needs none.
-
-32 hardware queues: a plan with three axes has more than 8 streams, and streams of one queue wait for one another.
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.faults import check_alone, check_devices
+from parsim.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +19,10 @@ if TYPE_CHECKING:
 
 # A GPU's memory as four counters see it; each is compared with the lines of the prediction that it covers.
 #
-# live        tensors, by watching every operator (`parsim.model.trace.memory`) allocated   blocks the caching allocator has
-# handed out: tensors rounded up, and workspaces of libraries that ask it reserved    what the allocator has taken from the
-# driver driver      what the device has no longer free: the context, communicators, and other processes
+# live        tensors, by watching every operator (`parsim.model.trace.memory`)
+# allocated   blocks the caching allocator has handed out: tensors rounded up, and workspaces of libraries that ask it
+# reserved    what the allocator has taken from the driver
+# driver      what the device has no longer free: the context, communicators, and other processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +35,8 @@ class MemoryUse:
     driver_bytes: int | None = None
 
 
-class MemoryCounters(Protocol):
-    """The counters of one device."""
-
-    def give_back(self) -> None: ...
-
-    def forget_peaks(self) -> None: ...
-
-    def allocated_bytes(self) -> int: ...
-
-    def reserved_bytes(self) -> int: ...
-
-    def driver_bytes(self) -> int: ...
-
-
-class TorchMemoryCounters:
-    """Those of torch.cuda."""
+class MemoryCounters:
+    """The counters of torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -82,7 +67,7 @@ class TorchMemoryCounters:
 
 def counters_of(device: torch.device) -> MemoryCounters | None:
     """None for a CPU."""
-    return TorchMemoryCounters(device) if device.type == "cuda" else None
+    return MemoryCounters(device) if device.type == "cuda" else None
 
 
 # Several ranks on one GPU, to check what they compute where there are fewer GPUs than ranks. Never for times.
@@ -124,15 +109,11 @@ of their own: profiles are measured without that memory."""
 
 
 def sharing(environment: Mapping[str, str] = os.environ) -> str:
-    """How ranks share GPUs: "nccl", "staged", or "" where each has its own.
-
-    Raises:
-        ExecutionError: another value.
-    """
-    asked = environment.get(SHARE_VARIABLE, "")
-    if asked not in ("", NCCL, STAGED):
-        raise ExecutionError(f"{SHARE_VARIABLE}={asked!r} must be {NCCL} or {STAGED}, or not set: a GPU per rank")
-    return asked
+    """How ranks share GPUs: "nccl", "staged", or "" where each has its own. Raises ExecutionError: another value."""
+    value = environment.get(SHARE_VARIABLE, "")
+    if value not in ("", NCCL, STAGED):
+        raise ExecutionError(f"{SHARE_VARIABLE}={value!r} must be {NCCL} or {STAGED}, or not set: a GPU per rank")
+    return value
 
 
 def rank_variables(rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -148,6 +129,9 @@ def gpu_of(local_rank: int, available: int, environment: Mapping[str, str] = os.
         return local_rank
     return local_rank % available if available and sharing(environment) else None
 
+
+OTHERS_BYTES = 2 * GIB
+"""A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
 
 CUDA_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -172,28 +156,27 @@ def usable_gpus() -> tuple[int, str]:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # a driver that is too old, or none
-        said = str(error).strip().splitlines()[0].rstrip(".")
-        return (
-            0,
-            f"torch cannot use a GPU here: {said}. Fix the driver (see nvidia-smi), or compute on the CPU",
-        )
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        return 0, f"torch cannot use a GPU here: {reason}. Fix the driver (see nvidia-smi), or compute on the CPU"
     return 0, "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES, or compute on the CPU"
 
 
 def check_gpus(ranks: int, *, measures: bool) -> None:
-    """A GPU of this host per rank, or ranks that share some on purpose.
+    """A GPU of this host per rank, or ranks that share some on purpose. measures: the ranks are timed.
 
-    Args:
-        measures: the ranks are timed.
-
-    Raises:
-        ExecutionError: too few GPUs, none that torch can use, or ranks that would be timed while they share one.
+    Raises ExecutionError: too few GPUs, none that torch can use, or ranks that would be timed while they share one.
     """
     available, why = usable_gpus()
-    if not sharing():
-        check_devices(ranks, available, why)
-        return
-    check_devices(1, available, why)
+    needed = 1 if sharing() else ranks
+    asks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
+    if why:
+        raise ExecutionError(f"the plan has {asks}, and this host has none. {why}")
+    if needed > available:
+        gpus = "1 GPU" if available == 1 else f"{available} GPUs"
+        raise ExecutionError(
+            f"the plan has {asks}, and this host has {gpus} (see CUDA_VISIBLE_DEVICES); "
+            f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
+        )
     if measures and ranks > available:
         raise ExecutionError(
             f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train correctly, but their times mean nothing; use "
@@ -209,11 +192,8 @@ def prepare_cuda(rank: int) -> None:
 def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
     """The rank's GPU, as torch's current device. Called before anything but `prepare_cuda` has begun with CUDA.
 
-    Args:
-        alone: nobody else's memory may lie there. It is looked at before NCCL takes some.
-
-    Raises:
-        ExecutionError: this host has fewer GPUs than ranks, torch cannot use them, or somebody else does.
+    Where it is `alone`, nobody else's memory may lie there. It is looked at before NCCL takes some. Raises ExecutionError: this
+    host has fewer GPUs than ranks, torch cannot use them, or somebody else does.
     """
     import torch
 
@@ -228,8 +208,13 @@ def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
         torch.cuda.set_device(device)
         if alone and not sharing():
             free, total = torch.cuda.mem_get_info(device)
-            check_alone(rank, str(device), total - free)
+            if total - free > OTHERS_BYTES:
+                raise ExecutionError(
+                    f"rank {rank} finds {format_bytes(total - free)} of {device} in use before it has allocated anything: "
+                    "another process computes there (`nvidia-smi` names it). It would slow every step and take the plan's "
+                    "memory; end it, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+                )
     except RuntimeError as error:
-        said = str(error).strip().splitlines()[0]
-        raise ExecutionError(f"rank {rank} cannot use {device}: {said}. `nvidia-smi` says whether the GPU is well") from error
+        reason = str(error).strip().splitlines()[0]
+        raise ExecutionError(f"rank {rank} cannot use {device}: {reason}. `nvidia-smi` says whether the GPU is well") from error
     return device

@@ -52,9 +52,9 @@ class StagedGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Any:
         """Gloo sums the whole on every rank, of which each keeps its part."""
         summed = whole.detach().to("cpu", copy=True)
-        asked = AllreduceOptions()
-        asked.reduceOp = opts.reduceOp
-        self._gloo.allreduce([summed], asked).wait()
+        options = AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        self._gloo.allreduce([summed], options).wait()
         own.copy_(summed.view(-1).chunk(self.size())[self.rank()].view(own.shape))
         return _ended([own])
 

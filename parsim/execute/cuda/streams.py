@@ -131,10 +131,10 @@ class CudaStreams(Generic[S, E]):
 
     def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
         """Load the next step's batch. It counts as this step's `task`, unless this step had to load its own batch too."""
-        own = any(entry.task == task for entry in self._timed)
+        loaded_its_own = any(entry.task == task for entry in self._timed)
         timed = self._launch(task, stream, operation, self._stream(stream))
         self._ahead = timed.end
-        if not own:
+        if not loaded_its_own:
             self._timed.append(timed)
 
     def finish(self) -> list[TaskTime]:
@@ -147,11 +147,9 @@ class CudaStreams(Generic[S, E]):
         times: list[TaskTime] = []
         if self._base is not None:
             host_s, base = self._base
-            elapsed_s = self._driver.elapsed_s
-            times = [
-                TaskTime(entry.task, entry.stream, host_s + elapsed_s(base, entry.start), host_s + elapsed_s(base, entry.end))
-                for entry in self._timed
-            ]
+            for task, stream, start, end in self._timed:
+                seconds = (host_s + self._driver.elapsed_s(base, event) for event in (start, end))
+                times.append(TaskTime(task, stream, *seconds))
         self._forget()
         return times
 
@@ -244,7 +242,7 @@ class CudaStreams(Generic[S, E]):
         return _Timed(task, stream, start, end)
 
     def _enqueued(self, task: int, on: S, end: E) -> None:
-        """Those that waited for the task wait for one less."""
+        """What waited for the task waits for one less."""
         self._ends[task] = _End(on, end, {**self._behind.get(on, {}), on: self._issued})
         for entry in self._dependents.pop(task, ()):
             self._missing[entry.number] -= 1

@@ -10,6 +10,7 @@ import json
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -35,13 +36,13 @@ def meet() -> None:
 
 def gather_values(value: Any) -> list[Any]:
     """What every rank gave, by rank, on all ranks. Tuples arrive as lists."""
-    own = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(default_device())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    text = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(default_device())
+    sizes = [torch.zeros(1, dtype=torch.int64, device=text.device) for _ in range(dist.get_world_size())]
     with pulse().waiting():
-        dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device))
+        dist.all_gather(sizes, torch.tensor([text.numel()], device=text.device))
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=own.device)
-    padded[: own.numel()] = own
+    padded = torch.zeros(longest, dtype=torch.uint8, device=text.device)
+    padded[: text.numel()] = text
     parts = [torch.empty_like(padded) for _ in sizes]
     with pulse().waiting():
         dist.all_gather(parts, padded)
@@ -67,37 +68,24 @@ def done_by_rank_0(place: ProcessPlace, work: Callable[[], T]) -> T | None:
 
     Every rank calls it. Where there is no store, the others wait in a barrier.
     """
-    result = None
+    _calls[place.attempt] += 1  # the same number on every rank
+    key = f"done by rank 0/{_calls[place.attempt]}"
+    result = work() if dist.get_rank() == 0 else None
     if place.store is None:
-        if dist.get_rank() == 0:
-            result = work()
         meet()
-        return result
-    number = _counted(place)
-    key = f"done by rank 0/{number}"
-    if dist.get_rank() == 0:
-        result = work()
+    elif dist.get_rank() == 0:
         place.store.set(key, "yes")
-        return result
-    began = time.monotonic()
-    with pulse().waiting():
-        while not place.store.check([key]):
-            time.sleep(pause_after_s(time.monotonic() - began))
-    return None
+    else:
+        began_s = time.monotonic()
+        with pulse().waiting():
+            while not place.store.check([key]):
+                pause_s = _PAUSE_SHARE * (time.monotonic() - began_s)
+                time.sleep(min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+    return result
 
 
-def pause_after_s(waited_s: float) -> float:
-    """How long a rank sleeps before it asks again whether rank 0 is ready. Args: waited_s: since it began to wait."""
-    return min(max(_PAUSE_SHARE * waited_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
-
-
-_calls: dict[int, int] = {}
-
-
-def _counted(place: ProcessPlace) -> int:
-    """The number of this call in this attempt, which is the same on every rank."""
-    _calls[place.attempt] = _calls.get(place.attempt, 0) + 1
-    return _calls[place.attempt]
+_calls: Counter[int] = Counter()
+"""Works of rank 0 so far, by attempt."""
 
 
 def _text(value: Any) -> bytes:
@@ -140,22 +128,18 @@ def look() -> ClockLook:
     machines = gather_values(_machine())
     if len(set(machines)) == 1:
         return ClockLook(_now_s(), 0.0)
-    own = []
+    looks_s = []
     for _ in range(LOOKS):
         meet()
-        own.append(_now_s())
-    everyone = gather_values(own)
+        looks_s.append(_now_s())
+    everyone = gather_values(looks_s)
     here = everyone[machines.index(machines[dist.get_rank()])]  # of one rank for all of a machine, which share a clock
     ahead_s = statistics.median(one - other for one, other in zip(here, everyone[0], strict=True))
-    return ClockLook(statistics.median(own), ahead_s)
+    return ClockLook(statistics.median(looks_s), ahead_s)
 
 
 def on_rank_0(before: ClockLook, after: ClockLook) -> Callable[[float], float]:
-    """From seconds on this machine's clock to those on rank 0's.
-
-    Args:
-        before, after: looks around what was measured.
-    """
+    """From seconds on this machine's clock to those on rank 0's, by looks before and after what was measured."""
     passed_s, drift_s = after.own_s - before.own_s, after.ahead_s - before.ahead_s
     rate = drift_s / passed_s if passed_s > 0 else 0.0
     return lambda own_s: own_s - before.ahead_s - rate * (own_s - before.own_s)

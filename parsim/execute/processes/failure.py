@@ -13,7 +13,7 @@ from parsim.errors import DivergedError, ExecutionError, OutOfMemoryError, RankL
 from parsim.execute.cuda.faults import ASSERTED, ASSERTION, first_line
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error
 from parsim.execute.processes.heartbeat import Hang
-from parsim.execute.processes.output import RankOutput
+from parsim.execute.processes.output import RankOutput, signal_name
 from parsim.units import format_seconds
 
 KINDS = {kind.__name__: kind for kind in (OutOfMemoryError, DivergedError)}
@@ -44,11 +44,8 @@ def still_there(processes: Sequence[int]) -> str:
 
 
 def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> NoReturn:
-    """Find the rank that failed on its own account and raise the one message about it; also of processes that are left, as
-    where a GPU does not answer.
-
-    Raises:
-        ExecutionError, RankLostError, or one of KINDS: always.
+    """Find the rank that failed on its own account and raise the one message about it: an ExecutionError, RankLostError, or one
+    of KINDS. It also names processes that are left, as where a GPU does not answer.
     """
     error = _failure(folder, nproc, ended, output, timeout_s)
     if not ended.left:
@@ -63,35 +60,39 @@ def _failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout
     In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
     Then a rank that hangs, the time limit, a lost peer.
     """
-    found = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
+    read = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
     records = sorted(
-        (record for record in found if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
+        (record for record in read if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
     )
     failed = {rank: status for rank, status in ended.statuses.items() if status}
     recorded = {record.rank for record in records}
     killed = [rank for rank, status in failed.items() if status < 0 and -status != signal.SIGABRT]
-    own = [record for record in records if not record.peer_lost]
     unexplained = [rank for rank in failed if rank not in recorded]
+    first = next((record for record in records if not record.peer_lost), None)
     if killed:
         return RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
-    if own:
-        text, first = _record_text(own[0], nproc, folder, output), own[0]
+    if first is not None:
+        text = _record_text(first, nproc, folder, output)
         if first.reported and first.kind != RankLostError.__name__:
             return KINDS.get(first.kind, ExecutionError)(text)
         return RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
     if unexplained:
         return RankLostError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output), unexplained)
     if ended.hang is not None:
-        return RankLostError(_hang_text(ended.hang, ended.places, nproc), ended.hang.ranks)
+        where = "".join(f"; rank {rank} is at {place}" for rank, place in ended.places.items())
+        text = (
+            f"{_names(ended.hang.ranks)} of {nproc} {ended.hang.text}{where}. The run was ended; --timeout SECONDS waits longer"
+        )
+        return RankLostError(text, ended.hang.ranks)
     if ended.out_of_time and timeout_s is not None:
-        return ExecutionError(_timeout_text(nproc, timeout_s, output))
-    return RankLostError(_lost_text(records, nproc), sorted(set(range(nproc)) - {record.rank for record in records}))
+        lines = [f"rank {rank}: {line}" for rank in range(nproc) if (line := output.last_line(rank))]
+        last = f"; last lines: {'; '.join(lines)}" if lines else "; no rank had written any output"
+        return ExecutionError(f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}")
+    return _lost(records, nproc)
 
 
-def _hang_text(hang: Hang, places: Mapping[int, str], nproc: int) -> str:
-    names = f"rank {hang.ranks[0]}" if len(hang.ranks) == 1 else f"ranks {', '.join(map(str, hang.ranks))}"
-    where = "".join(f"; rank {rank} is at {place}" for rank, place in places.items())
-    return f"{names} of {nproc} {hang.text}{where}. The run was ended; --timeout SECONDS waits longer"
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _record_text(record: ErrorRecord, nproc: int, folder: Path, output: RankOutput) -> str:
@@ -99,40 +100,31 @@ def _record_text(record: ErrorRecord, nproc: int, folder: Path, output: RankOutp
         text = f"rank {record.rank} of {nproc} stopped: {record.message}"
         wrote = output.line_with(record.rank, ASSERTION) if ASSERTED in record.message else ""
         return f"{text} The kernel wrote: {wrote}" if wrote else text
-    said = first_line(record.message)
     where = f"traceback in {error_path(folder, record.rank)}" if record.traceback else "its traceback could not be written"
-    return f"rank {record.rank} of {nproc} failed: {record.kind}: {said} ({where})"
+    return f"rank {record.rank} of {nproc} failed: {record.kind}: {first_line(record.message)} ({where})"
 
 
-def _lost_text(records: list[ErrorRecord], nproc: int) -> str:
+def _lost(records: Sequence[ErrorRecord], nproc: int) -> RankLostError:
     """Every rank with a record only misses another: name those without one."""
     first = records[0]
-    said = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
+    reported = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
     quiet = sorted(set(range(nproc)) - {record.rank for record in records})
-    if not quiet:
-        return f"rank {first.rank} of {nproc} lost contact with another rank: {said}"
-    names = f"rank {quiet[0]}" if len(quiet) == 1 else f"ranks {', '.join(map(str, quiet))}"
-    return f"{names} of {nproc} did not answer (hanging, stopped, or unreachable); rank {first.rank} reported: {said}"
+    text = f"rank {first.rank} of {nproc} lost contact with another rank: {reported}"
+    if quiet:
+        why = "did not answer (hanging, stopped, or unreachable)"
+        text = f"{_names(quiet)} of {nproc} {why}; rank {first.rank} reported: {reported}"
+    return RankLostError(text, quiet)
 
 
 def _status_text(rank: int, nproc: int, status: int, output: RankOutput) -> str:
-    said = output.last_line(rank)
-    last = f"; its last line: {said}" if said else "; it wrote no output"
+    line = output.last_line(rank)
+    last = f"; its last line: {line}" if line else "; it wrote no output"
     if status >= 0:
         return f"rank {rank} of {nproc} ended with exit status {status} and no error record{last}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+    name = signal_name(-status)
     hint = {
         "SIGKILL": " (somebody's kill -9, or the kernel when memory ran out: try fewer processes or a smaller batch)",
         "SIGSEGV": " (a crash in compiled code)",
         "SIGBUS": " (often a full /dev/shm or disk)",
     }.get(name, "")
     return f"rank {rank} of {nproc} was killed by {name}{hint}{last}"
-
-
-def _timeout_text(nproc: int, timeout_s: float, output: RankOutput) -> str:
-    said = [f"rank {rank}: {line}" for rank in range(nproc) if (line := output.last_line(rank))]
-    last = f"; last lines: {'; '.join(said)}" if said else "; no rank had written any output"
-    return f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}"

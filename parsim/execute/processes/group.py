@@ -99,11 +99,7 @@ def error_path(folder: Path, rank: int) -> Path:
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """This process's place from its environment, where `launch` and torchrun write it.
-
-    Raises:
-        ExecutionError: started by neither.
-    """
+    """This process's place from its environment, where `launch` and torchrun write it. Raises ExecutionError: neither did."""
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     except (KeyError, ValueError) as error:
@@ -120,13 +116,11 @@ def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
 
 
 def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = False) -> ProcessPlace:
-    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host, see `shared_gpu`).
+    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host, see `cuda.gpu`).
 
     Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of
     dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
-
-    Args:
-        alone: nobody else may compute on this rank's GPU.
+    Where it is `alone`, nobody else may compute on this rank's GPU.
 
     Raises:
         ExecutionError: an unknown device, fewer GPUs than ranks on this host, or a GPU that torch cannot use or others use.
@@ -144,7 +138,6 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = F
 
         register_staged()
         backend = STAGED
-    timeout = datetime.timedelta(seconds=timeout_s)
     everyone = open_store(place.rank, place.world_size, timeout_s=timeout_s)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
     with pulse().waiting(), _threads_of(backend):
@@ -153,7 +146,7 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = F
             store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_s),
             device_id=cuda_device if backend == NCCL else None,
         )
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
@@ -184,10 +177,8 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     """One process group per communication stream (name, ranks); returned are those this rank belongs to.
 
     Streams with the same ranks get separate groups, since two collectives of one group wait for one another. Every rank must
-    pass the same list in the same order. Duplicates share a group.
-
-    Raises:
-        ExecutionError: a stream without ranks, a rank named twice, or one that does not exist.
+    pass the same list in the same order. Duplicates share a group. Raises ExecutionError: a stream without ranks, a rank named
+    twice, or one that does not exist.
     """
     from torch import distributed
 
@@ -219,9 +210,6 @@ def open_links(links: Sequence[StreamLink], groups: Mapping[Stream, ProcessGroup
     NCCL connects two ranks at their first transfer in a communicator, and the host waits there for the peer, whatever stream
     the transfer is given. A rank of a pipeline asks for its first gradient before it computes. So without open links each rank
     would wait for a peer that waits for it.
-
-    Args:
-        groups: those of this rank, by stream.
     """
     import torch
     from torch import distributed
@@ -245,8 +233,17 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
 
     if not distributed.is_initialized():
         return True
-    with pulse().waiting():
-        together = place.store is None or _wait_for_all(place, place.store, timeout_s)
+    together = True
+    with (
+        pulse().waiting(),
+        contextlib.suppress(RuntimeError),
+    ):  # DistError of a TCP store is one; a file store raises it plainly
+        if place.store is not None:
+            together = False
+            if place.store.add("finished", 1) == place.world_size:
+                place.store.set("all finished", "yes")
+            place.store.wait(["all finished"], datetime.timedelta(seconds=timeout_s))
+            together = True
 
     def leave() -> None:
         if place.device.startswith("cuda"):
@@ -259,16 +256,6 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
     thread.start()
     thread.join(timeout_s)
     return together and not thread.is_alive()
-
-
-def _wait_for_all(place: ProcessPlace, store: Store, timeout_s: float) -> bool:
-    try:
-        if store.add("finished", 1) == place.world_size:
-            store.set("all finished", "yes")
-        store.wait(["all finished"], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError:  # DistError of a TCP store is one; a file store raises it plainly
-        return False
-    return True
 
 
 def worker_main(run: Callable[[Path], None]) -> NoReturn:
@@ -343,14 +330,10 @@ def _is_about_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def read_error(path: Path, said: str = "") -> ErrorRecord | None:
-    """The record a rank left, or else its last words; None if there is neither.
-
-    Args:
-        said: its last words, as `read_last_words` gives them.
-    """
+def read_error(path: Path, words: str = "") -> ErrorRecord | None:
+    """The record a rank left, or else its last words, as `read_last_words` gives them; None if there is neither."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return ErrorRecord(**json.loads(path.read_text()))
     with contextlib.suppress(ValueError, TypeError):
-        return ErrorRecord(**json.loads(said))
+        return ErrorRecord(**json.loads(words))
     return None

@@ -55,8 +55,8 @@ class Beat:
 
     def describe(self) -> str:
         """`step 7 (scoring)`."""
-        said = f" ({self.text})" if self.text else ""
-        return f"in step {self.step}{said}" if self.step else self.text or "before its first step"
+        doing = f" ({self.text})" if self.text else ""
+        return f"in step {self.step}{doing}" if self.step else self.text or "before its first step"
 
 
 class Pulse:
@@ -104,15 +104,15 @@ class Pulse:
             self.beat()
 
 
-_own: list[Pulse] = []
+_pulses: list[Pulse] = []
 
 
 def pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
-    """That of this process."""
-    if not _own:
+    """The entry of this process."""
+    if not _pulses:
         path = environment.get(BEATS_VARIABLE)
-        _own.append(Pulse(Path(path), int(environment.get("RANK", 0))) if path else Pulse())
-    return _own[0]
+        _pulses.append(Pulse(Path(path), int(environment.get("RANK", 0))) if path else Pulse())
+    return _pulses[0]
 
 
 def create_beats(path: Path, nproc: int) -> None:
@@ -122,14 +122,12 @@ def create_beats(path: Path, nproc: int) -> None:
 
 def read_beats(path: Path, nproc: int) -> list[Beat]:
     """The entries of all ranks."""
-    content = path.read_bytes()
-    found = []
-    for rank in range(nproc):
-        time_s, count, step, doing, text = _ENTRY.unpack_from(content, rank * _ENTRY.size)
-        known = Doing(doing) if doing in Doing._value2member_map_ else Doing.NOTHING
+    beats = []
+    for time_s, count, step, number, text in _ENTRY.iter_unpack(path.read_bytes()[: nproc * _ENTRY.size]):
+        doing = Doing(number) if number in Doing._value2member_map_ else Doing.NOTHING
         words = text.rstrip(b"\0").decode(errors="replace")
-        found.append(Beat(doing=known, count=count, step=step, text=words, time_s=time_s))
-    return found
+        beats.append(Beat(doing=doing, count=count, step=step, text=words, time_s=time_s))
+    return beats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -102,6 +102,19 @@ def launch(
                 raise_failure(job_path.parent, nproc, ended, ranks.output, timeout_s)
 
 
+def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session and runs `rank.main` with these arguments."""
+    with stdout.open("wb") as out, stderr.open("wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "parsim.execute.processes.rank", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Ranks:
     """The processes of one attempt."""
@@ -154,15 +167,7 @@ class _Ranks:
     def _start(self, rank: int, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdout, stderr = self.output.paths(rank)
         stdout.parent.mkdir()
-        with stdout.open("wb") as out, stderr.open("wb") as err:
-            return subprocess.Popen(
-                [sys.executable, "-m", "parsim.execute.processes.rank", self.module, str(self.job.absolute())],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=self._environment(rank, extra),
-                start_new_session=True,
-            )
+        return start_rank([self.module, str(self.job.absolute())], self._environment(rank, extra), stdout, stderr)
 
     def _environment(self, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}

@@ -1,7 +1,11 @@
-"""The machine of a measurement: processor, cores, memory, versions. Loads no torch that is not loaded already."""
+"""The machine that ranks run on: what it is, whether a profile was measured on it, and its state during a measurement.
+
+Loads no torch that is not loaded already, but for the names of GPUs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -29,6 +33,7 @@ PACKAGES = (
     "transformers",
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+PROC_STAT, CPU_INFO, CPUS = Path("/proc/stat"), Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu")
 
 
 def describe_environment() -> dict[str, Any]:
@@ -37,6 +42,13 @@ def describe_environment() -> dict[str, Any]:
 
     Names no host, user or path, so that it can be published with a profile.
     """
+    torch = sys.modules.get("torch")
+    torch_state: dict[str, Any] = {"loaded": torch is not None}
+    if torch is not None:
+        torch_state |= {"threads": torch.get_num_threads(), "cuda": torch.cuda.is_available()}
+        if torch_state["cuda"]:
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            torch_state |= {"gpus": gpu_names(), "cuda_version": torch.version.cuda, "nccl_version": nccl}
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor_name(),
@@ -48,29 +60,25 @@ def describe_environment() -> dict[str, Any]:
         "communication_priority": is_granted(),
         "thread_variables": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "versions": versions(),
-        "torch": _torch_state(),
+        "torch": torch_state,
     }
 
 
 def versions() -> dict[str, str]:
     """Python and the packages of PACKAGES that are installed, read from their metadata (nothing is imported)."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            by_package[package] = importlib.metadata.version(package)
+    return by_package
 
 
 def processor_name() -> str:
     """The processor's own name where the system tells it, else the architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
+    for line in CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -86,11 +94,9 @@ def memory_limit_bytes() -> int:
     """Memory this process may use: the cgroup's limit where there is one below the physical memory."""
     physical = physical_memory_bytes()
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        file = Path(name)
-        if file.is_file():
-            text = file.read_text().strip()
-            if text.isdigit():
-                return min(physical, int(text)) if physical else int(text)
+        text = Path(name).read_text().strip() if Path(name).is_file() else ""
+        if text.isdigit():
+            return min(physical, int(text)) if physical else int(text)
     return physical
 
 
@@ -119,18 +125,6 @@ def peak_resident_bytes() -> int:
 def machine_line(environment: dict[str, Any]) -> str:
     """`AMD EPYC, 2 cores, 23.4 GiB`."""
     return f"{environment['processor']}, {environment['cores']} cores, {format_bytes(environment['memory_bytes'])}"
-
-
-def _torch_state() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {"loaded": False}
-    state: dict[str, Any] = {"loaded": True, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available()}
-    if state["cuda"]:
-        state["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        state["cuda_version"] = torch.version.cuda
-        state["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return state
 
 
 # Is this the machine, and the torch, that a profile was measured with? Asked where predictions are held against real runs.
@@ -162,46 +156,36 @@ def is_from_here(profile: Profile) -> bool:
 def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: Sequence[str] | None = None) -> tuple[str, ...]:
     """What of this machine is not as it was when the profile was measured, one warning each; none for published profiles.
 
-    Args:
-        environment: of this machine, see `describe_environment`. gpus: their names (None: not asked).
-
     Leaves out clocks, memory and other programs: `parsim calibrate` says what they were.
+
+    environment: of this machine, see `describe_environment`. gpus: their names (None: not asked).
     """
     if not is_measured(profile):
         return ()
-    found = []
-    then, advice = profile.provenance, "predictions are for another machine, calibrate again"
-    kinds = {profile.device_types[entry.type].kind for entry in profile.devices}
+    then, again = profile.provenance, "predictions are for another machine, calibrate again"
+    kinds = {profile.device_types[device.type].kind for device in profile.devices}
     processor, cores = _processor(then.machine)
+    differences = []
     if "cpu" in kinds and processor != environment["processor"]:
-        found.append(
-            f"profile {profile.name} was measured on {processor}, this machine has {environment['processor']}: {advice}"
-        )
+        differences.append(f"on {processor}, this machine has {environment['processor']}: {again}")
     elif "cpu" in kinds and cores != environment["cores"]:
-        found.append(
-            f"profile {profile.name} was measured with {cores} cores, this machine has {environment['cores']}: {advice}"
+        differences.append(f"with {cores} cores, this machine has {environment['cores']}: {again}")
+    had, has = (record.get("communication_priority") for record in (then.environment, environment))
+    if "cpu" in kinds and None not in (had, has) and had != has:
+        differences.append(
+            f"{'with' if had else 'without'} priority for communication, this run has {'it' if has else 'none'}: it needs "
+            f"root, CAP_SYS_NICE or `ulimit -r 1`; communication will be {'faster' if has else 'slower'} than predicted"
         )
-    priority_then, priority_now = (told.get("communication_priority") for told in (then.environment, environment))
-    if "cpu" in kinds and None not in (priority_then, priority_now) and priority_then != priority_now:
-        found.append(
-            f"profile {profile.name} was measured {'with' if priority_then else 'without'} priority for communication, this "
-            f"run has {'it' if priority_now else 'none'}: it needs root, CAP_SYS_NICE or `ulimit -r 1`; communication will be "
-            f"{'faster' if priority_now else 'slower'} than predicted"
-        )
-    if "cuda" in kinds and gpus is not None:
-        names = {entry.type for entry in profile.devices}
-        if not names <= set(gpus):
-            here = ", ".join(sorted(set(gpus))) or "no GPU"
-            found.append(
-                f"profile {profile.name} was measured on {', '.join(sorted(names))}, this machine has {here}: {advice}"
-            )
+    names = {device.type for device in profile.devices}
+    if "cuda" in kinds and gpus is not None and not names <= set(gpus):
+        here = ", ".join(sorted(set(gpus))) or "no GPU"
+        differences.append(f"on {', '.join(sorted(names))}, this machine has {here}: {again}")
     torch_then, torch_now = then.versions.get("torch"), environment["versions"].get("torch")
     if torch_then != torch_now:
-        found.append(
-            f"profile {profile.name} was measured with torch {torch_then or 'unknown'}, here is {torch_now or 'none'}: "
-            "times may differ, calibrate again to be sure"
+        differences.append(
+            f"with torch {torch_then or 'unknown'}, here is {torch_now or 'none'}: times may differ, calibrate again to be sure"
         )
-    return tuple(found)
+    return tuple(f"profile {profile.name} was measured {text}" for text in differences)
 
 
 def differences_from_here(profile: Profile) -> tuple[str, ...]:
@@ -218,12 +202,10 @@ def _processor(machine: str) -> tuple[str, int | None]:
     return (name, int(cores)) if cores.isdigit() and rest else (machine, None)
 
 
-# The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed.
-#
-# Linux tells all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
+# The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed. Linux tells
+# all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
 
 
-PROC_STAT, CPU_INFO, CPUS = Path("/proc/stat"), Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu")
 STAT_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 
 
@@ -235,7 +217,7 @@ def machine_state() -> dict[str, Any]:
     text = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
     state = {
         "core_hz": core_clocks_hz(text),
-        "governors": governors(),
+        "governors": sorted({path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}),
         "virtual": "hypervisor" in text,
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
         "ticks": parse_ticks(PROC_STAT.read_text()) if PROC_STAT.is_file() else {},
@@ -245,18 +227,12 @@ def machine_state() -> dict[str, Any]:
 
 def core_clocks_hz(cpu_info: str) -> dict[str, float]:
     """Clock of every core at this moment, from cpufreq where there is one, else from the text of /proc/cpuinfo."""
-    found = {}
-    for path in sorted(CPUS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq")):
-        found[path.parts[-3].removeprefix("cpu")] = 1e3 * float(path.read_text())
-    if found:
-        return found
-    clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", cpu_info, re.MULTILINE)
-    return {str(number): 1e6 * float(clock) for number, clock in enumerate(clocks)}
-
-
-def governors() -> list[str]:
-    """How the system chooses clocks; empty where it does not say, as in most virtual machines."""
-    return sorted({path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")})
+    clocks = {
+        path.parts[-3].removeprefix("cpu"): 1e3 * float(path.read_text())
+        for path in sorted(CPUS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+    }
+    mhz = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", cpu_info, re.MULTILINE)
+    return clocks or {str(number): 1e6 * float(clock) for number, clock in enumerate(mhz)}
 
 
 def parse_ticks(stat: str) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Keeping count of the processes of one launch, so that none outlives it.
+"""What a launcher and its ranks have between them: their processes, the launch's folder, last words, output, progress.
 
-Every rank leads a session of its own, and its children may lead others. Three mechanisms each cover one case. The
-kernel kills a process when its parent dies (`die_with_parent`). The end of a launch kills all descendants, found
-through /proc. It also kills all processes with the launch's mark in their environment, which finds those whose parent
-is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
+So that no process outlives its launch, three mechanisms each cover one case. Every rank leads a session of its own, and its
+children may lead others. The kernel kills a process when its parent dies (`die_with_parent`). The end of a launch kills all
+descendants, found through /proc. It also kills all processes with the launch's mark in their environment, which finds those
+whose parent is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def die_with_parent(parent: int) -> None:
 
     Must be called in a child whose parent started it from its main thread: the kernel's signal follows the thread.
     """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        os._exit(1)
+
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    os._exit(1)
 
 
 def descendants(roots: Collection[int]) -> set[int]:
@@ -59,24 +59,20 @@ def descendants(roots: Collection[int]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in _living().items():
         children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
+    below: set[int] = set()
     frontier = list(roots)
     while frontier:
         for child in children.get(frontier.pop(), ()):
-            if child not in found:
-                found.add(child)
+            if child not in below:
+                below.add(child)
                 frontier.append(child)
-    return found
+    return below
 
 
 def marked(mark: str) -> set[int]:
-    """All living processes that were started with PARSIM_LAUNCH=mark in their environment."""
-    wanted = f"{MARK_VARIABLE}={mark}".encode()
-    found = set()
-    for pid in _living():
-        if wanted in _variables(pid):
-            found.add(pid)
-    return found - {os.getpid()}
+    """All living processes that were started with PARSIM_LAUNCH=mark in their environment, without this one."""
+    variable = f"{MARK_VARIABLE}={mark}".encode()
+    return {pid for pid in _living() if variable in _variables(pid)} - {os.getpid()}
 
 
 def rank_processes(root: int) -> dict[int, int]:
@@ -84,9 +80,9 @@ def rank_processes(root: int) -> dict[int, int]:
     parents = _living()
     ranks = {}
     for pid in descendants([root]):
-        own = next((entry[5:] for entry in _variables(pid) if entry.startswith(b"RANK=")), b"")
-        if own.isdigit():
-            ranks[pid] = int(own)
+        number = next((variable[5:] for variable in _variables(pid) if variable.startswith(b"RANK=")), b"")
+        if number.isdigit():
+            ranks[pid] = int(number)
     return {rank: pid for pid, rank in ranks.items() if ranks.get(parents.get(pid, 0)) != rank}
 
 
@@ -99,16 +95,16 @@ def _variables(pid: int) -> list[bytes]:
 
 def _living() -> dict[int, int]:
     """Process number to parent, without zombies."""
-    found: dict[int, int] = {}
+    parents: dict[int, int] = {}
     if not _PROC.is_dir():
-        return found
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
+        return parents
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state not in ("Z", "X"):
-                    found[int(entry.name)] = int(parent)
-    return found
+                    parents[int(folder.name)] = int(parent)
+    return parents
 
 
 def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> set[int]:
@@ -131,10 +127,16 @@ def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> se
         time.sleep(0.02)
 
 
-# The folder of a launch: readable by its user alone, and gone when the launch is, even if its process was killed.
-#
-# A launcher that is killed cannot remove its folder. So every folder is locked by the process that made it, and the next launch
-# removes those whose lock is free.
+def signal_name(number: int) -> str:
+    """`SIGKILL`; "signal 40" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# The folder of a launch: readable by its user alone, and gone when the launch is. A launcher that is killed cannot remove it.
+# So every folder is locked by the process that made it, and the next launch removes those whose lock is free.
 
 
 PREFIX = "parsim-launch-"
@@ -157,11 +159,7 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, made if need be; False inside unless this process holds it. The kernel frees it at its end.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """Hold the lock of a file, made if need be; False inside unless this process holds it. The kernel frees it at its end."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield lock(handle, sure=True)
@@ -183,10 +181,11 @@ def _remove_abandoned() -> None:
     """Folders of this user whose launcher was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
                 continue
-            if time.time() - found.st_mtime < _NEW_S and not (folder / LOCK).exists():
+            if time.time() - status.st_mtime < _NEW_S and not (folder / LOCK).exists():
+                continue
                 continue
             with locked(folder / LOCK) as is_free:
                 if is_free:
@@ -250,6 +249,9 @@ def read_last_words(path: Path, rank: int) -> str:
         return ""
 
 
+# Every rank's stdout and stderr, each a file in the launch's folder.
+
+
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -289,37 +291,34 @@ class RankOutput:
                     self.on_line(line)
 
     def last_line(self, rank: int) -> str:
-        """The last line this rank wrote to stderr, else to stdout; "" if it wrote nothing."""
-        return next((line for path in reversed(self.paths(rank)) if (line := _last_line(path))), "")
+        """The last line that is not blank, of stderr, else of stdout, or the one that names a crash of the interpreter; "" if
+        the rank wrote nothing."""
+        for path in reversed(self.paths(rank)):
+            lines = [line.strip() for line in _text(path).splitlines() if line.strip()]
+            crashes = [line for line in lines if line.startswith("Fatal Python error:")]
+            if lines:
+                return (crashes or lines)[-1]
+        return ""
 
     def line_with(self, rank: int, text: str) -> str:
         """The first line of this rank that has the text; "" if none has."""
-        lines = (line.strip() for path in reversed(self.paths(rank)) for line in _lines(path))
+        lines = (line.strip() for path in reversed(self.paths(rank)) for line in _text(path).splitlines())
         return next((line for line in lines if text in line), "")
 
     def innermost_frame(self, rank: int) -> str:
         """Where the rank's main thread was when faulthandler last wrote a traceback: `model.py:12 in forward`; "" if never."""
-        try:
-            text = self.paths(rank)[1].read_text(errors="replace")
-        except OSError:
-            return ""
+        text = _text(self.paths(rank)[1])
         start = max(text.rfind("Current thread"), text.rfind("Thread 0x"), 0)
-        found = _FRAME.search(text, start)
-        return f"{Path(found['path']).name}:{found['line']} in {found['function']}" if found else ""
+        frame = _FRAME.search(text, start)
+        return f"{Path(frame['path']).name}:{frame['line']} in {frame['function']}" if frame else ""
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
+    """What a file holds; "" where it cannot be read."""
     try:
-        return path.read_text(errors="replace").splitlines()
+        return path.read_text(errors="replace")
     except OSError:
-        return []
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a file that is not blank, or the one that names a crash of the interpreter; "" without one."""
-    lines = [line.strip() for line in _lines(path) if line.strip()]
-    crash = [line for line in lines if line.startswith("Fatal Python error:")]
-    return crash[-1] if crash else lines[-1] if lines else ""
+        return ""
 
 
 # How a rank tells its parent how far it is: one line of stdout, marked, that carries one JSON value.
@@ -342,15 +341,9 @@ def write_progress(progress: Progress) -> None:
 
 
 def read_progress_line(line: str) -> Progress | None:
-    """What a rank wrote with `write_progress`; None for any other line.
-
-    Raises:
-        ValueError: a marked line that holds no JSON.
-    """
-    if not line.startswith(MARK):
-        return None
-    found: Progress = json.loads(line.removeprefix(MARK))
-    return found
+    """What a rank wrote with `write_progress`; None for any other line. Raises ValueError: a marked line without JSON."""
+    progress: Progress | None = json.loads(line.removeprefix(MARK)) if line.startswith(MARK) else None
+    return progress
 
 
 def progress_text(progress: Progress) -> str:
@@ -363,10 +356,9 @@ def progress_text(progress: Progress) -> str:
 def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | None = None) -> Callable[[str], None]:
     """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines.
 
-    Args:
-        on_warning: receives every warning once, whichever ranks gave it; left out: warnings are progress.
+    `on_warning` receives every warning once, whichever ranks gave it; left out: warnings are progress.
     """
-    told: set[str] = set()
+    warned: set[str] = set()
 
     def on_line(line: str) -> None:
         progress = read_progress_line(line)
@@ -374,8 +366,8 @@ def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | 
             return
         if on_warning is None or not isinstance(progress, Mapping) or WARNING not in progress:
             on_text(progress_text(progress))
-        elif (text := str(progress[WARNING])) not in told:
-            told.add(text)
+        elif (text := str(progress[WARNING])) not in warned:
+            warned.add(text)
             on_warning(text)
 
     return on_line

@@ -28,11 +28,7 @@ _SHORTEST_TOKEN = 16
 
 
 def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Store:
-    """The store of this run, whichever way its ranks were started. Waits until it is there.
-
-    Raises:
-        ExecutionError: an address without a port or a token, or one that is not of this machine.
-    """
+    """The store of this run, whichever way its ranks were started. Waits until it is there. Raises as `bound_store`."""
     from torch._C._distributed_c10d import FileStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -49,13 +45,9 @@ def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Map
 
 
 def bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """A TCP store. Rank 0 listens on the named address and on no other.
+    """A TCP store, whose keys begin with the token of the run. Rank 0 listens on the address, HOST:PORT, and on no other.
 
-    Args:
-        address: HOST:PORT. token: of the run; keys begin with it. timeout: of a value that is waited for.
-
-    Raises:
-        ExecutionError: an address without a port or a token, or one that is not of this machine.
+    Raises ExecutionError: an address without a port or a token, or one that is not of this machine.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 

@@ -68,12 +68,11 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
     cores = available_cores()
     if not _before_pinning:
         _before_pinning.append(cores)
-    shared_by, first = -(-local_world_size // len(cores)), local_rank < len(cores)
-    if not hasattr(os, "sched_setaffinity"):
-        return Pinning(core=None, threads=1, shared_by=shared_by, first=first)
-    core = core_of_rank(local_rank, cores)
-    os.sched_setaffinity(0, {core})
-    return Pinning(core=core, threads=1, shared_by=shared_by, first=first)
+    core = core_of_rank(local_rank, cores) if hasattr(os, "sched_setaffinity") else None
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    shared_by = -(-local_world_size // len(cores))
+    return Pinning(core=core, threads=1, shared_by=shared_by, first=local_rank < len(cores))
 
 
 def keep_freed_memory() -> bool:
@@ -136,8 +135,8 @@ def take_priority() -> bool:
 
 def is_granted() -> bool:
     """Whether threads of this process may have it."""
-    with threads_with_priority() as taken:
-        return taken
+    with threads_with_priority() as has_priority:
+        return has_priority
 
 
 @contextlib.contextmanager
@@ -147,9 +146,9 @@ def threads_with_priority() -> Iterator[bool]:
         yield False
         return
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    taken = take_priority()
+    has_priority = take_priority()
     try:
-        yield taken
+        yield has_priority
     finally:
-        if taken:
+        if has_priority:
             os.sched_setscheduler(0, policy, parameters)

@@ -25,20 +25,15 @@ TIMEOUT_S = 600
 """How long machines wait for one another, unless --rdzv-conf says otherwise (timeout=SECONDS)."""
 
 
-def rendezvous_of(given: RendezvousParameters) -> RendezvousHandler:
-    """Where the agents of a launch meet.
-
-    Args:
-        given: --rdzv-endpoint HOST:PORT, --nnodes, and in --rdzv-conf `rank`, the number of this machine.
-
-    Raises:
-        ExecutionError: an address without a port or a token, or one that is not of this machine.
+def rendezvous_of(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Where the agents of a launch meet: --rdzv-endpoint HOST:PORT, --nnodes, and in --rdzv-conf `rank`, the number of this
+    machine. Raises ExecutionError as `bound_store`.
     """
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    host, _, port = given.endpoint.rpartition(":")
+    host, _, port = parameters.endpoint.rpartition(":")
 
     class BoundRendezvous(StaticTCPRendezvous):
         """torchrun's static one, in a bound store; the ranks have a store of their own."""
@@ -53,15 +48,14 @@ def rendezvous_of(given: RendezvousParameters) -> RendezvousHandler:
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
                 token = os.environ.get(TOKEN_VARIABLE, "")
-                self._store = bound_store(given.endpoint, token, self.rank, self.world_size, self.timeout)
+                self._store = bound_store(parameters.endpoint, token, self.rank, self.world_size, self.timeout)
             store = PrefixStore(self.run_id, self._store)
             place = RendezvousStoreInfo(self.master_addr, self.master_port)
             return RendezvousInfo(store, self.rank, self.world_size, place)
 
-    timeout_s = int(given.get("timeout", TIMEOUT_S))
-    rank = int(given.get("rank", 0))
-    found: RendezvousHandler = BoundRendezvous(host, int(port or 0), rank, given.max_nodes, given.run_id, timeout_s)
-    return found
+    timeout_s, rank = int(parameters.get("timeout", TIMEOUT_S)), int(parameters.get("rank", 0))
+    handler: RendezvousHandler = BoundRendezvous(host, int(port or 0), rank, parameters.max_nodes, parameters.run_id, timeout_s)
+    return handler
 
 
 def main() -> None:

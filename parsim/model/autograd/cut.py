@@ -20,7 +20,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parsim.errors import TraceError
-from parsim.model.runnable import Runnable
 
 
 class Forward(Protocol):
@@ -110,10 +109,9 @@ def backward_component(
 
     Returns:
         Per input the total so far, None for an input without a gradient; possibly the same memory as a gradient given.
-        A second backward on the same `saved` is an error of torch.
 
     Raises:
-        TraceError: if the numbers of gradients do not match the forward.
+        TraceError: if the numbers of gradients do not match the forward. torch refuses a second backward on `saved`.
     """
     so_far = so_far if so_far is not None else (None,) * len(saved.entries)
     roots, gradients = backward_roots(saved, output_gradients, so_far)
@@ -165,29 +163,6 @@ def backward_roots(
     return roots, gradients
 
 
-def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:
-    """Every component in order: all values by name (inputs included), and what each backward needs."""
-    values = dict(inputs)
-    saved = []
-    for component in components:
-        outputs, kept = forward_component(component, [values[name] for name in component.input_names])
-        values.update(zip(component.output_names, outputs, strict=True))
-        saved.append(kept)
-    return values, saved
-
-
-def backward_components(
-    components: Sequence[Runnable], saved: Sequence[Saved], gradients: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Every component in reverse order; `gradients` are those of the model's outputs. Returns them for every value."""
-    found: dict[str, Tensor | None] = dict(gradients)
-    for component, kept in zip(reversed(components), reversed(saved), strict=True):
-        given = [found.get(name) for name in component.output_names]
-        so_far = [found.get(name) for name in component.input_names]
-        found.update(zip(component.input_names, backward_component(kept, given, so_far), strict=True))
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
 # A component's backward in two halves: the gradients of its inputs now, those of its parameters later.
 #
 # The first half runs autograd towards the inputs alone. It records the gradient that arrives at every operator with a
@@ -224,26 +199,19 @@ def backward_inputs(
     """The first half: per input its gradient, as `backward_component` returns it; and what `backward_weights` needs.
 
     Args:
-        parameters: those of the component. output_gradients, so_far: as for `backward_component`.
-
-    Raises: TraceError as `backward_component` does.
+        parameters: those of the component. output_gradients, so_far, errors: as for `backward_component`.
     """
     roots, gradients = backward_roots(saved, output_gradients, so_far)
-    entries = [entry for entry in saved.entries if entry is not None]
+    entries = [entry[0] for entry in saved.entries if entry is not None]
     if not roots or not entries:
         return tuple(so_far), BackwardHalf(frontiers=())
-    own = [
-        (edge, given)
-        for edge, given in zip(saved.edges, output_gradients, strict=True)
-        if edge is not None and given is not None
-    ]
-    starts, given = tuple(edge for edge, _ in own), tuple(gradient for _, gradient in own)
-    frontiers = _frontiers(starts, [entry[0].node for entry in entries], parameters)
+    of_outputs = sum(edge is not None and value is not None for edge, value in zip(saved.edges, output_gradients, strict=True))
+    starts, given = tuple(roots[:of_outputs]), tuple(gradients[:of_outputs])
+    frontiers = _frontiers(starts, [entry.node for entry in entries], parameters)
     hooks = [_note(frontier) for frontier in frontiers or ()]
-    found = torch.autograd.grad(roots, [entry[0] for entry in entries], gradients, retain_graph=True, allow_unused=True)
+    arrived = iter(torch.autograd.grad(roots, entries, gradients, retain_graph=True, allow_unused=True))
     for hook in hooks:
         hook.remove()
-    arrived = iter(found)
     inputs = tuple(None if entry is None else next(arrived) for entry in saved.entries)
     if frontiers is None:
         return inputs, BackwardHalf(frontiers=(), whole=(starts, given, tuple(p for p in parameters if p.requires_grad)))
@@ -270,44 +238,38 @@ def backward_weights(half: BackwardHalf) -> None:
 
 
 def _note(frontier: _Frontier) -> Any:
-    return frontier.node.register_prehook(lambda gradients: frontier.arrived.append(gradients))
+    """A hook that notes the gradients which arrive."""
+    return frontier.node.register_prehook(frontier.arrived.append)
 
 
 def _frontiers(roots: Sequence[GradientEdge], entries: Sequence[Any], parameters: Sequence[Tensor]) -> list[_Frontier] | None:
     """Every operator between outputs and inputs that has parameters; None if these cannot be distinguished."""
-    order = nodes_below([root.node for root in roots])
     towards_input = set(entries)
     below: dict[Any, set[int]] = {}  # parameters that a node off the way to the inputs leads to
     by_id = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
-    entered: dict[int, int] = {}
+    entered: list[int] = []
     frontiers: list[_Frontier] = []
-    for node in order:  # from the leaves to the outputs
-        nexts = [entry for entry, _ in node.next_functions if entry is not None]
-        if node not in towards_input and any(entry in towards_input for entry in nexts):
+    for node in nodes_below([root.node for root in roots]):  # from the leaves to the outputs
+        nexts = [following for following, _ in node.next_functions if following is not None]
+        if any(following in towards_input for following in nexts):
             towards_input.add(node)
-        beside = {number for entry in nexts if entry not in towards_input for number in below.get(entry, ())}
+        beside = {number for following in nexts if following not in towards_input for number in below.get(following, ())}
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in by_id:
             beside.add(id(variable))
         if node in towards_input:
             if beside and node not in entries:
-                for number in beside:
-                    entered[number] = entered.get(number, 0) + 1
-                own = tuple(by_id[number] for number in sorted(beside))
-                frontiers.append(_Frontier(node=node, parameters=own, arrived=[]))
+                entered += beside
+                numbers = sorted(beside)
+                frontiers.append(_Frontier(node=node, parameters=tuple(by_id[number] for number in numbers), arrived=[]))
         elif beside:
             below[node] = beside
     reached = all(root.node in towards_input for root in roots)
-    once = set(entered) == set(by_id) and all(count == 1 for count in entered.values())
-    return frontiers if reached and once else None
+    return frontiers if reached and sorted(entered) == sorted(by_id) else None
 
 
 def nodes_below(roots: Sequence[Any]) -> list[Any]:
-    """All nodes of a graph below the roots, each after those it leads to.
-
-    Args:
-        roots: nodes of autograd.
-    """
+    """All nodes of autograd's graph below the roots, each after those it leads to."""
     done: dict[Any, None] = {}
     stack = [(root, False) for root in roots]
     while stack:
@@ -316,7 +278,8 @@ def nodes_below(roots: Sequence[Any]) -> list[Any]:
             done[node] = None
         elif node not in done:
             stack.append((node, True))
-            stack.extend((entry, False) for entry, _ in node.next_functions if entry is not None and entry not in done)
+            followers = (following for following, _ in node.next_functions if following is not None)
+            stack.extend((following, False) for following in followers if following not in done)
     return list(done)
 
 
@@ -324,20 +287,16 @@ def nodes_below(roots: Sequence[Any]) -> list[Any]:
 
 
 def tensors_among(values: Iterable[Any]) -> list[Tensor]:
-    """Tensors of an operator's arguments or results, in order: they lie there themselves, or in lists and tuples.
-
-    Args:
-        values: positional arguments, values of keyword arguments, or results.
-    """
-    found: list[Tensor] = []
+    """Tensors among an operator's arguments or results, in order: themselves, or in lists, tuples and mappings."""
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_among(value)
+            tensors += tensors_among(value)
         elif isinstance(value, Mapping):
-            found += tensors_among(value.values())
-    return found
+            tensors += tensors_among(value.values())
+    return tensors
 
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):
@@ -351,10 +310,7 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
     key: int
 
     def __new__(cls, storage: torch.UntypedStorage, ended: Callable[[Any], None]) -> StorageRef:
-        """
-        Args:
-            storage: of a tensor. ended: called with this object when the storage dies, if this object lives then.
-        """
-        own = super().__new__(cls, storage, ended)
-        own.key = storage._cdata
-        return own
+        """`ended` is called with this object when the storage dies, if this object lives then."""
+        ref = super().__new__(cls, storage, ended)
+        ref.key = storage._cdata
+        return ref

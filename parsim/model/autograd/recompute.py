@@ -1,6 +1,6 @@
 """Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+The outputs of the operators in `KEPT` stay from the first forward on: products with weights, convolutions,
 recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
 such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
 needs any more is neither kept nor repeated.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
@@ -40,33 +40,17 @@ from parsim.model.trace.fakes import CallWatch, NextCall
 KEPT: frozenset[str] = frozenset(
     f"aten.{name}"
     for name in (
-        "mm",
-        "addmm",
-        "addmv",
-        "mv",
-        "linear",
-        "convolution",
-        "mkldnn_rnn_layer",
-        "_cudnn_rnn",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
+        *("mm", "addmm", "addmv", "mv", "linear", "convolution", "_grouped_mm", "_scaled_mm"),
+        *("mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+        *("_flash_attention_forward", "_efficient_attention_forward", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
     )
 )
 """Operators whose outputs are kept: dear to compute for their size. `aten.bmm` is not among them, because the scores of unfused
 attention are one."""
 
-_SIZES_FROM_DATA = tuple(
-    getattr(torch.Tag, name) for name in ("data_dependent_output", "dynamic_output_shape") if hasattr(torch.Tag, name)
-)
+_SIZES_FROM_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @cache
@@ -76,19 +60,12 @@ def draws(function: Any) -> bool:
 
 
 @cache
-def sizes_from_data(function: Any) -> bool:
-    """Whether the shapes of what an operator makes depend on values that it reads."""
-    return any(tag in function.tags for tag in _SIZES_FROM_DATA)
-
-
-@cache
-def is_kept(function: Any) -> bool:
-    """Whether an operator is in KEPT."""
+def _is_kept(function: Any) -> bool:
     return str(function._overloadpacket) in KEPT
 
 
 @cache
-def written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of the arguments that an operator's schema says are written."""
     return tuple(
         (place, argument.name)
@@ -164,11 +141,7 @@ class KernelCall:
     @property
     def decides(self) -> bool:
         """Whether what follows depends on values that it reads: a number, or a shape."""
-        return not self.writes or sizes_from_data(self.function)
-
-    @property
-    def is_kept(self) -> bool:
-        return self.repeat is Repeat.KEPT
+        return not self.writes or not _SIZES_FROM_DATA.isdisjoint(self.function.tags)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,10 +173,7 @@ class FirstForward(CallWatch):
     """Watches the calls of a first forward, and holds the outputs of operators in KEPT until it is known which are needed."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
-        """
-        Args:
-            given: inputs, parameters, buffers and constants: what is there before.
-        """
+        """`given`: what is there before (inputs, parameters, buffers and constants)."""
         super().__init__()
         self.calls: list[KernelCall] = []
         self._number: dict[int, tuple[int, StorageRef]] = {}
@@ -243,7 +213,10 @@ class FirstForward(CallWatch):
         for tensor, key in zip(made, keys, strict=True):
             if key not in self._number:
                 fresh[key] = self._begin(tensor)
-        written = self._written(func, args, kwargs)
+        written: dict[int, None] = {}
+        for place, name in _written_arguments(func):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            written.update((self._storage(leaf), None) for leaf in tensors_among((value,)))
         for number in written:
             self._versions[number] += 1
         if made and not written and not fresh:
@@ -258,19 +231,11 @@ class FirstForward(CallWatch):
             structure=structure,
             returned=next((place for place, leaf in enumerate(given) if leaf is result), -1),
         )
-        if noted.begins and not written and is_kept(func):
+        if noted.begins and not written and _is_kept(func):
             noted.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             noted.state = generator_state(made[0].device) if noted.draws else None
         self.calls.append(noted)
         return result
-
-    def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-        """Storages of arguments that the schema says are written."""
-        found: dict[int, None] = {}
-        for place, name in written_arguments(func):
-            value = args[place] if place < len(args) else kwargs.get(name)
-            found.update((self._storage(leaf), None) for leaf in tensors_among((value,)))
-        return list(found)
 
     def ended(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> KeptCalls:
         """Chooses what is kept; what is held beyond that is let go.
@@ -281,38 +246,38 @@ class FirstForward(CallWatch):
         Raises:
             TraceError: the component writes into an input that has to be read again.
         """
-        wanted = choose(self.calls, self._needed, self._versions)
-        born = {number for call in self.calls for number, version in call.writes if version == 0}
-        restored = born | set(map(self._storage, buffers))
-        for number, version in wanted:
-            if number not in restored and self._versions[number] > version:
-                raise TraceError(
-                    "a component that is recomputed writes in place into what it is given, so it cannot run twice. Use the "
-                    'operator that is not in place, or recompute = "none" for it'
-                )
+        wanted = _choose(self.calls, self._needed, self._versions)
+        restored = {number for call in self.calls for number, version in call.writes if version == 0}
+        restored.update(map(self._storage, buffers))
+        if any(number not in restored and self._versions[number] > version for number, version in wanted):
+            raise TraceError(
+                "a component that is recomputed writes in place into what it is given, so it cannot run twice. Use the "
+                'operator that is not in place, or recompute = "none" for it'
+            )
         storages = {number for number, _ in wanted}
         kept: dict[int, int] = {}
         for call in self.calls:
-            if call.held is not None and call.is_kept:
-                call.held = tuple(
-                    Like.of(leaf) if isinstance(leaf, Tensor) and self._storage(leaf) not in storages else leaf
-                    for leaf in call.held
-                )
-                for leaf in call.held:
-                    if isinstance(leaf, Tensor):
-                        kept[self._storage(leaf)] = leaf.untyped_storage().nbytes()
-            else:
+            if call.held is None or call.repeat is not Repeat.KEPT:
                 call.held = None
-        given, own = list(map(self._storage, inputs)), list(map(self._storage, outputs))
+                continue
+            call.held = tuple(
+                Like.of(leaf) if isinstance(leaf, Tensor) and self._storage(leaf) not in storages else leaf
+                for leaf in call.held
+            )
+            for leaf in call.held:
+                if isinstance(leaf, Tensor):
+                    kept[self._storage(leaf)] = leaf.untyped_storage().nbytes()
+        of_inputs, of_outputs = list(map(self._storage, inputs)), list(map(self._storage, outputs))
+        stay = kept.keys() | (storages & set(of_inputs))
         return KeptCalls(
             calls=self.calls,
-            inputs=tuple(number in storages for number in given),
-            outputs=tuple(number in kept or (number in given and number in storages) for number in own),
-            kept_bytes=sum(size for number, size in kept.items() if number not in own),
+            inputs=tuple(number in storages for number in of_inputs),
+            outputs=tuple(number in stay for number in of_outputs),
+            kept_bytes=sum(size for number, size in kept.items() if number not in of_outputs),
         )
 
 
-def choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
+def _choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
     """Sets what the second forward does with every call.
 
     Args:
@@ -321,57 +286,43 @@ def choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Seq
     Returns:
         The versions that the backward or a call that runs again reads.
     """
-    needed = frozenset(needed)
     refused: set[int] = set()  # storages that are kept at the end, and wanted as they were before that
     while True:
-        wanted, early = _chosen(calls, needed, versions, refused)
+        keepable, wanted, early = _keepable(calls, refused), set(needed), set[int]()
+        for call in reversed(calls):
+            if call.view:
+                continue
+            storages = {number for number, _ in call.writes}
+            if call.writes and storages <= keepable and (call.begins or call.returned >= 0):
+                hit = {version for version in wanted if version[0] in storages}
+                early |= {number for number, version in hit if version < versions[number]}
+                call.repeat = Repeat.WRITTEN if not call.begins else Repeat.KEPT if hit else Repeat.UNREAD
+                continue
+            read_again = any(version in wanted for version in call.writes) or call.decides or call.draws
+            if read_again or not (call.begins or call.returned >= 0):
+                call.repeat = Repeat.RUN
+                wanted.update(call.reads)
+            else:
+                call.repeat = Repeat.UNREAD if call.begins else Repeat.WRITTEN
         if not early:
             return wanted
         refused |= early
 
 
-def _chosen(
-    calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int], refused: set[int]
-) -> tuple[set[Version], set[int]]:
-    keepable = _keepable(calls, refused)
-    wanted, early = set(needed), set()
-    for call in reversed(calls):
-        if call.view:
-            continue
-        own = {number for number, _ in call.writes}
-        if call.writes and own <= keepable and (call.begins or call.returned >= 0):
-            hit = {version for version in wanted if version[0] in own}
-            early |= {number for number, version in hit if version < versions[number]}
-            call.repeat = Repeat.WRITTEN if not call.begins else Repeat.KEPT if hit else Repeat.UNREAD
-            continue
-        if any(version in wanted for version in call.writes) or call.decides or call.draws:
-            call.repeat = Repeat.RUN
-        elif call.begins:
-            call.repeat = Repeat.UNREAD
-        elif call.returned >= 0:
-            call.repeat = Repeat.WRITTEN
-        else:
-            call.repeat = Repeat.RUN
-        if call.repeat is Repeat.RUN:
-            wanted.update(call.reads)
-    return wanted, early
-
-
 def _keepable(calls: Sequence[KernelCall], refused: set[int]) -> set[int]:
     """Storages of outputs that are held, and into which nothing is written later but by calls that can be left out."""
-    found: set[int] = set()
+    keepable: set[int] = set()
     for call in calls:
-        own = {number for number, _ in call.writes}
-        if call.held is not None and not own & refused:
-            found |= own
-        elif own & found and not (own <= found and call.returned >= 0 and not call.draws):
-            found -= own
-    whole = {number for call in calls if call.held is not None for number, _ in call.writes}
-    for call in calls:  # of an operator with several outputs all can be kept or none
-        own = {number for number, _ in call.writes}
-        if call.held is not None and not own <= found:
-            found -= own
-    return found & whole
+        storages = {number for number, _ in call.writes}
+        if call.held is not None and not storages & refused:
+            keepable |= storages
+        elif storages & keepable and not (storages <= keepable and call.returned >= 0 and not call.draws):
+            keepable -= storages
+    held = [{number for number, _ in call.writes} for call in calls if call.held is not None]
+    for storages in held:  # of an operator with several outputs all can be kept or none
+        if not storages <= keepable:
+            keepable -= storages
+    return keepable & set().union(*held)
 
 
 class SecondForward(CallWatch):
@@ -399,7 +350,8 @@ class SecondForward(CallWatch):
         leaves = noted.held if noted.held is not None else noted.outputs
         noted.held = None
         if noted.state is not None:
-            set_generator_state(noted.state, _device_of(noted))
+            device = next(output.device for output in noted.outputs if isinstance(output, Like))
+            set_generator_state(noted.state, device)
         made = [
             call(_EMPTY, types, (leaf.shape, leaf.stride), {"dtype": leaf.dtype, "device": leaf.device})
             if isinstance(leaf, Like)
@@ -409,17 +361,13 @@ class SecondForward(CallWatch):
         return made[0] if noted.structure is None else tree_unflatten(made, noted.structure)
 
 
-def _device_of(call: KernelCall) -> torch.device:
-    return next(entry.device for entry in call.outputs if isinstance(entry, Like))
-
-
 def generator_state(device: torch.device) -> Tensor:
     """State of the generator that kernels on the device draw from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_generator_state(state: Tensor, device: torch.device) -> None:
-    """Set the state of the generator that kernels on the device draw from."""
+    """Give the generator that kernels on the device draw from another state."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -431,8 +379,7 @@ def set_generator_state(state: Tensor, device: torch.device) -> None:
 # The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its changes
 # to buffers are discarded, so running statistics are updated once.
 #
-# By operator (`forward_keeping_calls`), the outputs of some operators are kept too and not computed again. Inputs that
-# nothing reads again are not kept (`parsim.model.autograd.recompute`).
+# By operator, the outputs of some operators are kept too and not computed again. Inputs that nothing reads again are not kept.
 #
 # Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
 
@@ -457,38 +404,39 @@ class RecomputeInputs:
     calls: KeptCalls | None = None
 
 
-def forward_keeping_inputs(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True, on_host: bool = True
+def forward_to_recompute(
+    runnable: Runnable,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    *,
+    by_operator: bool,
+    draws: bool = True,
+    on_host: bool = True,
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
     """Run `runnable` on `inputs` without saving anything for a backward. Returns outputs, and what `recompute` needs.
 
     Args:
+        by_operator: keep outputs of operators that are dear to compute and that something needs again.
         draws: it may draw random numbers. If it does not, generators are left alone, which others may use meanwhile.
         on_host: on a GPU, also from the generator of the CPU. If it does not, that one is left alone.
-    """
-    kept = RecomputeInputs(
-        inputs=tuple(value.detach() for value in inputs),
-        buffers=tuple(buffer.clone() for buffer in runnable.buffers()),
-        generators=_generator_states(device, draws, on_host),
-    )
-    with torch.no_grad():
-        outputs, _ = forward_component(runnable, inputs)
-    return outputs, kept
 
-
-def forward_keeping_calls(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True, on_host: bool = True
-) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
-    """`forward_keeping_inputs`, keeping outputs of operators that are dear to compute and that something needs again.
-
-    Raises TraceError if the component writes in place into an input that is read again.
+    Raises TraceError if by operator a component writes in place into an input that is read again.
     """
     buffers = runnable.buffers()
-    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device, draws, on_host)
+    places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]
+    detached = tuple(value.detach() for value in inputs)
+    again = RecomputeInputs(
+        inputs=detached,
+        buffers=tuple(buffer.clone() for buffer in buffers),
+        generators={place: generator_state(place) for place in places if draws},
+    )
+    if not by_operator:
+        with torch.no_grad():
+            return forward_component(runnable, inputs)[0], again
     given = (*runnable.parameters(), *(constant for constant, _ in runnable.program.constants))
     outputs, calls = first_forward(runnable, inputs, FirstForward((*inputs, *given, *buffers)), buffers)
-    kept = tuple(value.detach() if read else Like.of(value) for value, read in zip(inputs, calls.inputs, strict=True))
-    return outputs, RecomputeInputs(inputs=kept, buffers=copies, generators=states, calls=calls)
+    kept = tuple(value if read else Like.of(value) for value, read in zip(detached, calls.inputs, strict=True))
+    return outputs, replace(again, inputs=kept, calls=calls)
 
 
 def first_forward(
@@ -499,32 +447,28 @@ def first_forward(
     Gradients are on, as in the second forward, because some functions of torch call other operators without them.
 
     Args:
-        forward: of a component. inputs: of it. watch: new, with all that the forward is given.
-        buffers: of which there are copies from before.
+        forward: of a component. watch: new, with all that the forward is given. buffers: of which there are copies from before.
 
-    Raises: TraceError as `FirstForward.ended` does.
+    Raises TraceError as `FirstForward.ended` does.
     """
-    with torch.autograd.graph.saved_tensors_hooks(watch.saved, _read_too_early), watch:
+
+    def read_too_early(nothing: object) -> Tensor:
+        raise AssertionError(f"a first forward saves {nothing}, and no backward runs before the second one")
+
+    with torch.autograd.graph.saved_tensors_hooks(watch.saved, read_too_early), watch:
         outputs, _ = forward_component(forward, inputs)
     return outputs, watch.ended(inputs, outputs, buffers)
 
 
 def second_forward(forward: Forward, inputs: Sequence[Tensor | Like], calls: KeptCalls) -> Saved:
-    """What is not kept once more, saving for the backward.
+    """What is not kept once more, saving for the backward. Raises TraceError if it makes other calls than the first time.
 
     Args:
         forward, calls: of `first_forward`. inputs: as it had them, or what those were like that nothing reads again.
-
-    Raises:
-        TraceError: the forward makes other calls than the first time.
     """
     given = [value.room() if isinstance(value, Like) else value for value in inputs]
     with SecondForward(calls):
         return forward_component(forward, given)[1]
-
-
-def _read_too_early(nothing: object) -> Tensor:
-    raise AssertionError(f"a first forward saves {nothing}, and no backward runs before the second one")
 
 
 def recompute(runnable: Runnable, kept: RecomputeInputs) -> Saved:
@@ -546,11 +490,3 @@ def _generators_of(kept: RecomputeInputs) -> Iterator[None]:
     finally:
         for place, state in before.items():
             set_generator_state(state, place)
-
-
-def _generator_states(device: torch.device, draws: bool, on_host: bool) -> dict[torch.device, Tensor]:
-    """States of the generators that a forward may draw from."""
-    if not draws:
-        return {}
-    places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]
-    return {place: generator_state(place) for place in places}

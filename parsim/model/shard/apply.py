@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from parsim.errors import ModelError
-from parsim.model.component import FULL, ParameterShard, Sharding
+from parsim.model.component import FULL, PARTIAL, ParameterShard, Sharding
 from parsim.model.runnable import PLAIN, CallProgram, Nested, Op, Ref, Runnable
-from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, ShardNumber, cut_along, operands_of
+from parsim.model.shard.content import SHARD, WHOLE, Content, Refused, ShardNumber, cut_along, operands_of
 from parsim.model.shard.narrow import check_ways
 from parsim.model.shard.pieces import piece
 from parsim.model.shard.propagate import Propagation, propagate
@@ -29,8 +29,7 @@ def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int
     Args:
         runnable: recorded with whole shapes, at the number of samples the shard sees.
 
-    Raises:
-        ModelError: if `ways` does not divide the sharding's limit, or the component has no such sharding.
+    Raises ModelError if `ways` does not divide the sharding's limit, or the component has no such sharding.
     """
     return Runnable(shard_program(runnable.program, sharding, shard, ways), runnable.module)
 
@@ -41,18 +40,18 @@ def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: in
     if not 0 <= shard < ways:
         raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
     parts = (*sharding.parameters, *sharding.buffers)
-    given = {part.name: replace(part, size=0) for part in parts}
+    wanted = {part.name: replace(part, size=0) for part in parts}
     mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
     try:
-        found = _propagated(program, sharding.inputs, parts, ways)
+        propagation = _propagated(program, sharding.inputs, parts, ways)
     except Refused as error:
         raise ModelError(f"{mismatch}: {error}; trace the model again") from error
-    if found.outputs != sharding.outputs or dict(found.parts) != given:
+    if propagation.outputs != sharding.outputs or dict(propagation.parts) != wanted:
         raise ModelError(
-            f"{mismatch}: it divides {sorted(found.parts)} to make {found.outputs}, the sharding {sorted(given)} to make "
-            f"{sharding.outputs}; trace the model again"
+            f"{mismatch}: it divides {sorted(propagation.parts)} to make {propagation.outputs}, the sharding {sorted(wanted)} "
+            f"to make {sharding.outputs}; trace the model again"
         )
-    return localise(program, found, shard, ways)[0]
+    return localise(program, propagation, shard, ways)[0]
 
 
 @lru_cache(maxsize=32)
@@ -68,58 +67,51 @@ def content_of(text: str) -> Content:
     return WHOLE if text == FULL else cut_along(int(text.removeprefix(f"{SHARD}:")))
 
 
-def localise(program: CallProgram, found: Propagation, shard: int, ways: int) -> tuple[CallProgram, tuple[int | None, ...]]:
+def localise(
+    program: CallProgram, propagation: Propagation, shard: int, ways: int
+) -> tuple[CallProgram, tuple[int | None, ...]]:
     """The calls of one shard, and per call the number of the recorded one it stands for (None: it converts an operand)."""
     ops: list[Op] = []
     origins: list[int | None] = []
     slots = program.slots
     state = {slot for _, slot in program.state}
-    for number, (op, outcome) in enumerate(zip(program.ops, found.outcomes, strict=True)):
+    for number, (op, outcome) in enumerate(zip(program.ops, propagation.outcomes, strict=True)):
         swap: dict[int, int] = {}
         for slot in operands_of(op):
-            how = outcome.converted.get(slot)
-            converter = _converter(how, slot in state, shard, ways)
+            converter: Any = None
+            as_what = outcome.converted.get(slot, WHOLE)
+            if as_what.form == PARTIAL and shard:
+                converter = nothing_like
+            elif as_what.form == SHARD and slot not in state:
+                part = ParameterShard(name="operand", dim=as_what.dim, blocks=as_what.blocks, runs=as_what.runs)
+                converter = partial(piece, part=part, shard=shard, ways=ways)
             if converter is not None:
-                ops.append(
-                    replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=(((), slots),), drop=())
-                )
+                outputs = (((), slots),)
+                ops.append(replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=outputs, drop=()))
                 origins.append(None)
                 swap[slot] = slots
                 slots += 1
-        rewritten = outcome.arguments is not None
-        if not (swap or rewritten or outcome.function):
-            ops.append(op)
-            origins.append(number)
-            continue
-        ops.append(
-            replace(
+        if swap or outcome.function or outcome.arguments is not None:
+            keywords = op.keywords if outcome.arguments is None else ()
+            op = replace(
                 op,
                 function=outcome.function or op.function,
                 arguments=tuple(_local(item, swap, shard) for item in outcome.arguments or op.arguments),
-                keywords=() if rewritten else tuple((name, _local(item, swap, shard)) for name, item in op.keywords),
+                keywords=tuple((name, _local(item, swap, shard)) for name, item in keywords),
                 drop=(*op.drop, *swap.values()),
             )
-        )
+        ops.append(op)
         origins.append(number)
     moved: dict[int, int] = {}
-    full = [slot for (_, slot, flows), made in zip(program.outputs, found.outputs, strict=True) if flows and made == FULL]
-    for slot in full if shard else ():
+    for (_, slot, flows), made in zip(program.outputs, propagation.outputs, strict=True):
+        if not (shard and flows and made == FULL):
+            continue
         ops.append(Op(without_gradient, (Ref(slot),), (), (((), slots),), PLAIN, (slot,)))
         origins.append(None)
         moved[slot] = slots
         slots += 1
-    outputs = tuple((name, moved.get(slot, slot), flows) for name, slot, flows in program.outputs)
-    return replace(program, ops=tuple(ops), slots=slots, outputs=outputs), tuple(origins)
-
-
-def _converter(how: First | Piece | None, is_state: bool, shard: int, ways: int) -> Any:
-    """What makes the operand; None if the shard has it as it is."""
-    if type(how) is First:
-        return nothing_like if shard else None
-    if type(how) is Piece and not is_state:
-        part = ParameterShard(name="operand", dim=how.dim, blocks=how.blocks, runs=how.runs)
-        return partial(piece, part=part, shard=shard, ways=ways)
-    return None
+    ends = tuple((name, moved.get(slot, slot), flows) for name, slot, flows in program.outputs)
+    return replace(program, ops=tuple(ops), slots=slots, outputs=ends), tuple(origins)
 
 
 def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
@@ -130,16 +122,19 @@ def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
     return shard if type(template) is ShardNumber else template
 
 
+def _no_gradient(ctx: Any, *gradients: Any) -> Any:
+    """The backward of what another shard takes care of: one zero seen as many, not absent."""
+    return gradients[0].new_zeros(()).expand_as(gradients[0])
+
+
 class _Nothing(torch.autograd.Function):
-    """Zeros in place of a tensor that another shard contributes; its gradient is one zero seen as many, not absent."""
+    """Zeros in place of a tensor that another shard contributes."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return torch.zeros_like(value)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0].new_zeros(()).expand_as(gradients[0])
+    backward = staticmethod(_no_gradient)
 
 
 def nothing_like(value: Tensor) -> Tensor:
@@ -149,15 +144,13 @@ def nothing_like(value: Tensor) -> Tensor:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """A tensor of whose gradient another shard takes care; zeros flow back, one zero seen as many."""
+    """A tensor of whose gradient another shard takes care."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.view_as(value)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0].new_zeros(()).expand_as(gradients[0])
+    backward = staticmethod(_no_gradient)
 
 
 def without_gradient(value: Tensor) -> Tensor:

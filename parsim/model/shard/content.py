@@ -21,15 +21,18 @@ SHARD = "shard"
 class Content(NamedTuple):
     """`form` is full, partial, maximum or shard.
 
-    Of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks.
-
-    `runs`: their sizes where they are not equal.
+    Of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks; `runs`: their sizes if not equal.
     """
 
     form: str
     dim: int = 0
     blocks: int = 1
     runs: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The name that `Sharding` has for it: "full", "partial", "maximum" or "shard:d"."""
+        return f"{SHARD}:{self.dim}" if self.form == SHARD else self.form
 
 
 WHOLE = Content(FULL)
@@ -41,18 +44,6 @@ LARGEST_OF_PART = Content(MAXIMUM)
 def cut_along(dim: int, blocks: int = 1, runs: tuple[int, ...] = ()) -> Content:
     """A piece of dim `dim`."""
     return Content(SHARD, dim, blocks, runs)
-
-
-class First(NamedTuple):
-    """A full operand that only shard 0 contributes; the others take zeros."""
-
-
-class Piece(NamedTuple):
-    """A full operand of which a shard takes its piece; a parameter or buffer taken so is held as that piece."""
-
-    dim: int
-    blocks: int = 1
-    runs: tuple[int, ...] = ()
 
 
 class ShardNumber(NamedTuple):
@@ -78,7 +69,8 @@ class RuleOutcome:
 
     Attributes:
         contents: per output of the call.
-        converted: operands (by slot) that are full and enter the call as First or Piece.
+        converted: as what operands (by slot) that are full enter the call. As a summand: shard 0 takes it, the others zeros.
+            As a piece: every shard takes its own; a parameter or buffer taken so is held as that piece.
         function, arguments: what to call instead, if not what was recorded (with its arguments, converted ones replaced).
         label: what was done to a weight: column, row, vocabulary, channels_out, channels_in; or "attention".
         whole_weight: a matrix, kernel or table was used without being cut.
@@ -86,7 +78,7 @@ class RuleOutcome:
     """
 
     contents: tuple[Content, ...]
-    converted: Mapping[int, First | Piece] = field(default_factory=dict)
+    converted: Mapping[int, Content] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
     arguments: tuple[Any, ...] | None = None
     label: str = ""
@@ -119,18 +111,20 @@ class Step:
     @property
     def name(self) -> str:
         """What the call's function is called, for messages."""
-        return call_name(self.op)
+        return self.op.name
 
     def given(self, name: str, place: int, default: Any = None) -> Any:
         """The argument called `name`, or at `place`."""
-        for keyword, value in self.op.keywords:
-            if keyword == name:
-                return value
-        return self.op.arguments[place] if place < len(self.op.arguments) else default
+        return self.op.argument(name, place, default)
 
     def operands(self) -> tuple[int, ...]:
         """The slots the call reads, each once, in order."""
         return operands_of(self.op)
+
+    @property
+    def forms(self) -> set[str]:
+        """The forms of all that the call reads."""
+        return {self.contents[slot].form for slot in self.operands()}
 
     def content(self, value: Any) -> Content:
         """Full for what is not a tensor."""
@@ -146,6 +140,10 @@ class Step:
     def same(self, content: Content) -> RuleOutcome:
         """Every output has this content."""
         return RuleOutcome(contents=(content,) * len(self.op.outputs))
+
+    def whole(self, *, weight: bool = True) -> RuleOutcome:
+        """Every shard makes the whole call. `weight`: with a matrix, kernel or table that is not cut."""
+        return RuleOutcome(contents=(WHOLE,) * len(self.op.outputs), whole_weight=weight)
 
     def local(self, shape: Sequence[int], dim: int) -> tuple[int, ...]:
         """The shape of a shard that is cut in `dim`."""
@@ -175,11 +173,6 @@ class Step:
 
 
 Rule = Callable[[Step], RuleOutcome]
-
-
-def call_name(op: Op) -> str:
-    """What a call's function is called, for messages."""
-    return str(getattr(op.function, "__name__", op.function))
 
 
 def operands_of(op: Op) -> tuple[int, ...]:

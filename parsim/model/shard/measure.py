@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.model.component import DividedSize, Footprint, Operator, OperatorShard, ParameterShard, Sharding, Share, Size
-from parsim.model.runnable import CallProgram, run_op
+from parsim.model.runnable import CallProgram, environment_of, run_op
 from parsim.model.shard.apply import localise
-from parsim.model.shard.content import SHARD, Content, Refused, Undecided
+from parsim.model.shard.content import Refused, Undecided
 from parsim.model.shard.propagate import Variant, propagate, variants, vocabulary_size
-from parsim.model.trace.memory import autocast_as, like, local_program, with_local_tensors
+from parsim.model.trace.memory import autocast_as, like, local_program, state_of, with_local_tensors
 from parsim.model.trace.operators import OperatorMode, RawOperator, SavedTensors, grow
 from parsim.model.trace.recorder import storage_key
 from parsim.units import divisors
@@ -86,7 +86,7 @@ def divide(
     """
     raws = grow(small.operators, large.operators, step)
     grown = _numbered(raws)
-    found = [
+    ways_to_divide = [
         divided
         for variant in variants(small.program, cuttable)
         if (divided := _divided(small, large, step, split, saved, variant, grown)) is not None
@@ -95,39 +95,41 @@ def divide(
     number_of: dict[int, int] = {}
     places: dict[Hashable, int] = {}
     for (key, operator), (raw, _) in zip(grown, raws, strict=True):
-        mark = tuple(divided.cuts.get(key) for divided in found)
+        mark = tuple(divided.cuts.get(key) for divided in ways_to_divide)
         counts[operator, mark] = counts.get((operator, mark), 0) + 1
         number_of[id(raw)] = places.setdefault((operator, mark), len(places))
-    operators = tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items())
-    shardings = tuple(
-        _sharding(
-            small.program,
-            divided,
-            vocabulary_size(small.program, divided.variant.found, logits),
-            tuple(
-                OperatorShard(number=number, dim=cut.dim, activation_bytes=cut.activation_bytes)
-                for number, (_, mark) in enumerate(counts)
-                if (cut := mark[place]) is not None
-            ),
-        )
-        for place, divided in enumerate(found)
+    return Division(
+        operators=tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items()),
+        shardings=tuple(
+            _sharding(
+                small.program,
+                divided,
+                vocabulary_size(small.program, divided.variant.result, logits),
+                tuple(
+                    OperatorShard(number=number, dim=cut.dim, activation_bytes=cut.activation_bytes)
+                    for number, (_, mark) in enumerate(counts)
+                    if (cut := mark[place]) is not None
+                ),
+            )
+            for place, divided in enumerate(ways_to_divide)
+        ),
+        numbers=tuple(number_of.get(id(raw), -1) for raw in small.operators),
     )
-    return Division(operators, shardings, tuple(number_of.get(id(raw), -1) for raw in small.operators))
 
 
 def _sharding(program: CallProgram, divided: _Divided, size: int, operators: tuple[OperatorShard, ...]) -> Sharding:
     """`size`: of a vocabulary that may be cut into pieces that do not divide it; else 0."""
-    found = divided.variant.found
+    result = divided.variant.result
 
     def parts(kind: str) -> tuple[ParameterShard, ...]:
         names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
-        return tuple(replace(found.parts[name], size=size) for name in names if name in found.parts)
+        return tuple(replace(result.parts[name], size=size) for name in names if name in result.parts)
 
     return Sharding(
-        rule=found.rule,
-        limit=found.limit,
-        inputs=tuple(_text(content) for content in divided.variant.inputs),
-        outputs=found.outputs,
+        rule=result.rule,
+        limit=result.limit,
+        inputs=tuple(content.text for content in divided.variant.inputs),
+        outputs=result.outputs,
         parameters=parts("parameter"),
         buffers=parts("buffer"),
         operators=operators,
@@ -135,10 +137,6 @@ def _sharding(program: CallProgram, divided: _Divided, size: int, operators: tup
         saved_fixed_bytes=divided.saved_fixed_bytes,
         size=size,
     )
-
-
-def _text(content: Content) -> str:
-    return f"{SHARD}:{content.dim}" if content.form == SHARD else content.form
 
 
 def _divided(
@@ -151,7 +149,7 @@ def _divided(
     grown: list[tuple[Hashable, Operator]],
 ) -> _Divided | None:
     """None if the larger batch does not allow the same."""
-    ways = divisors(variant.found.limit)[1]
+    ways = divisors(variant.result.limit)[1]
     try:
         one, other = (propagate(whole.program, variant.inputs, variant.decided, ways) for whole in (small, large))
     except (Refused, Undecided):
@@ -159,14 +157,14 @@ def _divided(
     if (one.outputs, one.parts, one.limit) != (other.outputs, other.parts, other.limit):
         return None
     runs = []
-    for whole, found in ((small, one), (large, other)):
-        program, origins = localise(whole.program, found, 0, ways)
-        program = with_local_tensors(program, variant.inputs, found.parts.values(), Share(1, ways))
+    for whole, result in ((small, one), (large, other)):
+        program, origins = localise(whole.program, result, 0, ways)
+        program = with_local_tensors(program, variant.inputs, result.parts.values(), Share(1, ways))
         runs.append(_run_shard(whole, program, origins))
     local = dict(_numbered(grow(runs[0].operators, runs[1].operators, step)))
     cuts = {key: cut for key, operator in grown if key in local and (cut := _cut(operator, local[key], ways)) is not None}
     rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves")
-    rate, fixed = (_whole_of(all_, part, ways) for all_, part in zip(saved, rates, strict=True))
+    rate, fixed = (_whole_of(everything, part, ways) for everything, part in zip(saved, rates, strict=True))
     return _Divided(variant, cuts, rate, fixed)
 
 
@@ -186,12 +184,12 @@ def _cut(whole: Operator, local: Operator, ways: int) -> OperatorDivision | None
 def _numbered(grown: Sequence[tuple[RawOperator | None, Operator]]) -> list[tuple[Hashable, Operator]]:
     """By (call, function, which of them): the same for the whole and for a shard."""
     seen: dict[Hashable, int] = {}
-    found: list[tuple[Hashable, Operator]] = []
+    numbered: list[tuple[Hashable, Operator]] = []
     for place, (raw, operator) in enumerate(grown):
         call: Hashable = ("sum of a loop", place) if raw is None else (raw.op, raw.function)
         seen[call] = seen.get(call, 0) + 1
-        found.append(((call, seen[call]), operator))
-    return found
+        numbered.append(((call, seen[call]), operator))
+    return numbered
 
 
 class _ShardRun(NamedTuple):
@@ -210,24 +208,20 @@ def _run_shard(
     Args:
         program: of the shard, with local shapes. origins: per call the number of the recorded one it stands for.
     """
-    environment: list[Any] = [None] * program.slots
     position = 0
     with whole.fakes, autocast_as(autocast), torch.enable_grad():
-        inputs, state = [slot for _, slot, _ in program.inputs], [slot for _, slot in program.state]
-        for slot in (*inputs, *state):
-            environment[slot] = like(program.tensors[slot]).requires_grad_(program.tensors[slot].differentiable)
-        for constant, slot in program.constants:
-            environment[slot] = constant
-        uncounted = [environment[slot] for slot, counted in zip(inputs, whole.counted_inputs, strict=True) if not counted]
-        own = [environment[slot] for slot in state]
-        known = {storage_key(tensor) for tensor in (*own, *uncounted)}
+        kinds = [program.tensors[slot] for _, slot, _ in program.inputs]
+        inputs = [like(kind).requires_grad_(kind.differentiable) for kind in kinds]
+        state = state_of(program)
+        environment = environment_of(program, inputs, state.items())
+        uncounted = [value for value, counted in zip(inputs, whole.counted_inputs, strict=True) if not counted]
         saved = SavedTensors(lambda: position)
-        mode = OperatorMode(lambda: position, {storage_key(tensor) for tensor in own})
+        mode = OperatorMode(lambda: position, set(map(storage_key, state.values())))
         with saved.open(), mode:
             for op, origin in zip(program.ops, origins, strict=True):
                 position = -1 if origin is None else origin
                 run_op(op, environment)
-        sizes = {key: size for _, key, size in saved.first_saves(known)}
+        sizes = {key: size for _, key, size in saved.first_saves(set(map(storage_key, (*state.values(), *uncounted))))}
     casts = sum(size for key, size in sizes.items() if key in mode.casts)
     return _ShardRun([raw for raw in mode.operators if raw.op >= 0], sum(sizes.values()) - casts, casts)
 
@@ -244,13 +238,14 @@ def half_divided(
         small, large: recorded under `autocast` at two batches. half: what the whole saves. split: as for `divide`.
     """
     ways = divisors(sharding.limit)[1]
-    runs = []
-    for whole in (small, large):
-        program = local_program(whole.program, sharding, 0, ways)
-        runs.append(_run_shard(whole, program, range(len(program.ops)), autocast))
-    rate, fixed = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves under autocast")
+    programs = [local_program(whole.program, sharding, 0, ways) for whole in (small, large)]
+    less, more = (
+        _run_shard(whole, program, range(len(program.ops)), autocast)
+        for whole, program in zip((small, large), programs, strict=True)
+    )
+    rate, fixed = split(less.saved_bytes, more.saved_bytes, f"what a shard of {small.program.name} saves under autocast")
     return Footprint(
         saved_activation_bytes=_whole_of(half.saved_activation_bytes, rate, ways),
         saved_fixed_bytes=_whole_of(half.saved_fixed_bytes, fixed, ways),
-        cast_bytes=_whole_of(half.cast_bytes, runs[0].cast_bytes, ways),
+        cast_bytes=_whole_of(half.cast_bytes, less.cast_bytes, ways),
     )

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from parsim.model.component import FULL, PARTIAL
+from parsim.model.component import FULL
 from parsim.model.runnable import Nested
-from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, Rule, RuleOutcome, Step, cut_along
+from parsim.model.shard.content import SHARD, WHOLE, Content, Refused, Rule, RuleOutcome, Step, cut_along
 
 
 def moving(place: Callable[[Step, Content], RuleOutcome]) -> Rule:
@@ -22,11 +22,6 @@ def moving(place: Callable[[Step, Content], RuleOutcome]) -> Rule:
         return place(step, content) if content.form == SHARD else step.same(content)
 
     return rule
-
-
-def same(step: Step, content: Content) -> RuleOutcome:
-    """Shapes stay."""
-    return step.same(content)
 
 
 def carried(before: Sequence[int], after: Sequence[int], content: Content) -> Content | None:
@@ -51,19 +46,18 @@ def reshaped(step: Step, content: Content) -> RuleOutcome:
     if any(isinstance(value, torch.dtype) for value in step.op.arguments):
         raise Refused("a view as another dtype does not keep the dims of a cut tensor")
     before, after = step.shape(given), step.made()
-    found = carried(before, after, content)
-    if found is None:
+    made = carried(before, after, content)
+    if made is None:
         raise Refused(f"reshaping {before} to {after} spreads dim {content.dim}, which is cut, over several dims")
-    return RuleOutcome(contents=(found,), function=Tensor.reshape, arguments=(given, step.local(after, found.dim)))
+    return RuleOutcome(contents=(made,), function=Tensor.reshape, arguments=(given, step.local(after, made.dim)))
 
 
 def permuted(step: Step, content: Content) -> RuleOutcome:
     """permute, transpose and the like: the call on a probe whose sizes number its dims tells where the cut dim goes."""
-    given = step.given("input", 0)
-    probe = torch.empty(tuple(range(2, 2 + len(step.shape(given)))), device="meta")
+    probe = torch.empty(tuple(range(2, 2 + len(step.shape(step.given("input", 0))))), device="meta")
     keywords = {name: value for name, value in step.op.keywords if name != "input"}
-    found = step.op.function(probe, *step.op.arguments[1:], **keywords)
-    return step.same(content._replace(dim=list(found.shape).index(content.dim + 2)))
+    made = step.op.function(probe, *step.op.arguments[1:], **keywords)
+    return step.same(content._replace(dim=list(made.shape).index(content.dim + 2)))
 
 
 def expanded(step: Step, content: Content) -> RuleOutcome:
@@ -81,44 +75,47 @@ def unbound(step: Step, content: Content) -> RuleOutcome:
 
 
 def indexed(step: Step, content: Content) -> RuleOutcome:
-    """x[...] with integers, slices, None and an ellipsis; the cut dim must be taken whole."""
+    """x[...] with integers, slices, None and an ellipsis; the cut dim must be taken whole, or in whole runs."""
     rank = len(step.shape(step.given("input", 0)))
     index = step.op.arguments[1]
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if any(not (entry is None or entry is Ellipsis or type(entry) in (int, slice)) for entry in entries):
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(not (item is None or item is Ellipsis or type(item) in (int, slice)) for item in items):
         raise Refused("a cut tensor is indexed by a tensor, a list or a mask")
-    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if not any(entry is Ellipsis for entry in entries):
-        entries.append(Ellipsis)
-    at = next(place for place, entry in enumerate(entries) if entry is Ellipsis)
-    entries[at : at + 1] = [slice(None)] * (rank - taken)
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+    at = next(place for place, item in enumerate(items) if item is Ellipsis)
+    items[at : at + 1] = [slice(None)] * (rank - taken)
     read = made = 0
-    for entry in entries:
-        if entry is not None:
+    for item in items:
+        if item is not None:
             if read == content.dim:
-                if entry == slice(None):
-                    return step.same(content._replace(dim=made))
-                return _run_taken(step, content, entry, entries, made)
+                return step.same(content._replace(dim=made)) if item == slice(None) else _run_taken(step, content, items, made)
             read += 1
-        made += type(entry) is not int
+        made += type(item) is not int
     raise AssertionError("an index runs over every dim")
 
 
-def _run_taken(step: Step, content: Content, entry: object, entries: list[object], made: int) -> RuleOutcome:
+def _run_taken(step: Step, content: Content, items: list[object], made: int) -> RuleOutcome:
     """x[..., a:b, ...] that is one or several whole runs of the cut dim, all else taken whole."""
     given = step.given("input", 0)
-    size = step.shape(given)[content.dim]
-    others = [other for place, other in enumerate(entries) if place != content.dim]
-    if not isinstance(entry, slice) or len(entries) != len(step.shape(given)) or any(other != slice(None) for other in others):
-        raise Refused(f"x[{entry}] takes a part of dim {content.dim}, which is cut, and others")
-    start, stop, stride = entry.indices(size)
-    runs = content.runs or (size // content.blocks,) * content.blocks
+    size, item = step.shape(given)[content.dim], items[content.dim]
+    others = [other for place, other in enumerate(items) if place != content.dim]
+    if not isinstance(item, slice) or len(items) != len(step.shape(given)) or any(other != slice(None) for other in others):
+        raise Refused(f"x[{item}] takes a part of dim {content.dim}, which is cut, and others")
+    start, stop, stride = item.indices(size)
+    runs = _runs(content, size)
     edges = [0, *accumulate(runs)]
     if stride != 1 or start not in edges or stop not in edges or start >= stop:
-        raise Refused(f"x[{entry}] takes a part of dim {content.dim}, which is cut in runs of {runs}")
+        raise Refused(f"x[{item}] takes a part of dim {content.dim}, which is cut in runs of {runs}")
     taken = runs[edges.index(start) : edges.index(stop)]
     arguments = (given, content.dim, start // step.ways, (stop - start) // step.ways)
     return RuleOutcome(contents=(_in_runs(made, taken),), function=torch.narrow, arguments=arguments)
+
+
+def _runs(content: Content, size: int) -> tuple[int, ...]:
+    """Sizes of the runs of a cut dim."""
+    return content.runs or (size // content.blocks,) * content.blocks
 
 
 def _in_runs(dim: int, runs: Sequence[int]) -> Content:
@@ -132,13 +129,13 @@ def divided(step: Step, content: Content) -> RuleOutcome:
     if dim != content.dim:
         return step.same(content)
     sizes = [step.made(number)[dim] for number in range(len(step.op.outputs))]
-    runs = content.runs or (step.shape(given)[dim] // content.blocks,) * content.blocks
+    runs = _runs(content, step.shape(given)[dim])
     edges, ends = [0, *accumulate(runs)], [0, *accumulate(sizes)]
     if not set(ends) <= set(edges):
         raise Refused(f"dim {dim} is cut in runs of {runs}, which do not fall to parts of {sizes}")
-    taken = [runs[edges.index(start) : edges.index(stop)] for start, stop in pairwise(ends)]
+    parts = [runs[edges.index(start) : edges.index(stop)] for start, stop in pairwise(ends)]
     return RuleOutcome(
-        contents=tuple(_in_runs(dim, part) for part in taken),
+        contents=tuple(_in_runs(dim, part) for part in parts),
         function=torch.split,
         arguments=(given, [size // step.ways for size in sizes], dim),
     )
@@ -157,22 +154,18 @@ def repeated(step: Step, content: Content) -> RuleOutcome:
 
 def joined(step: Step) -> RuleOutcome:
     """cat: pieces along another dim than they are cut in, or summands."""
-    given = step.given("tensors", 0)
     operands = step.operands()
-    forms = {step.contents[slot].form for slot in operands}
-    if forms == {FULL}:
+    cuts = {step.contents[slot] for slot in operands} - {WHOLE}
+    if not cuts:
         return step.same(WHOLE)
-    cuts = {step.contents[slot] for slot in operands if step.contents[slot].form != FULL}
-    if len(cuts) > 1 or type(given) is not Nested:
+    if len(cuts) > 1 or type(step.given("tensors", 0)) is not Nested:
         raise Refused(f"cat joins tensors with different contents: {sorted(cuts)}")
     (content,) = cuts
-    full = [slot for slot in operands if step.contents[slot].form == FULL]
-    if content.form == PARTIAL:
-        return RuleOutcome(contents=(content,), converted={slot: First() for slot in full})
     dim = step.given("dim", 1, 0) % len(step.made())
-    if dim == content.dim:
+    if content.form == SHARD and dim == content.dim:
         raise Refused(f"cat joins along dim {dim}, which is cut")
-    return RuleOutcome(contents=(content,), converted={slot: Piece(*content[1:]) for slot in full})
+    full = [slot for slot in operands if step.contents[slot].form == FULL]
+    return RuleOutcome(contents=(content,), converted=dict.fromkeys(full, content))
 
 
 def stacked(step: Step) -> RuleOutcome:

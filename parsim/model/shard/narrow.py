@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from parsim.errors import ModelError
-from parsim.model.component import MOST_PADDED, Component, Operator, OperatorShard, Sharding, Share
+from parsim.model.component import MOST_PADDED, Component, DividedSize, Operator, OperatorShard, Sharding, Size
 from parsim.units import divisors
 
 
@@ -17,54 +17,62 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
 
     Its operators, parameters and saved bytes are those of one shard, so its fingerprint tells it from the whole. Buffers are
     counted whole. Values keep the sizes they have outside. The memory is that of the component's precision: take that first
-    (`parsim.model.formats.component_in`).
-
-    Raises:
-        ModelError: no such rule, or `ways` does not divide its limit.
+    (`parsim.model.formats.component_in`). Raises ModelError: no such rule, or `ways` does not divide its limit.
     """
     if not rule or ways == 1:
         return component
     sharding = component.sharding(rule)
     check_ways(component.name, sharding, ways, component.shardings)
-    divided = {part.name for part in sharding.parameters}
-    cut = {part.number: part for part in sharding.operators}
+    cut_parameters = {part.name for part in sharding.parameters}
+    cuts = {part.number: part for part in sharding.operators}
     share = sharding.share(ways)
-    selective = None
+
+    def left(whole: int, divided: int) -> int:
+        return whole - divided + share.of(divided)
+
+    def peaks(sizes: tuple[DividedSize, ...]) -> tuple[Size, ...]:
+        return tuple(size.at(share) for size in sizes)
+
+    def operator_of_shard(operator: Operator, cut: OperatorShard) -> Operator:
+        return replace(
+            operator,
+            shape=tuple((dim, share.of(size) if dim == cut.dim else size) for dim, size in operator.shape),
+            forward_flop=operator.forward_flop * share.own / share.whole,
+            activation_bytes=left(operator.activation_bytes, cut.activation_bytes),
+            parameter_bytes=share.of(operator.parameter_bytes),
+        )
+
+    selective, inside = None, component.inside
     if component.selective is not None and sharding.selective is not None:
         selective = replace(
             component.selective,
             kept=sharding.selective.kept.at(share),
             again=sharding.selective.again.at(share),
-            first_peaks=tuple(size.at(share) for size in sharding.selective.first_peaks),
-            second_peaks=tuple(size.at(share) for size in sharding.selective.second_peaks),
+            first_peaks=peaks(sharding.selective.first_peaks),
+            second_peaks=peaks(sharding.selective.second_peaks),
         )
-
-    def left(whole: int, part: int) -> int:
-        return whole - part + share.of(part)
-
+    if inside is not None:
+        inside = replace(inside, context_bytes=share.of(inside.context_bytes), expert_bytes=share.of(inside.expert_bytes))
     return replace(
         component,
-        parameters=tuple(replace(p, elements=share.of(p.elements)) if p.name in divided else p for p in component.parameters),
+        parameters=tuple(
+            replace(parameter, elements=share.of(parameter.elements)) if parameter.name in cut_parameters else parameter
+            for parameter in component.parameters
+        ),
         operators=tuple(
-            _divided(operator, share, cut[number]) if number in cut else operator
+            operator_of_shard(operator, cuts[number]) if number in cuts else operator
             for number, operator in enumerate(component.operators)
         ),
         saved_activation_bytes=left(component.saved_activation_bytes, sharding.saved_activation_bytes),
         saved_fixed_bytes=left(component.saved_fixed_bytes, sharding.saved_fixed_bytes),
         cast_bytes=left(component.cast_bytes, sharding.cast_bytes),
         shardings=(),
-        forward_peaks=tuple(size.at(share) for size in sharding.forward_peaks),
-        backward_peaks=tuple(size.at(share) for size in sharding.backward_peaks),
+        forward_peaks=peaks(sharding.forward_peaks),
+        backward_peaks=peaks(sharding.backward_peaks),
         half=None,
         split_backward=None,  # not counted for shards
         selective=selective,
-        inside=None
-        if component.inside is None
-        else replace(
-            component.inside,
-            context_bytes=share.of(component.inside.context_bytes),
-            expert_bytes=share.of(component.inside.expert_bytes),
-        ),
+        inside=inside,
     )
 
 
@@ -82,28 +90,22 @@ _CUT = {
 
 
 def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[Sharding] = ()) -> None:
-    """Whether the component can be cut into that many shards.
-
-    Args:
-        component: its name. others: its shardings, of which the message names one that allows so many shards.
+    """Whether a component, which has a name, can be cut into that many shards. `others`: its shardings, for the message.
 
     Raises:
         ModelError: what is cut, the nearest ways that divide it, and the rules that allow these ways.
     """
-    limit = sharding.limit
     if sharding.allows(ways):
         return
     cut = ", ".join(dict.fromkeys(_CUT.get(name, name) for name in sharding.rule.split("+")))
     possible = ways_of(sharding)
-    below = max((number for number in possible if number < ways), default=None)
-    above = min((number for number in possible if number > ways), default=None)
-    nearest = " or ".join(str(number) for number in (below, above) if number is not None) or "none but 1"
+    nearest = [*[number for number in possible if number < ways][-1:], *[number for number in possible if number > ways][:1]]
     rules = [other.rule for other in others if other.allows(ways)]
     padded = f"or be at most {MOST_PADDED} and leave no shard empty " if sharding.size else ""
     instead = f"; rule {' or '.join(rules)} allows {ways}" if rules else ""
     raise ModelError(
-        f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {limit} "
-        f"{padded}(what its {cut} have in common); nearest: {nearest}{instead}"
+        f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {sharding.limit} "
+        f"{padded}(what its {cut} have in common); nearest: {' or '.join(map(str, nearest)) or 'none but 1'}{instead}"
     )
 
 
@@ -111,15 +113,3 @@ def ways_of(sharding: Sharding) -> list[int]:
     """All ways but one that it allows, ascending."""
     possible = {*divisors(sharding.limit), *range(2, min(sharding.size, MOST_PADDED) + 1)}
     return sorted(ways for ways in possible if ways > 1 and sharding.allows(ways))
-
-
-def _divided(operator: Operator, share: Share, how: OperatorShard) -> Operator:
-    shape = dict(operator.shape)
-    shape[how.dim] = share.of(shape[how.dim])
-    return replace(
-        operator,
-        shape=tuple(shape.items()),
-        forward_flop=operator.forward_flop * share.own / share.whole,
-        activation_bytes=operator.activation_bytes - how.activation_bytes + share.of(how.activation_bytes),
-        parameter_bytes=share.of(operator.parameter_bytes),
-    )

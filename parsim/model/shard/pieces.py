@@ -16,40 +16,34 @@ def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor
 
     Raises ModelError if the dim does not divide.
     """
-    if part.runs:
-        return _piece_of_runs(tensor, part, shard, ways)
     if part.size:
         return padded_piece(tensor, part.dim, shard, ways)
-    size, rest = divmod(tensor.shape[part.dim], part.blocks * ways)
+    entries = tensor.shape[part.dim]
+    if part.runs:
+        if sum(part.runs) != entries or any(size % ways for size in part.runs):
+            raise ModelError(
+                f"{part.name}: dim {part.dim} has {entries} entries in runs of {part.runs}, not all of which divide by {ways}"
+            )
+        runs = torch.split(tensor, list(part.runs), part.dim)
+        return torch.cat([run.chunk(ways, part.dim)[shard] for run in runs], part.dim)
+    size, rest = divmod(entries, part.blocks * ways)
     if rest:
-        raise ModelError(
-            f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries, which do not divide into {part.blocks} x {ways}"
-        )
-    runs = _split(tensor, part.dim, (part.blocks, ways, size))
-    return runs.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
+        raise ModelError(f"{part.name}: dim {part.dim} has {entries} entries, which do not divide into {part.blocks} x {ways}")
+    blocks = _split(tensor, part.dim, (part.blocks, ways, size))
+    return blocks.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
 
 
 def padded_piece(tensor: Tensor, dim: int, shard: int, ways: int) -> Tensor:
     """Piece `shard` of `ways` equal ones along `dim`; zeros where the tensor ends before the last piece does. A copy."""
     size = tensor.shape[dim]
-    own = -(-size // ways)
-    start = min(shard * own, size)
-    stop = min(start + own, size)
-    found = tensor.narrow(dim, start, stop - start)
-    if stop - start == own:
-        return found.clone(memory_format=torch.contiguous_format)
-    padding = found.new_zeros((*found.shape[:dim], own - (stop - start), *found.shape[dim + 1 :]))
-    return torch.cat([found, padding], dim)
-
-
-def _piece_of_runs(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
-    if sum(part.runs) != tensor.shape[part.dim] or any(size % ways for size in part.runs):
-        raise ModelError(
-            f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries in runs of {part.runs}, not all of which divide "
-            f"by {ways}"
-        )
-    runs = torch.split(tensor, list(part.runs), part.dim)
-    return torch.cat([run.chunk(ways, part.dim)[shard] for run in runs], part.dim)
+    most = -(-size // ways)
+    start = min(shard * most, size)
+    stop = min(start + most, size)
+    entries = tensor.narrow(dim, start, stop - start)
+    if stop - start == most:
+        return entries.clone(memory_format=torch.contiguous_format)
+    padding = entries.new_zeros((*entries.shape[:dim], most - (stop - start), *entries.shape[dim + 1 :]))
+    return torch.cat([entries, padding], dim)
 
 
 def assemble(pieces: Sequence[Tensor], part: ParameterShard) -> Tensor:

@@ -25,13 +25,10 @@ from parsim.model.shard.content import (
     SHARD,
     WHOLE,
     Content,
-    First,
-    Piece,
     Refused,
     RuleOutcome,
     Step,
     Undecided,
-    call_name,
     cut_along,
     operands_of,
 )
@@ -91,27 +88,34 @@ def propagate(
             tables=tables,
             draws=number in drawing,
         )
-        outcome = _answer(step)
+        if MAXIMUM in step.forms:
+            raise Refused(f"{step.name} of the maximum of a part")
+        outcome = (rule_of(op.function) or _whole_call)(step)
+        if len(outcome.contents) != len(op.outputs):
+            raise Refused(f"{step.name} makes {len(op.outputs)} tensors, and its rule describes {len(outcome.contents)}")
         for slot in operands_of(op):
             if slot in state:
                 name, part = state[slot], None
-                if type(how := outcome.converted.get(slot)) is Piece:
-                    part = ParameterShard(name=name, dim=how.dim, blocks=how.blocks, runs=how.runs)
+                if (cut := outcome.converted.get(slot, WHOLE)).form == SHARD:
+                    part = ParameterShard(name=name, dim=cut.dim, blocks=cut.blocks, runs=cut.runs)
                 if uses.setdefault(name, part) != part:
                     raise Refused(f"{name} is used in two ways: {uses[name]} and {part}")
         for (_, slot), content in zip(op.outputs, outcome.contents, strict=True):
             if contents.get(slot, content) != content:
-                raise Refused(f"{call_name(op)} changes in place what was {contents[slot].form} and becomes {content.form}")
+                raise Refused(f"{step.name} changes in place what was {contents[slot].form} and becomes {content.form}")
             contents[slot] = content
         outcomes.append(outcome)
     if any(contents[slot].form != FULL for _, slot in program.buffer_writes):
         raise Refused("a buffer is assigned a tensor that is not full")
-    outputs = _outputs(program, contents)
+    for name, slot, _ in program.outputs:
+        content = contents[slot]
+        if content.form == SHARD and (content.blocks > 1 or content.runs or content.dim == 0):
+            raise Refused(f"output {name} is cut in several runs or along dim 0")
     return Propagation(
         outcomes=tuple(outcomes),
         contents=contents,
         parts={name: part for name, part in uses.items() if part is not None},
-        outputs=outputs,
+        outputs=tuple(contents[slot].text for _, slot, _ in program.outputs),
         limit=_limit(program, contents, outcomes),
         rule=_rule_name([outcome.label for outcome in outcomes]),
         whole_weights=sum(outcome.whole_weight for outcome in outcomes),
@@ -119,44 +123,26 @@ def propagate(
     )
 
 
-def _answer(step: Step) -> RuleOutcome:
-    if any(step.contents[slot].form == MAXIMUM for slot in step.operands()):
-        raise Refused(f"{step.name} of the maximum of a part")
-    outcome = (rule_of(step.op.function) or _whole_call)(step)
-    if len(outcome.contents) != len(step.op.outputs):
-        raise Refused(f"{step.name} makes {len(step.op.outputs)} tensors, and its rule describes {len(outcome.contents)}")
-    return outcome
-
-
-def _outputs(program: CallProgram, contents: Mapping[int, Content]) -> tuple[str, ...]:
-    found = []
-    for name, slot, _ in program.outputs:
-        content = contents[slot]
-        if content.form == SHARD:
-            if content.blocks > 1 or content.runs or content.dim == 0:
-                raise Refused(f"output {name} is cut in several runs or along dim 0")
-            found.append(f"{SHARD}:{content.dim}")
-            continue
-        found.append(content.form)
-    return tuple(found)
-
-
 def _limit(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> int:
-    cuts = [(slot, *content[1:]) for slot, content in contents.items() if content.form == SHARD]
-    for outcome in outcomes:
-        cuts += [(slot, *how) for slot, how in outcome.converted.items() if type(how) is Piece]
+    """What the number of shards must divide: the sizes of all runs that are cut, and what rules ask for beyond."""
+    converted = [pair for outcome in outcomes for pair in outcome.converted.items()]
     return math.gcd(
-        *(size for slot, dim, blocks, runs in cuts for size in runs or (program.tensors[slot].shape[dim] // blocks,)),
+        *(
+            size
+            for slot, cut in (*contents.items(), *converted)
+            if cut.form == SHARD
+            for size in cut.runs or (program.tensors[slot].shape[cut.dim] // cut.blocks,)
+        ),
         *(outcome.limit for outcome in outcomes),
     )
 
 
 def _only_pieces(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> bool:
-    uses: dict[int, set[type[First | Piece | None]]] = {}
+    uses: dict[int, set[str]] = {}
     for op, outcome in zip(program.ops, outcomes, strict=True):
         for slot in operands_of(op):
-            uses.setdefault(slot, set()).add(type(outcome.converted.get(slot)))
-    return any(contents[slot].form == FULL and uses.get(slot) == {Piece} for _, slot, flows in program.inputs if flows)
+            uses.setdefault(slot, set()).add(outcome.converted.get(slot, WHOLE).form)
+    return any(contents[slot].form == FULL and uses.get(slot) == {SHARD} for _, slot, flows in program.inputs if flows)
 
 
 def _rule_name(labels: Sequence[str]) -> str:
@@ -175,15 +161,13 @@ def _rule_name(labels: Sequence[str]) -> str:
 
 def _whole_call(step: Step) -> RuleOutcome:
     """The rule of calls that have none of their own."""
-    name = step.name
-    if any(step.contents[slot].form != FULL for slot in step.operands()):
-        raise Refused(f"{name} is not in the table of sharding rules, and not all that it reads is full")
+    if not step.forms <= {FULL}:
+        raise Refused(f"{step.name} is not in the table of sharding rules, and not all that it reads is full")
     if step.draws:
         raise Refused(
-            f"{name} is not in the table of sharding rules, and may draw random numbers or do what torch does not see"
+            f"{step.name} is not in the table of sharding rules, and may draw random numbers or do what torch does not see"
         )
-    heavy = any(slot in step.state and len(step.tensors[slot].shape) > 1 for slot in step.operands())
-    return RuleOutcome(contents=(WHOLE,) * len(step.op.outputs), whole_weight=heavy)
+    return step.whole(weight=any(slot in step.state and len(step.tensors[slot].shape) > 1 for slot in step.operands()))
 
 
 @lru_cache(maxsize=8)
@@ -196,20 +180,15 @@ def drawing_calls(program: CallProgram) -> frozenset[int]:
 
 def draws(program: CallProgram) -> bool:
     """Whether the component draws random numbers, as far as can be seen: what cannot be seen counts as drawing."""
-    listed = any(rule_of(op.function) is not None and _drops(op) for op in program.ops)
-    return listed or bool(drawing_calls(program))
+    return bool(drawing_calls(program)) or any(rule_of(op.function) is not None and _drops(op) for op in program.ops)
 
 
 def _drops(op: Op) -> bool:
-    keywords = dict(op.keywords)
     if op.function is functional.scaled_dot_product_attention:
-        return bool(keywords.get("dropout_p", op.arguments[4] if len(op.arguments) > 4 else 0.0))
+        return bool(op.argument("dropout_p", 4, 0.0))
     if op.function is functional.multi_head_attention_forward:
-        return bool(keywords.get("training", True) and op.arguments[10])
-    if op.function not in DROPOUTS:
-        return False
-    p, training = (op.arguments[place] if len(op.arguments) > place else other for place, other in ((1, 0.5), (2, True)))
-    return bool(keywords.get("p", p) and keywords.get("training", training))
+        return bool(op.argument("training", 13, True) and op.argument("dropout_p", 10, 0.0))
+    return op.function in DROPOUTS and bool(op.argument("p", 1, 0.5) and op.argument("training", 2, True))
 
 
 def may_draw_on_host(program: CallProgram) -> bool:
@@ -283,7 +262,7 @@ def _tables_of_experts(program: CallProgram) -> frozenset[int]:
 @lru_cache(maxsize=8)
 def _consumed_in_runs(program: CallProgram) -> dict[int, tuple[int, ...]]:
     """Slots whose last dim later calls take apart in unequal parts (split, or slices that cover it), with the sizes."""
-    found: dict[int, tuple[int, ...]] = {}
+    runs: dict[int, tuple[int, ...]] = {}
     slices: dict[int, set[tuple[int, int]]] = {}
     for op in program.ops:
         given = op.arguments[0] if op.arguments else None
@@ -293,7 +272,7 @@ def _consumed_in_runs(program: CallProgram) -> dict[int, tuple[int, ...]]:
         if op.function in (Tensor.split, torch.split) and len(op.outputs) > 1:
             sizes = [program.tensors[slot].shape for _, slot in op.outputs]
             if all(size[:-1] == shape[:-1] for size in sizes):
-                found[given.slot] = tuple(size[-1] for size in sizes)
+                runs[given.slot] = tuple(size[-1] for size in sizes)
         elif op.function is Tensor.__getitem__ and (taken := _last_slice(op, len(shape))) is not None:
             start, stop, stride = taken.indices(shape[-1])
             if stride == 1:
@@ -302,8 +281,8 @@ def _consumed_in_runs(program: CallProgram) -> dict[int, tuple[int, ...]]:
         ordered = sorted(parts)
         edges = [start for start, _ in ordered] + [program.tensors[slot].shape[-1]]
         if edges[0] == 0 and [stop for _, stop in ordered] == edges[1:] and len(ordered) > 1:
-            found[slot] = tuple(stop - start for start, stop in ordered)
-    return {slot: sizes for slot, sizes in found.items() if len(set(sizes)) > 1}
+            runs[slot] = tuple(stop - start for start, stop in ordered)
+    return {slot: sizes for slot, sizes in runs.items() if len(set(sizes)) > 1}
 
 
 def _last_slice(op: Op, rank: int) -> slice | None:
@@ -311,8 +290,8 @@ def _last_slice(op: Op, rank: int) -> slice | None:
     index = op.arguments[1]
     if type(index) is Nested or not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
         return None
-    whole = len(index) == rank or index[0] is Ellipsis
-    return index[-1] if whole and all(entry in (Ellipsis, slice(None)) for entry in index[:-1]) else None
+    is_last = len(index) == rank or index[0] is Ellipsis
+    return index[-1] if is_last and all(item in (Ellipsis, slice(None)) for item in index[:-1]) else None
 
 
 # --- the ways worth offering ------------------------------------------------------------------------------------------
@@ -336,7 +315,7 @@ class Variant(NamedTuple):
 
     inputs: tuple[Content, ...]
     decided: dict[str, ParameterShard | None]
-    found: Propagation
+    result: Propagation
 
 
 def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, ...]:
@@ -345,18 +324,40 @@ def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, .
     Args:
         cuttable: per input whether its dim 0 is the batch; of others only biases per head may come in pieces.
     """
+    shapes = {key.name: program.tensors[slot].shape for key, slot in program.state}
+
+    def elements(variant: Variant) -> int:
+        """Elements of the parameters and buffers that are cut."""
+        return sum(math.prod(shapes[name]) for name in variant.result.parts)
+
+    def best_of(group: Sequence[Variant]) -> Variant:
+        """The variant with the most shards among those that cut about the most; the first of equals."""
+        most = max(map(elements, group))
+        return max((variant for variant in group if elements(variant) >= SLACK * most), key=lambda v: v.result.limit)
+
+    def worth(variant: Variant) -> tuple[int, int]:
+        return elements(variant), sum(content.form != FULL for content in variant.inputs)
+
     groups: dict[tuple[tuple[Content, ...], tuple[str, ...]], list[Variant]] = {}
     for variant in _all(program, cuttable):
-        groups.setdefault((variant.inputs, variant.found.outputs), []).append(variant)
+        groups.setdefault((variant.inputs, variant.result.outputs), []).append(variant)
     named: dict[str, Variant] = {}
     for group in groups.values():
-        best = _best(program, group)
-        for each in (best, *_for_more_ways(program, group, best)):
-            known = named.get(each.found.rule)
-            if known is None or _worth(program, each) > _worth(program, known):
-                named[each.found.rule] = each
-    most = max((_elements(program, variant) for variant in named.values()), default=0)
-    return tuple(variant for variant in named.values() if _elements(program, variant) >= SHARE * most)
+        offered = [best_of(group)]
+        limit, rule = offered[0].result.limit, offered[0].result.rule
+        # with keys and values whole in every shard more shards may be possible: fewer heads have those than queries
+        whole_keys = [
+            variant
+            for variant in group
+            if QUERIES in variant.result.rule.split("+") and limit % variant.result.limit and variant.result.rule != rule
+        ]
+        offered += [best_of(whole_keys)] if whole_keys else []
+        for variant in offered:
+            rule = variant.result.rule
+            if rule not in named or worth(variant) > worth(named[rule]):
+                named[rule] = variant
+    most = max(map(elements, named.values()), default=0)
+    return tuple(variant for variant in named.values() if elements(variant) >= SHARE * most)
 
 
 def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
@@ -369,14 +370,14 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
             decided = open_.pop()
             tries += 1
             try:
-                found = propagate(program, inputs, decided)
+                result = propagate(program, inputs, decided)
             except Undecided as question:
                 open_ += [{**decided, question.name: option} for option in reversed(question.options)]
                 continue
             except Refused:
                 continue
-            if _useful(program, inputs, found):
-                yield Variant(inputs, decided, found)
+            if _is_useful(program, inputs, result):
+                yield Variant(inputs, decided, result)
 
 
 def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool, sizes: frozenset[int]) -> tuple[Content, ...]:
@@ -394,42 +395,13 @@ def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool, sizes
     return (WHOLE, cut_along(dim))
 
 
-def _useful(program: CallProgram, inputs: Sequence[Content], found: Propagation) -> bool:
-    if found.limit < 2 or found.only_pieces:
+def _is_useful(program: CallProgram, inputs: Sequence[Content], result: Propagation) -> bool:
+    if result.limit < 2 or result.only_pieces:
         return False
-    if found.rule == "follow":
-        given = [content for content, (_, _, flows) in zip(inputs, program.inputs, strict=True) if flows]
-        return found.whole_weights == 0 and bool(given) and all(content.form == SHARD for content in given)
-    return any(made != FULL for made in found.outputs)
-
-
-def _elements(program: CallProgram, variant: Variant) -> int:
-    """Elements of the parameters and buffers that are cut."""
-    shapes = {key.name: program.tensors[slot].shape for key, slot in program.state}
-    return sum(math.prod(shapes[name]) for name in variant.found.parts)
-
-
-def _best(program: CallProgram, group: Sequence[Variant]) -> Variant:
-    """The variant with the most shards among those that cut about the most; the first of equals."""
-    most = max(_elements(program, variant) for variant in group)
-    close = [variant for variant in group if _elements(program, variant) >= SLACK * most]
-    return max(close, key=lambda variant: variant.found.limit)
-
-
-def _for_more_ways(program: CallProgram, group: Sequence[Variant], best: Variant) -> list[Variant]:
-    """The one with keys and values whole in every shard, if it allows more shards: fewer heads have those than queries."""
-    whole_keys = [
-        variant
-        for variant in group
-        if QUERIES in variant.found.rule.split("+")
-        and best.found.limit % variant.found.limit
-        and variant.found.rule != best.found.rule
-    ]
-    return [] if not whole_keys else [_best(program, whole_keys)]
-
-
-def _worth(program: CallProgram, variant: Variant) -> tuple[int, int]:
-    return _elements(program, variant), sum(content.form != FULL for content in variant.inputs)
+    if result.rule == "follow":
+        flowing = [content for content, (_, _, flows) in zip(inputs, program.inputs, strict=True) if flows]
+        return result.whole_weights == 0 and bool(flowing) and all(content.form == SHARD for content in flowing)
+    return any(made != FULL for made in result.outputs)
 
 
 # --- vocabularies that the shards do not divide -----------------------------------------------------------------------
@@ -440,7 +412,7 @@ _KNOWN: Functions = (*_VOCABULARY, *SAME, *PRODUCTS, *QUOTIENTS, torch.tanh, Ten
 """What may be done to padding: zeros stay zeros, and so do their gradients. The rules of the others know nothing of it."""
 
 
-def vocabulary_size(program: CallProgram, found: Propagation, logits: Collection[str]) -> int:
+def vocabulary_size(program: CallProgram, result: Propagation, logits: Collection[str]) -> int:
     """Rows of the vocabulary, if a sharding cuts nothing else and so may cut it into pieces that do not divide it; else 0.
 
     As in Megatron-LM, pieces are equal and the last one ends in rows that stand for no token. The rows are zeros. No token
@@ -448,28 +420,28 @@ def vocabulary_size(program: CallProgram, found: Propagation, logits: Collection
     moves them.
 
     Args:
-        program: of the whole component. found: what the sharding does. logits: the values that the parts of the loss read.
+        program: of the whole component. result: what the sharding does. logits: the values that the parts of the loss read.
     """
     state = {slot for _, slot in program.state}
     sizes: set[int] = set()
-    for op, outcome in zip(program.ops, found.outcomes, strict=True):
+    for op, outcome in zip(program.ops, result.outcomes, strict=True):
         slots = (*operands_of(op), *(slot for _, slot in op.outputs))
-        pieces = {slot: how for slot, how in outcome.converted.items() if type(how) is Piece}
-        ends = [(slot, *found.contents[slot][1:]) for slot in slots if found.contents[slot].form == SHARD]
-        ends += [(slot, *how) for slot, how in pieces.items()]
-        if not ends:
+        pieces = {slot: cut for slot, cut in outcome.converted.items() if cut.form == SHARD}
+        cuts = [(slot, result.contents[slot]) for slot in slots if result.contents[slot].form == SHARD]
+        cuts += pieces.items()
+        if not cuts:
             continue
         if op.function not in _KNOWN or outcome.limit:
             return 0
-        if op.function in QUOTIENTS and any(found.contents[slot].form == SHARD for slot in operands_of(op)[1:]):
+        if op.function in QUOTIENTS and any(result.contents[slot].form == SHARD for slot in operands_of(op)[1:]):
             return 0  # divided by zero
-        if not pieces.keys() <= state or any(blocks > 1 or runs for _, _, blocks, runs in ends):
+        if not pieces.keys() <= state or any(cut.blocks > 1 or cut.runs for _, cut in cuts):
             return 0
-        sizes.update(program.tensors[slot].shape[dim] for slot, dim, _, _ in ends)
-    if len(sizes) != 1 or found.rule not in ("vocabulary", "column"):
+        sizes.update(program.tensors[slot].shape[cut.dim] for slot, cut in cuts)
+    if len(sizes) != 1 or result.rule not in ("vocabulary", "column"):
         return 0
-    outputs = zip(program.outputs, found.outputs, strict=True)
+    outputs = zip(program.outputs, result.outputs, strict=True)
     made = {name for (name, _, _), form in outputs if form not in (FULL, PARTIAL, MAXIMUM)}
-    if (found.rule == "column" and not made) or not made <= set(logits):
+    if (result.rule == "column" and not made) or not made <= set(logits):
         return 0
     return sizes.pop()

@@ -35,8 +35,7 @@ from parsim.model.shard.content import (
     SHARD,
     SUMMAND,
     WHOLE,
-    First,
-    Piece,
+    Content,
     Refused,
     Rule,
     RuleOutcome,
@@ -54,7 +53,6 @@ from parsim.model.shard.moves import (
     reduced,
     repeated,
     reshaped,
-    same,
     stacked,
     unbound,
 )
@@ -81,9 +79,9 @@ def drawn_by_shard(function: Callable[..., Any], shard: int, value: Tensor, *arg
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that calls on this device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _seed(seed: int, stream: str) -> int:
@@ -91,10 +89,6 @@ def _seed(seed: int, stream: str) -> int:
 
 
 # --- elementwise ------------------------------------------------------------------------------------------------------
-
-
-def _forms(step: Step) -> set[str]:
-    return {step.contents[slot].form for slot in step.operands()}
 
 
 def _together(step: Step) -> RuleOutcome:
@@ -113,25 +107,23 @@ def _together(step: Step) -> RuleOutcome:
     (cut,) = cuts
     size = step.made()[cut.dim]
     converted = {
-        slot: Piece(len(shapes[slot]) + cut.dim, cut.blocks, cut.runs)
+        slot: cut._replace(dim=len(shapes[slot]) + cut.dim)
         for slot in operands
         if step.contents[slot].form == FULL and len(shapes[slot]) >= -cut.dim and shapes[slot][cut.dim] == size
     }
-    made = cut._replace(dim=len(step.made()) + cut.dim)
-    return RuleOutcome(contents=(made,) * len(step.op.outputs), converted=converted)
+    return replace(step.same(cut._replace(dim=len(step.made()) + cut.dim)), converted=converted)
 
 
 def _sum(step: Step) -> RuleOutcome:
     """a + b, a - b: a full summand of partial ones is contributed by shard 0 alone."""
-    forms = _forms(step)
-    if PARTIAL not in forms:
+    if PARTIAL not in step.forms:
         return _together(step)
-    if SHARD in forms:
+    if SHARD in step.forms:
         raise Refused("a sum of a partial tensor and a cut one")
     if any(type(value) is not Ref for value in step.op.arguments[:2]):
         raise Refused("a number added to a partial tensor would be added by every shard")
     full = [slot for slot in step.operands() if step.contents[slot].form == FULL]
-    return RuleOutcome(contents=(SUMMAND,), converted={slot: First() for slot in full})
+    return RuleOutcome(contents=(SUMMAND,), converted=dict.fromkeys(full, SUMMAND))
 
 
 def _product(step: Step) -> RuleOutcome:
@@ -153,7 +145,7 @@ def _quotient(step: Step) -> RuleOutcome:
 
 def _pointwise(step: Step) -> RuleOutcome:
     """Nothing nonlinear may be done to summands."""
-    if PARTIAL in _forms(step):
+    if PARTIAL in step.forms:
         raise Refused(f"{step.name} of a partial tensor is not linear")
     return _together(step)
 
@@ -186,6 +178,11 @@ _RUNS = (1, 2, 3)
 """A fused projection has as many runs as results: two with a gate, three for query, key and value."""
 
 
+def _entering(*operands: tuple[Ref | None, Content]) -> dict[int, Content]:
+    """Contents with which full operands enter a call; None: there is no bias."""
+    return {value.slot: content for value, content in operands if value is not None}
+
+
 def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> RuleOutcome:
     """y = x W + b with the output features in dim `out` of W: whole, by columns (features) or by rows."""
     content = step.content(given)
@@ -197,21 +194,16 @@ def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> 
     if content.form == FULL:
         part = step.decision(weight, [(out, blocks) for blocks in _RUNS], runs_dim=out)
         if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+            return step.whole()
         if part.dim != out:
             raise Refused(f"{part.name} is cut along its input, which is full")
-        return RuleOutcome(
-            contents=(cut_along(last, part.blocks, part.runs),),
-            converted=_bias_as(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
-            label="column",
-        )
+        features = cut_along(last, part.blocks, part.runs)
+        converted = _entering((bias, features._replace(dim=0)), (weight, features._replace(dim=out)))
+        return RuleOutcome(contents=(features,), converted=converted, label="column")
     if content.dim != last:
         return RuleOutcome(contents=(content,), whole_weight=True)
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=_bias_as(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
-        label="row",
-    )
+    converted = _entering((bias, SUMMAND), (weight, content._replace(dim=1 - out)))
+    return RuleOutcome(contents=(SUMMAND,), converted=converted, label="row")
 
 
 def _linear(step: Step) -> RuleOutcome:
@@ -229,26 +221,23 @@ def _addmm(step: Step) -> RuleOutcome:
 def _batched_matmul(step: Step) -> RuleOutcome:
     """Product of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
     pair = step.op.arguments[:2]
-    if all(type(entry) is Ref for entry in pair) and (rows := _rows(step, *pair)) is not None:
+    if all(type(factor) is Ref for factor in pair) and (rows := _rows(step, *pair)) is not None:
         return rows
-    contents = {step.content(entry) for entry in pair}
-    if contents == {WHOLE}:
+    if all(step.content(factor) == WHOLE for factor in pair):
         return step.same(WHOLE)
     cuts = {
-        (content.dim - len(step.shape(entry)), content.blocks)
-        for entry in pair
-        if (content := step.content(entry)).form == SHARD and not content.runs
+        (content.dim - len(step.shape(factor)), content.blocks)
+        for factor in pair
+        if (content := step.content(factor)).form == SHARD and not content.runs
     }
-    if len(cuts) != 1 or any(step.content(entry).form == PARTIAL for entry in pair):
-        raise Refused("matmul of tensors that are not cut in the same leading dim")
-    ((back, blocks),) = cuts
+    back, blocks = min(cuts, default=(0, 1))
     rank = len(step.made())
-    if back >= -2 or rank < -back:
+    if len(cuts) != 1 or any(step.content(factor).form == PARTIAL for factor in pair) or back >= -2 or rank < -back:
         raise Refused("matmul of tensors that are not cut in the same leading dim")
-    converted: dict[int, First | Piece] = {
-        entry.slot: Piece(len(step.shape(entry)) + back, blocks)
-        for entry in pair
-        if step.content(entry) == WHOLE and len(step.shape(entry)) >= -back and step.shape(entry)[back] > 1
+    converted = {
+        factor.slot: cut_along(len(step.shape(factor)) + back, blocks)
+        for factor in pair
+        if step.content(factor) == WHOLE and len(step.shape(factor)) >= -back and step.shape(factor)[back] > 1
     }
     label = "queries" if converted else "attention"
     return RuleOutcome(contents=(cut_along(rank + back, blocks),), converted=converted, label=label)
@@ -260,18 +249,12 @@ def _rows(step: Step, one: Ref, other: Ref) -> RuleOutcome | None:
     if step.content(other) != WHOLE or rank < 2:
         return None
     if one.slot in step.state and len(step.shape(one)) == 2 and len(step.shape(other)) > 2:
-        part = step.decision(one, [(0, 1)])
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        return RuleOutcome(contents=(cut_along(rank - 2),), converted={one.slot: Piece(0)}, label="column")
+        if step.decision(one, [(0, 1)]) is None:
+            return step.whole()
+        return RuleOutcome(contents=(cut_along(rank - 2),), converted={one.slot: cut_along(0)}, label="column")
     if content.form != SHARD or content.runs or content.dim != len(step.shape(one)) - 2:
         return None
     return RuleOutcome(contents=(cut_along(rank - 2, content.blocks),))
-
-
-def _bias_as(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
-    """How a bias enters the call, if there is one."""
-    return {} if bias is None else {bias.slot: how}
 
 
 # --- convolutions by channels, norms and pools ------------------------------------------------------------------------
@@ -280,36 +263,30 @@ def _bias_as(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
 def _convolution(step: Step) -> RuleOutcome:
     """Whole, by output channels, or by input channels; one filter per channel follows its input, other groups stay whole."""
     given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
-    content = step.content(given)
+    content, groups = step.content(given), step.given("groups", 6, 1)
     if any(step.content(value).form != FULL for value in (kernel, bias)):
         raise Refused("a convolution with a kernel that is not full")
     if content.form == FULL:
-        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        return RuleOutcome(
-            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
-            converted=_bias_as(bias, Piece(0)) | {kernel.slot: Piece(0)},
-            label="channels_out",
-        )
-    groups = step.given("groups", 6, 1)
-    if content.form == SHARD and content.dim == 1 and not content.runs and groups == step.shape(given)[1]:
-        own = step.shape(kernel)[0] // groups
-        if own == 1:  # one filter for each channel
-            rest = (step.given("stride", 3, 1), step.given("padding", 4, 0), step.given("dilation", 5, 1))
-            return RuleOutcome(
-                contents=(content,),
-                converted=_bias_as(bias, Piece(0, content.blocks)) | {kernel.slot: Piece(0, content.blocks)},
-                function=step.op.function,
-                arguments=(given, kernel, bias, *rest, groups // step.ways),
-            )
-    if groups != 1 or content.form != SHARD or content.dim != 1:
+        if groups != 1 or step.decision(kernel, [(0, 1)]) is None:
+            return step.whole()
+        channels = cut_along(len(step.made()) - len(step.shape(kernel)) + 1)
+        converted = _entering((bias, cut_along(0)), (kernel, cut_along(0)))
+        return RuleOutcome(contents=(channels,), converted=converted, label="channels_out")
+    if content.form != SHARD or content.dim != 1:
         raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=_bias_as(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
-        label="channels_in",
-    )
+    per_channel = step.shape(kernel)[0] == groups == step.shape(given)[1] and not content.runs
+    if per_channel:
+        rest = (step.given("stride", 3, 1), step.given("padding", 4, 0), step.given("dilation", 5, 1))
+        return RuleOutcome(
+            contents=(content,),
+            converted=_entering((bias, cut_along(0, content.blocks)), (kernel, cut_along(0, content.blocks))),
+            function=step.op.function,
+            arguments=(given, kernel, bias, *rest, groups // step.ways),
+        )
+    if groups != 1:
+        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
+    converted = _entering((bias, SUMMAND), (kernel, cut_along(1, content.blocks)))
+    return RuleOutcome(contents=(SUMMAND,), converted=converted, label="channels_in")
 
 
 def _batch_norm(step: Step) -> RuleOutcome:
@@ -321,7 +298,7 @@ def _batch_norm(step: Step) -> RuleOutcome:
     if content.form == PARTIAL or content.dim != 1:
         raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
     others = [slot for slot in step.operands() if slot != given.slot]
-    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
+    return RuleOutcome(contents=(content,), converted=dict.fromkeys(others, cut_along(0, content.blocks)))
 
 
 def _pool(spatial: int, *, linear: bool) -> Rule:
@@ -343,8 +320,8 @@ def _layer_norm(step: Step) -> RuleOutcome:
     """Over full features."""
     given = step.given("input", 0)
     content = step.content(given)
-    kept = len(step.shape(given)) - len(step.given("normalized_shape", 1))
-    if content.form == PARTIAL or (content.form == SHARD and content.dim >= kept):
+    first = len(step.shape(given)) - len(step.given("normalized_shape", 1))
+    if content.form == PARTIAL or (content.form == SHARD and content.dim >= first):
         raise Refused("layer normalisation of a partial tensor or of one cut in the dims it runs over")
     return step.same(content)
 
@@ -362,89 +339,77 @@ def grouped_product(step: Step) -> RuleOutcome:
     So every shard has its part of all experts, and which experts the tokens choose changes nothing between shards. A table is a
     parameter [experts, features, features], or its transpose.
     """
-    given, weight = step.op.arguments[0], step.op.arguments[1]
-    content, table = step.content(given), step.content(weight)
-    others = [slot for slot in step.operands() if slot not in (given.slot, weight.slot)]
-    if len(step.shape(given)) != 2 or any(step.contents[slot].form != FULL for slot in others):
+    tokens, weight = step.op.arguments[:2]
+    content, table = step.content(tokens), step.content(weight)
+    others = [slot for slot in step.operands() if slot not in (tokens.slot, weight.slot)]
+    if len(step.shape(tokens)) != 2 or any(step.contents[slot].form != FULL for slot in others):
         raise Refused("a product with experts whose tokens are no rows, or whose offsets are not full")
     if content.form == FULL:
-        part = step.decision(weight, [(2, 1), (2, 2)]) if weight.slot in step.state else None
+        part = step.decision(weight, [(2, 1), (2, 2)])
         if table.form == SHARD and table.dim == 2:
             return RuleOutcome(contents=(cut_along(1, table.blocks),), label="column")
         if part is not None:
-            return RuleOutcome(
-                contents=(cut_along(1, part.blocks),), converted={weight.slot: Piece(2, part.blocks)}, label="column"
-            )
+            converted = {weight.slot: cut_along(2, part.blocks)}
+            return RuleOutcome(contents=(cut_along(1, part.blocks),), converted=converted, label="column")
         if table != WHOLE:
             raise Refused("the tables of experts are cut along their input, which is full")
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return step.whole()
     if content.form != SHARD or content.dim != 1 or content.runs:
         raise Refused("a product with experts of tokens that are summands, or cut in several rows")
+    inputs = cut_along(1, content.blocks)
     if weight.slot in step.state:
-        return RuleOutcome(contents=(SUMMAND,), converted={weight.slot: Piece(1, content.blocks)}, label="row")
-    if table != cut_along(1, content.blocks):
+        return RuleOutcome(contents=(SUMMAND,), converted={weight.slot: inputs}, label="row")
+    if table != inputs:
         raise Refused("the tables of experts are not cut as the tokens' features are")
     return RuleOutcome(contents=(SUMMAND,), label="row")
 
 
 def _transposed(step: Step) -> RuleOutcome:
     """A transpose; that of the tables of experts decides how these are cut."""
-    given = step.op.arguments[0] if step.op.arguments else None
-    if type(given) is not Ref or given.slot not in step.state or step.op.outputs[0][1] not in step.tables:
+    table = step.op.arguments[0] if step.op.arguments else None
+    if type(table) is not Ref or table.slot not in step.state or step.op.outputs[0][1] not in step.tables:
         return moving(permuted)(step)
-    part = step.decision(given, [(1, 1), (1, 2), (2, 1)])
+    part = step.decision(table, [(1, 1), (1, 2), (2, 1)])
     if part is None:
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    made = permuted(step, cut_along(part.dim, part.blocks)).contents
-    return RuleOutcome(contents=made, converted={given.slot: Piece(part.dim, part.blocks)})
+        return step.whole()
+    cut = cut_along(part.dim, part.blocks)
+    return RuleOutcome(contents=permuted(step, cut).contents, converted={table.slot: cut})
 
 
 # --- attention over a shard's own heads -------------------------------------------------------------------------------
 
 
-_ATTENTION = (("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0))
-_ATTENTION_KEYWORDS = ("is_causal", "scale", "enable_gqa")
-
-
 def _attention(step: Step) -> RuleOutcome:
     """Scaled dot-product attention over its own heads; query and key heads may differ in number (grouped queries)."""
-    query, key, value, mask, dropout = (step.given(name, place, other) for place, (name, other) in enumerate(_ATTENTION))
-    contents = {step.content(entry) for entry in (query, key, value)}
-    if contents == {WHOLE} and step.content(mask) == WHOLE:
+    query, key, value = (step.given(name, place) for place, name in enumerate(("query", "key", "value")))
+    mask, dropout = step.given("attn_mask", 3), step.given("dropout_p", 4, 0.0)
+    content, masked = step.content(query), step.content(mask)
+    if all(step.content(operand) == WHOLE for operand in (query, key, value, mask)):
         return step.same(WHOLE)
-    rank = len(step.shape(query))
-    content = step.content(query)
-    heads = rank - 3
-    if content.form != SHARD or content.dim != heads or content.blocks > 1:
+    if content.form != SHARD or content.dim != len(step.shape(query)) - 3 or content.blocks > 1:
         raise Refused("attention whose query is not cut by heads")
-    converted, grouped = _own_keys(step, query, key, value)
+    converted: dict[int, Content] = {}
+    takes_heads = {step.content(operand) for operand in (key, value)} != {content}  # from all heads of keys and values
+    if takes_heads:
+        if {step.content(operand).form for operand in (key, value)} != {FULL}:
+            raise Refused("attention whose key and value are not cut by heads as its query is, nor full")
+        if step.shape(key)[-3] == step.shape(query)[-3]:
+            converted = {operand.slot: cut_along(len(step.shape(operand)) - 3) for operand in (key, value)}
+    picks = takes_heads and not converted  # those that its queries use, which are fewer
     if type(mask) is Ref and len(step.shape(mask)) >= 3 and step.shape(mask)[-3] > 1:
-        place = len(step.shape(mask)) - 3
-        if step.content(mask) == WHOLE:
-            converted[mask.slot] = Piece(place)
-        elif step.content(mask) != cut_along(place):
+        heads = cut_along(len(step.shape(mask)) - 3)
+        if masked == WHOLE:
+            converted[mask.slot] = heads
+        elif masked != heads:
             raise Refused("attention with a mask that is cut, but not by heads")
-    elif step.content(mask) != WHOLE:
+    elif masked != WHOLE:
         raise Refused("attention with a mask that is not full")
-    picks = grouped and not converted.keys() & {key.slot, value.slot}
-    outcome = RuleOutcome(contents=(content,), converted=converted, label="queries" if grouped else "attention")
+    outcome = RuleOutcome(contents=(content,), converted=converted, label="queries" if takes_heads else "attention")
     if not dropout and not picks:
         return outcome
-    causal, scale, gqa = (step.given(name, 5 + place) for place, name in enumerate(_ATTENTION_KEYWORDS))
-    own = (ShardNumber(), step.ways, query, key, value, mask, dropout, bool(causal), scale, bool(gqa))
-    return replace(outcome, function=partial(attention_of_shard, picks=picks), arguments=own)
-
-
-def _own_keys(step: Step, query: Ref, key: Ref, value: Ref) -> tuple[dict[int, First | Piece], bool]:
-    """What is converted, and whether a shard picks from all key and value heads those that its queries use."""
-    content, forms = step.content(query), {step.content(entry).form for entry in (key, value)}
-    if {step.content(entry) for entry in (key, value)} == {content}:
-        return {}, False
-    if forms != {FULL}:
-        raise Refused("attention whose key and value are not cut by heads as its query is, nor full")
-    if step.shape(key)[-3] == step.shape(query)[-3]:
-        return {entry.slot: Piece(len(step.shape(entry)) - 3) for entry in (key, value)}, True
-    return {}, True
+    causal, scale, grouped = step.given("is_causal", 5), step.given("scale", 6), step.given("enable_gqa", 7)
+    arguments = (ShardNumber(), step.ways, query, key, value, mask, dropout, bool(causal), scale, bool(grouped))
+    return replace(outcome, function=partial(attention_of_shard, picks=picks), arguments=arguments)
 
 
 def attention_of_shard(
@@ -467,22 +432,21 @@ def attention_of_shard(
         key, value: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads.
     """
     if picks:
-        key, value = (_own_heads(entry, query.shape[-3], shard, ways) for entry in (key, value))
+        key, value = (_heads_for(heads, query.shape[-3], shard, ways) for heads in (key, value))
         grouped = key.shape[-3] < query.shape[-3]
+    attention = partial(functional.scaled_dot_product_attention, scale=scale, enable_gqa=grouped)
     arguments = (query, key, value, mask, dropout, causal)
-    if not dropout:
-        return functional.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=grouped)
-    result: Tensor = drawn_by_shard(functional.scaled_dot_product_attention, shard, *arguments, scale=scale, enable_gqa=grouped)
+    result: Tensor = drawn_by_shard(attention, shard, *arguments) if dropout else attention(*arguments)
     return result
 
 
-def _own_heads(entry: Tensor, own: int, shard: int, ways: int) -> Tensor:
-    """Key or value heads that `own` query heads of this shard read; one per query where groups are torn."""
-    group = own * ways // entry.shape[-3]
-    if own % group == 0 or group % own == 0:
-        return entry.narrow(-3, shard * own // group, max(1, own // group))
-    heads = torch.arange(shard * own, (shard + 1) * own, device=entry.device) // group
-    return entry.index_select(-3, heads)
+def _heads_for(heads: Tensor, queries: int, shard: int, ways: int) -> Tensor:
+    """Key or value heads that the `queries` query heads of this shard read; one per query where groups are torn."""
+    group = queries * ways // heads.shape[-3]
+    if queries % group == 0 or group % queries == 0:
+        return heads.narrow(-3, shard * queries // group, max(1, queries // group))
+    numbers = torch.arange(shard * queries, (shard + 1) * queries, device=heads.device) // group
+    return heads.index_select(-3, numbers)
 
 
 # --- torch's multi-head attention as one call (nn.MultiheadAttention, nn.TransformerEncoder) --------------------------
@@ -500,22 +464,29 @@ def _multi_head(step: Step) -> RuleOutcome:
     bound = _SIGNATURE.bind(*step.op.arguments, **dict(step.op.keywords))
     bound.apply_defaults()
     given = bound.arguments
-    if any(step.contents[slot].form != FULL for slot in step.operands()):
+    if step.forms != {FULL}:
         raise Refused("multi-head attention of a tensor that is not full: it projects whole features")
-    part = step.decision(given["in_proj_weight"], [(0, 3)]) if _can_be_cut(step, given) else None
-    if part is None:
-        return RuleOutcome(contents=(WHOLE,) * len(step.op.outputs), whole_weight=True)
-    parts: dict[str, First | Piece] = {
-        "in_proj_weight": Piece(0, 3),
-        "in_proj_bias": Piece(0, 3),
-        "out_proj_weight": Piece(1),
-        "out_proj_bias": First(),
+    mask, weight = given["attn_mask"], given["in_proj_weight"]
+    is_usual = (
+        type(weight) is Ref
+        and all(given[name] is None or given[name] is False for name in _UNUSUAL)
+        and len(step.shape(given["query"])) == 3
+        and (type(mask) is not Ref or len(step.shape(mask)) == 2)
+        and (given["average_attn_weights"] or not given["need_weights"])
+    )
+    if not is_usual or step.decision(weight, [(0, 3)]) is None:
+        return step.whole()
+    parts = {
+        "in_proj_weight": cut_along(0, 3),
+        "in_proj_bias": cut_along(0, 3),
+        "out_proj_weight": cut_along(1),
+        "out_proj_bias": SUMMAND,
     }
     heads = int(given["num_heads"])
     query, key, value = given["query"], given["key"], given["value"]
     return RuleOutcome(
         contents=(SUMMAND,) * len(step.op.outputs),
-        converted={given[name].slot: how for name, how in parts.items() if given[name] is not None},
+        converted=_entering(*((given[name], content) for name, content in parts.items())),
         function=heads_of_shard,
         arguments=(
             ShardNumber(),
@@ -528,22 +499,13 @@ def _multi_head(step: Step) -> RuleOutcome:
             *(given[name] for name in parts),
             given["dropout_p"] if given["training"] else 0.0,
             given["key_padding_mask"],
-            given["attn_mask"],
+            mask,
             given["is_causal"],
             given["need_weights"],
         ),
         label="heads+row",
         limit=heads,
     )
-
-
-def _can_be_cut(step: Step, given: dict[str, Any]) -> bool:
-    mask, weight = given["attn_mask"], given["in_proj_weight"]
-    if any(given[name] is not None and given[name] is not False for name in _UNUSUAL) or type(weight) is not Ref:
-        return False
-    if len(step.shape(given["query"])) != 3 or (type(mask) is Ref and len(step.shape(mask)) != 2):
-        return False
-    return bool(given["average_attn_weights"]) or not given["need_weights"]
 
 
 def heads_of_shard(
@@ -571,21 +533,24 @@ def heads_of_shard(
     """
     length, samples, _ = query.shape
     width = in_weight.shape[0] // 3
-    parts = _projected(products, (query, key, value), in_weight, in_bias)
     query, key, value = (
         part.view(part.shape[0], samples * heads, width // heads).transpose(0, 1).view(samples, heads, part.shape[0], -1)
-        for part in parts
+        for part in _projected(products, (query, key, value), in_weight, in_bias)
     )
     if causal and padding is None and not need_weights:
         mask = None
     elif padding is not None:
         causal = False
     mask = _joined(mask, padding, query.dtype)
-    if need_weights:
-        made, weights = _with_weights(shard, query, key, value, mask, dropout)
-        averaged: Tensor | None = weights.mean(1) / ways
+    averaged: Tensor | None = None
+    if need_weights:  # attention as torch does it where the weights are asked for
+        scores = (query * math.sqrt(1.0 / query.shape[-1])) @ key.transpose(-2, -1)
+        weights = torch.softmax(scores if mask is None else scores + mask, -1)
+        if dropout:
+            weights = drawn_by_shard(functional.dropout, shard, weights, dropout)
+        made = weights @ value
+        averaged = weights.mean(1) / ways
     else:
-        averaged = None
         arguments = (query, key, value, mask, dropout, causal)
         attention = functional.scaled_dot_product_attention
         made = drawn_by_shard(attention, shard, *arguments) if dropout else attention(*arguments)
@@ -601,40 +566,28 @@ def _projected(products: int, given: tuple[Tensor, Tensor, Tensor], weight: Tens
     rows = [width * size for size in sizes]
     weights = torch.split(weight, rows)
     biases = [None] * len(sizes) if bias is None else list(torch.split(bias, rows))
-    found: list[Tensor] = []
-    for tensor, size, own, added in zip(given, sizes, weights, biases, strict=False):
-        made = functional.linear(tensor, own, added)
+    projected: list[Tensor] = []
+    for tensor, size, part, added in zip(given, sizes, weights, biases, strict=False):
+        made = functional.linear(tensor, part, added)
         if size == 1:
-            found.append(made)
+            projected.append(made)
         else:
             apart = made.view(*made.shape[:-1], size, width).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
-            found += apart.unbind(0)
-    return found
+            projected += apart.unbind(0)
+    return projected
 
 
 def _joined(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores [samples, heads, length, keys]; of boolean masks what is True counts nothing."""
 
-    def added(entry: Tensor) -> Tensor:
-        return torch.zeros_like(entry, dtype=dtype).masked_fill_(entry, -math.inf) if entry.dtype == torch.bool else entry
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask
 
-    parts = [] if mask is None else [added(mask)[None, None]]
-    if padding is not None:
-        parts.append(added(padding)[:, None, None])
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-def _with_weights(
-    shard: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
-) -> tuple[Tensor, Tensor]:
-    """Attention as torch does it where the weights are asked for."""
-    scores = (query * math.sqrt(1.0 / query.shape[-1])) @ key.transpose(-2, -1)
-    weights = torch.softmax(scores if mask is None else scores + mask, -1)
-    if dropout:
-        weights = drawn_by_shard(functional.dropout, shard, weights, dropout)
-    return weights @ value, weights
+    per_score = None if mask is None else added(mask)[None, None]
+    per_key = None if padding is None else added(padding)[:, None, None]
+    if per_score is None or per_key is None:
+        return per_key if per_score is None else per_score
+    return per_score + per_key
 
 
 # --- vocabulary: tables cut by rows, the largest of cut logits, the sums of a cross-entropy ---------------------------
@@ -646,11 +599,11 @@ def _embedding(step: Step) -> RuleOutcome:
     if step.content(tokens).form != FULL or step.content(table).form != FULL:
         raise Refused("an embedding of tokens or from a table that are not full")
     if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return step.whole()
     part = step.decision(table, [(0, 1), (1, 1)])
     if part is None:
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    converted = {table.slot: Piece(part.dim)}
+        return step.whole()
+    converted = {table.slot: cut_along(part.dim)}
     if part.dim == 1:
         return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
     padding = step.given("padding_idx", 2)
@@ -672,8 +625,8 @@ def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = No
     rows = table.shape[0]
     local = tokens - shard * rows
     foreign = (local < 0) | (local >= rows)
-    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
-    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
+    local_padding = None if padding is None or padding // rows != shard else padding % rows
+    return functional.embedding(local.masked_fill(foreign, 0), table, local_padding).masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def _largest(step: Step) -> RuleOutcome:
@@ -686,13 +639,13 @@ def _largest(step: Step) -> RuleOutcome:
         return step.same(WHOLE)
     rank = len(step.shape(given))
     over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)} or set(range(rank))
-    if content.dim in over:
-        if step.tensors[step.op.outputs[0][1]].differentiable:
-            raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
-        classes = step.shape(given)[content.dim]
-        own = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
-        return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=own, label="vocabulary")
-    return reduced(step, content)
+    if content.dim not in over:
+        return reduced(step, content)
+    if step.tensors[step.op.outputs[0][1]].differentiable:
+        raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
+    classes = step.shape(given)[content.dim]
+    arguments = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
+    return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=arguments, label="vocabulary")
 
 
 def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes: int, shard: int) -> Tensor:
@@ -704,13 +657,13 @@ def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes
 def _class_sums_of_shard(step: Step) -> RuleOutcome:
     """The sums of a cross-entropy over the classes that a shard has."""
     logits, maximum, target = step.op.arguments[:3]
-    contents = [step.content(entry) for entry in (logits, maximum, target)]
+    contents = [step.content(operand) for operand in (logits, maximum, target)]
     if contents == [WHOLE] * 3:
         return step.same(WHOLE)
     if contents != [cut_along(len(step.shape(logits)) - 1), WHOLE, WHOLE]:
         raise Refused("the sums of a cross-entropy over logits that are cut, but not by classes")
-    own = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
-    return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=own, label="vocabulary")
+    arguments = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
+    return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=arguments, label="vocabulary")
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -765,7 +718,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(QUOTIENTS, _quotient),
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(DROPOUTS, _dropout),
-    **dict.fromkeys(SAME, moving(same)),
+    **dict.fromkeys(SAME, moving(Step.same)),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
@@ -784,8 +737,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 
 def rule_of(function: Callable[..., Any]) -> Rule | None:
     """The rule of a recorded function; None if it has none of its own."""
-    found = RULES.get(function)
-    if found is None and isinstance(function, OpOverload | OpOverloadPacket):
+    if function not in RULES and isinstance(function, OpOverload | OpOverloadPacket):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
         return grouped_product if packet._qualified_op_name in EXPERT_PRODUCTS else None
-    return found
+    return RULES.get(function)

@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,63 +20,47 @@ from torch import nn
 from torch.distributions import Distribution
 
 from parsim.errors import TraceError, first_few
-from parsim.model.trace.messages import at_line
-
-_SYNCED = (
-    "normalises over all ranks by collectives of its own, which no plan knows; use BatchNorm, which normalises over the "
-    "samples of a rank, or GroupNorm"
-)
-_SCRIPTED = "is compiled by torch.jit, which hides its calls; give the Python module it was made of"
-_SCRIPTED_FUNCTION = "is compiled by torch.jit, which hides its calls; give the Python function it was made of"
-_SPARSE = "makes sparse gradients, which no bucket can hold; set sparse=False"
-_QUANTISED = (
-    "holds weights that torch has packed as integers, which cannot be trained; give the module before it is quantised, or one "
-    "prepared for quantisation-aware training (torch.ao.quantization.prepare_qat)"
-)
-_HOOKED = (
-    "has a hook on its backward (register_full_backward_hook), which a recorded forward does not run; change gradients in a "
-    "torch.autograd.Function, or drop the hook"
-)
-_LAZY = "has parameters without a shape; call the module once on a batch before it is traced"
 
 
 def check_supported(module: nn.Module) -> None:
-    """Refuse a module with a part that cannot be recorded or run.
-
-    Args:
-        module: with all its parts.
-
-    Raises:
-        TraceError: names the part, its kind and the way round.
-    """
+    """Refuse a module with a part that cannot be recorded or run: a TraceError with the part, its kind and the way round."""
     for name, part in module.named_modules():
         reason = _reason(part)
         if reason is not None:
             raise TraceError(f"{name or 'the root module'} ({type(part).__name__}) {reason}")
 
 
+_SCRIPTED = "is compiled by torch.jit, which hides its calls; give the Python {} it was made of"
+
+
 def _reason(part: nn.Module) -> str | None:
+    """Why a part cannot be recorded or run; None if it can."""
     if isinstance(part, torch.jit.ScriptModule):
-        return _SCRIPTED
+        return _SCRIPTED.format("module")
     if isinstance(part, nn.SyncBatchNorm):
-        return _SYNCED
+        return (
+            "normalises over all ranks by collectives of its own, which no plan knows; use BatchNorm, which normalises over "
+            "the samples of a rank, or GroupNorm"
+        )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-        return _SPARSE
+        return "makes sparse gradients, which no bucket can hold; set sparse=False"
     if type(part).__module__.startswith("torch.ao.nn.quantized"):
-        return _QUANTISED
+        return (
+            "holds weights that torch has packed as integers, which cannot be trained; give the module before it is quantised, "
+            "or one prepared for quantisation-aware training (torch.ao.quantization.prepare_qat)"
+        )
     if part._backward_hooks or part._backward_pre_hooks:
-        return _HOOKED
-    if any(isinstance(entry, nn.parameter.UninitializedParameter) for entry in part._parameters.values()):
-        return _LAZY
+        return (
+            "has a hook on its backward (register_full_backward_hook), which a recorded forward does not run; change gradients "
+            "in a torch.autograd.Function, or drop the hook"
+        )
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in part._parameters.values()):
+        return "has parameters without a shape; call the module once on a batch before it is traced"
     return None
 
 
 def hint(module: nn.Module, message: str) -> str:
-    """What to do about an error of a kind of module; "" where nothing special is known.
-
-    Args:
-        module: the innermost one that ran. message: of the error.
-    """
+    """What to do about an error of the innermost module that ran; "" where nothing special is known."""
     if "_nested_tensor" in message:
         return "; nested tensors cannot be recorded: give a padded batch and a mask"
     if f"{type(module).__name__}.forward() got an unexpected keyword argument" in message:
@@ -127,7 +112,7 @@ def _in_python(scripted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In place of a call of what `@torch.jit.script` made of a function: a call of the function itself."""
     function = getattr(scripted, "_torchdynamo_inline", None)
     if function is None:
-        raise TraceError(f"a function{at_line(traceback.extract_stack())} {_SCRIPTED_FUNCTION}")
+        raise TraceError(f"a function{at_line(traceback.extract_stack())} {_SCRIPTED.format('function')}")
     return function(*args, **kwargs)
 
 
@@ -137,8 +122,8 @@ class _InSight:
     @staticmethod
     def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
         """Nothing in it gets a gradient unless one of its arguments does, as in torch."""
-        wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        differentiable = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and differentiable):
             return function(*args)
 
 
@@ -161,7 +146,6 @@ def without_log() -> Iterator[None]:
 
 
 _NUMBERS = (bool, int, float, str)
-_PYTHON, _NUMPY = "Python's random", "numpy.random"
 _Generator = random.Random | np.random.RandomState | np.random.Generator
 
 
@@ -169,8 +153,8 @@ class Generators:
     """The generators of Python, of numpy and in the attributes of a module's parts, as they were when this was made."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._own: dict[str, _Generator] = {
-            f"{path}.{name}" if path else name: value
+        self._of_parts: dict[str, _Generator] = {
+            qualified(path, name): value
             for path, part in module.named_modules()
             for name, value in part.__dict__.items()
             if isinstance(value, _Generator)
@@ -183,22 +167,23 @@ class Generators:
         return ", ".join(name for name, state in self._now().items() if state != self._states[name])
 
     def put_back(self) -> None:
-        """The two global ones."""
+        """Give the two global ones the states that they had."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
 
     def _now(self) -> dict[str, Hashable]:
-        shared = {_PYTHON: random.getstate(), _NUMPY: _plain(np.random.get_state())}  # noqa: NPY002
-        return {**shared, **{f"the generator {name}": _state_of(value) for name, value in self._own.items()}}
-
-
-def _state_of(generator: _Generator) -> Hashable:
-    if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
-    return _plain(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+        states = {"Python's random": random.getstate(), "numpy.random": _plain(np.random.get_state())}  # noqa: NPY002
+        for name, generator in self._of_parts.items():
+            if isinstance(generator, np.random.Generator):
+                state: Any = generator.bit_generator.state
+            else:
+                state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+            states[f"the generator {name}"] = _plain(state)
+        return states
 
 
 def _plain(value: Any) -> Hashable:
+    """The state of a generator in a form that can be compared."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, Mapping):
@@ -221,11 +206,11 @@ def draw_message(name: str, drawn: str, forward: Callable[[], object]) -> str:
 
 def _first_draw(forward: Callable[[], object]) -> str:
     """The user's line of the first draw; "" where it cannot be seen."""
-    found: list[str] = []
+    lines: list[str] = []
 
     def look(frame: Any, event: str, argument: Any) -> None:
-        if event == "c_call" and not found and isinstance(getattr(argument, "__self__", None), _Generator):
-            found.append(at_line(traceback.extract_stack(frame)))
+        if event == "c_call" and not lines and isinstance(getattr(argument, "__self__", None), _Generator):
+            lines.append(at_line(traceback.extract_stack(frame)))
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -233,22 +218,26 @@ def _first_draw(forward: Callable[[], object]) -> str:
         forward()
     finally:
         sys.setprofile(before)
-    return found[0] if found else ""
+    return lines[0] if lines else ""
 
 
-def changed_attributes(module: nn.Module, before: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> tuple[str, ...]:
+def changed_attributes(before: Iterable[tuple[str, nn.Module, Mapping[str, Any]]]) -> tuple[str, ...]:
     """Numbers and words in attributes that the forward has left with another value, for people.
 
     Args:
-        module: with all parts. before: of every part, its attributes before the forward.
+        before: name and attributes of every part of a module, before the forward.
     """
-    names = {id(part): path for path, part in module.named_modules()}
     return tuple(
-        f"{f'{names[id(part)]}.' if names.get(id(part)) else ''}{key} ({was!r} to {now!r})"
-        for part, attributes in before
+        f"{qualified(path, key)} ({was!r} to {now!r})"
+        for path, part, attributes in before
         for key, was in attributes.items()
         if isinstance(was, _NUMBERS) and isinstance(now := part.__dict__.get(key), _NUMBERS) and now != was
     )
+
+
+def qualified(path: str, name: str) -> str:
+    """The name of an attribute of a module; "" is the path of the root module."""
+    return f"{path}.{name}" if path else name
 
 
 def change_note(changed: tuple[str, ...]) -> str:
@@ -257,3 +246,82 @@ def change_note(changed: tuple[str, ...]) -> str:
         f"the forward changes attributes of its modules: {first_few(changed)}. Every step is taken as the first one, also in "
         "training; keep what changes in a buffer, and use it as a tensor"
     )
+
+
+# Why a forward cannot be recorded, with the line of the user's code.
+
+
+_STANDARD = str(Path(traceback.__file__).parent)
+_MODEL = Path(__file__).parent.parent
+_LIBRARIES = (
+    str(Path(torch.__path__[0])),
+    *(str(_MODEL / part) for part in ("trace", "shard", "objective.py", "total_loss.py")),
+)
+"""Files that are not the user's."""
+
+
+def value_message(where: str, what: object, line: str = "", why: str = "") -> str:
+    """Why a forward that looks at tensor values cannot be recorded."""
+    line = line or at_line(traceback.extract_stack())
+    because = f": {why}" if why else ""
+    if "pack_padded_sequence" in str(what):
+        return (
+            f"{where} packs sequences by their lengths ({what}){line}: they depend on data and cannot be recorded{because}; "
+            "give the padded batch to the recurrent layer and pick each last step by index (gather), or sort the data into "
+            "batches of one length"
+        )
+    if "_ctc_loss" in str(what):
+        return (
+            f"{where} takes a CTC loss of targets in one row{line}, whose sizes depend on their lengths; give padded targets "
+            "[batch, longest], and both lengths as inputs"
+        )
+    return (
+        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be "
+        f"recorded{because}; rewrite that step with torch.where or masks, keep the value outside the forward, or trace the "
+        'branch that an example batch takes (example_inputs with data, and control_flow="example")'
+    )
+
+
+def gradient_message(where: str, what: str) -> str:
+    """Why a forward that takes gradients itself cannot be recorded."""
+    return (
+        f"{where} takes gradients inside its forward ({what}){at_line(traceback.extract_stack())}: a step's backward is cut at "
+        "the ends of components, and cannot be differentiated again; leave the gradient penalty or inner step out of what is "
+        "planned, or write the gradient as ordinary torch functions of the weights"
+    )
+
+
+def weight_message(where: str, name: str) -> str:
+    """Why a forward that changes a trained parameter in place cannot be recorded."""
+    return (
+        f"{where} changes the parameter {name} inside its forward{at_line(traceback.extract_stack())}: replicas see other "
+        "samples, and under ZeRO a rank changes a copy, so the weights of ranks would drift apart; compute what is used from "
+        "the weight instead (torch.nn.utils.parametrize, or functional.normalize in place of max_norm), and leave the weight "
+        "to the optimizer"
+    )
+
+
+def hook_message(where: str) -> str:
+    """Why a forward that hangs a hook on a tensor cannot be recorded."""
+    return (
+        f"{where} registers a hook on a tensor{at_line(traceback.extract_stack())}: a step's backward does not run it, and "
+        "what it sees would depend on the plan; change the gradient in a torch.autograd.Function, or drop the hook"
+    )
+
+
+def backward_message(component: str, error: Exception, *, half: bool) -> str:
+    """Why the backward of a component cannot be counted. half: it runs under autocast."""
+    way = (
+        "decorate its forward and backward with torch.amp.custom_fwd and custom_bwd" if half else "register_autograd gives one"
+    )
+    under = " under autocast to half precision" if half else ""
+    return f"the backward of {component} fails{under}: {error}; an operator of your own needs one that runs: {way}"
+
+
+def at_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """ " at FILE:LINE `code`" of the innermost frame that is the user's; "" if none is."""
+    for frame in reversed(list(frames)):
+        standard = frame.filename.startswith(_STANDARD) and "site-packages" not in frame.filename
+        if not standard and not frame.filename.startswith((*_LIBRARIES, "<")):
+            return f" at {frame.filename}:{frame.lineno} `{(frame.line or '').strip()}`"
+    return ""

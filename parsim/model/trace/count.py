@@ -16,6 +16,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -29,9 +31,9 @@ from parsim.model.component import (
     MAXIMUM,
     PARTIAL,
     Component,
-    DividedSize,
     Footprint,
     Parameter,
+    ParameterShard,
     Selective,
     Sharding,
     Size,
@@ -43,12 +45,12 @@ from parsim.model.objective import OpenLoss
 from parsim.model.runnable import CallProgram, Nested, Ref
 from parsim.model.shard.measure import Division, WholeComponent, divide, half_divided
 from parsim.model.total_loss import MAXIMUM as MAXIMUM_OF_LOGITS
+from parsim.model.trace.checks import backward_message
 from parsim.model.trace.cut import CallInterval, cut, final_values, programs, value_names
 from parsim.model.trace.data_dependent import assumptions, call_module, collapse, whole_modules
 from parsim.model.trace.memory import (
     CountedPeaks,
     Recorded,
-    ShardPeaks,
     autocast_as,
     compares_samples,
     component_peaks,
@@ -59,10 +61,9 @@ from parsim.model.trace.memory import (
     square_peaks,
     square_size,
 )
-from parsim.model.trace.messages import backward_message
 from parsim.model.trace.operators import RawOperator, Watch, grow
 from parsim.model.trace.record import run_recorded
-from parsim.model.trace.recorder import Recorder, Recording, storage_key
+from parsim.model.trace.recorder import Recording, storage_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class TracedForward:
 
     Attributes:
         programs: per interval. operators_in: per interval, their calls counted from its first.
-        atomic: modules that run as a whole, each call of which is one in `collapsed`, cut into `collapsed_intervals`.
+        collapsed: the recording with one call for each module that runs as a whole, cut into `collapsed_intervals`.
         saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
             in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
@@ -80,7 +81,6 @@ class TracedForward:
     batch: int
     recording: Recording
     intervals: list[CallInterval]
-    atomic: frozenset[str]
     collapsed: Recording
     collapsed_intervals: list[CallInterval]
     programs: tuple[CallProgram, ...]
@@ -110,13 +110,9 @@ class TracedForward:
         """Bytes of what its kernels keep on pages of their own."""
         return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
 
-    def counts(self, storage: int) -> bool:
-        """Whether it is among some component's saved activations."""
-        return storage in self.savers and storage not in self.state
-
     def recorded(self, place: int) -> Recorded:
         """One component."""
-        counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
+        counted = tuple(number for number, is_counted in enumerate(self.whole(place).counted_inputs) if is_counted)
         return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
 
     def whole(self, place: int) -> WholeComponent:
@@ -162,67 +158,53 @@ def measure(
 
     `example`, `answers`: as for `run_recorded`.
     """
-    watchers: list[Watch] = []
-
-    def watch(recorder: Recorder) -> Watch:
-        watchers.append(Watch(recorder))
-        return watchers[-1]
-
+    watch = Watch()
     with autocast_as(autocast):
         recording, whole = recorded_in_parts(
             module, args, kwargs, granularity=granularity, loss=loss, example=example, answers=answers, watch=watch
         )
-    first = recording.tensors[recording.inputs[0][1]]
     collapsed = collapse(recording, whole, module)
     cuts = cut(collapsed.recording, module, granularity, whole)
-    intervals = [replace(entry, start=collapsed.starts[entry.start], end=collapsed.starts[entry.end]) for entry in cuts]
-    watcher = watchers[-1]
-    starts = [interval.start for interval in intervals]
-    operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
-    savers: dict[int, set[int]] = {}
-    for place, part in enumerate(_per_interval(intervals, watcher.saved.saves, _call_of)):
-        for _, key, _ in part:
-            savers.setdefault(key, set()).add(place)
+    intervals = [replace(part, start=collapsed.starts[part.start], end=collapsed.starts[part.end]) for part in cuts]
+    operators = _per_interval(intervals, watch.mode.operators, lambda raw: raw.op)
+    first_saves = _per_interval(intervals, watch.saved.first_saves(watch.state), itemgetter(0))
+    savers: dict[int, dict[str, None]] = {}
+    for interval, saves in zip(intervals, _per_interval(intervals, watch.saved.saves, itemgetter(0)), strict=True):
+        for _, key, _ in saves:
+            savers.setdefault(key, {})[interval.name] = None
     return TracedForward(
-        batch=first.shape[0],
+        batch=recording.tensors[recording.inputs[0][1]].shape[0],
         recording=recording,
         intervals=intervals,
-        atomic=whole,
         collapsed=collapsed.recording,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
-        operators_in=[[raw.moved(raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
-        saved_in=[
-            [(key, size) for _, key, size in part]
-            for part in _per_interval(intervals, watcher.saved.first_saves(watcher.state), _call_of)
+        operators_in=[
+            [raw._replace(op=raw.op - interval.start) for raw in part]
+            for interval, part in zip(intervals, operators, strict=True)
         ],
-        savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
-        state=frozenset(watcher.state),
-        fakes=watcher.recorder.fakes,
-        casts=frozenset(watcher.mode.casts),
+        saved_in=[[(key, size) for _, key, size in saves] for saves in first_saves],
+        savers={key: tuple(names) for key, names in savers.items()},
+        state=frozenset(watch.state),
+        fakes=watch.fakes,
+        casts=frozenset(watch.mode.casts),
         autocast=autocast,
     )
 
 
-Entry = TypeVar("Entry")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _per_interval(
-    intervals: Sequence[CallInterval], entries: Iterable[Entry], call_of: Callable[[Entry], int]
-) -> list[list[Entry]]:
-    """Entries by the interval in which their call lies."""
+def _per_interval(intervals: Sequence[CallInterval], items: Iterable[Item], call_of: Callable[[Item], int]) -> list[list[Item]]:
+    """What happened in a call, by the interval in which the call lies."""
     starts = [interval.start for interval in intervals]
-    found: list[list[Entry]] = [[] for _ in intervals]
-    for entry in entries:
-        place = bisect_right(starts, call_of(entry)) - 1
-        if place >= 0 and call_of(entry) < intervals[place].end:
-            found[place].append(entry)
-    return found
-
-
-def _call_of(save: tuple[int, int, int]) -> int:
-    return save[0]
+    parts: list[list[Item]] = [[] for _ in intervals]
+    for item in items:
+        place = bisect_right(starts, call_of(item)) - 1
+        if place >= 0 and call_of(item) < intervals[place].end:
+            parts[place].append(item)
+    return parts
 
 
 def has_pairs(small: TracedForward, large: TracedForward) -> bool:
@@ -252,23 +234,20 @@ def combine(
 
     Raises TraceError if a size is not linear in the batch.
     """
-    if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
+    if [interval.name for interval in small.intervals] != [interval.name for interval in large.intervals]:
         raise TraceError(
             f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
             "nothing can be counted per sample; compute on the whole batch at once"
         )
-    values = _values(small, large)
-    counted_buffers: set[int] = set()
-    peaks = Counted(small, large)
-    names = value_names(small.recording, small.intervals)
-    compared = small.loss_place if largest is not None else None
+    count = _Counts(small, large)
+    values = count.values()
+    buffers: set[int] = set()
     components = tuple(
-        _component(
-            small, large, place, values, names, counted_buffers, peaks, largest if place == compared else None, untrained
-        )
+        count.component(place, values, buffers, largest if place == small.loss_place else None, untrained)
         for place in range(len(small.intervals))
     )
     used = {value for component in components for value in component.inputs}
+    names = value_names(small.recording, small.intervals)
     return Model(
         name=name,
         granularity=granularity,
@@ -293,44 +272,226 @@ def _left_out(small: TracedForward, large: TracedForward, largest: TracedForward
     )
 
 
-def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
-    """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
-    return all(
-        value.batch_first or makes not in (PARTIAL, MAXIMUM) for value, makes in zip(outputs, sharding.outputs, strict=True)
+HALF = torch.bfloat16
+"""As large as float16, and the type the CPU's autocast casts to."""
+
+
+def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
+    """The model with what two forwards under autocast, at different batches, say of its components and values.
+
+    Raises TraceError if a size is not linear in the batch.
+    """
+    count = _Counts(small, large)
+    return replace(
+        model,
+        components=tuple(count.with_half(component, place) for place, component in enumerate(model.components)),
+        values=tuple(replace(value, half=count.footprint(value.name)) for value in model.values),
     )
 
 
-class Counted:
-    """Operators, shardings and the fullest moments of components, counted once for all that are alike.
+class _Counts:
+    """Components and values in numbers per sample, from forwards at two batches. What is alike is counted once.
 
     Args:
-        small, large: forwards at two batches, both with autocast or both without.
+        small, large: both with autocast or both without.
     """
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
+        self._batches = small.batch, large.batch
+        self._names = value_names(small.recording, small.intervals)
+        self._numbers = {name: number for number, name in self._names.items()}
+        self._others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
         self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
-        self._known: dict[Hashable, Any] = {}
+        self._counted: dict[Hashable, Any] = {}
 
     def _once(self, key: Hashable, count: Callable[[], Result]) -> Result:
-        if key not in self._known:
-            self._known[key] = count()
-        result: Result = self._known[key]
+        if key not in self._counted:
+            self._counted[key] = count()
+        result: Result = self._counted[key]
         return result
 
     def _recorded(self, place: int) -> tuple[Recorded, Recorded]:
         return self._small.recorded(place), self._large.recorded(place)
 
-    def _split_here(self, small: int, large: int, what: str) -> tuple[int, int]:
-        rounded = bool(self._small.recording.decisions)
-        return split(small, large, (self._small.batch, self._large.batch), what, rounded=rounded)
+    def _split(self, small: int, large: int, what: str, *, rounded: bool | None = None) -> tuple[int, int]:
+        """(per sample, fixed) of a size at two batches.
 
-    def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
+        `rounded`: it need not be linear exactly; None: if it may rest on assumptions about the data.
+        """
+        rate, rest = divmod(large - small, self._batches[1] - self._batches[0])
+        if rounded is None:
+            rounded = bool(self._small.recording.decisions)
+        if rounded:
+            rate = max(0, round((large - small) / (self._batches[1] - self._batches[0])))
+            return rate, max(0, small - rate * self._batches[0])
+        fixed = small - rate * self._batches[0]
+        if rest or rate < 0 or fixed < 0:
+            raise TraceError(
+                f"{what} takes {small} bytes at batch {self._batches[0]} and {large} at {self._batches[1]}: not linear in the "
+                "batch, so there is no number per sample. Keep samples independent of one another in the forward"
+            )
+        return rate, fixed
+
+    # --- values
+
+    def _tensors(self, name: str) -> tuple[Tensor, Tensor]:
+        return (
+            self._small.recording.tensors[self._numbers[name]],
+            self._large.recording.tensors[self._others[name]],
+        )
+
+    def footprint(self, name: str) -> ValueFootprint:
+        """Bytes of a value, and who saves it."""
+        small, large = self._tensors(name)
+        rate, fixed = self._split(_size_bytes(small), _size_bytes(large), f"value {name}", rounded=False)
+        key = storage_key(small)
+        savers = self._small.savers.get(key, ())
+        is_saved = bool(savers) and key not in self._small.state
+        return ValueFootprint(bytes_per_sample=rate, fixed_bytes=fixed, saved=is_saved, savers=savers)
+
+    def values(self) -> dict[str, Value]:
+        """All values that cross boundaries of components, by name."""
+        producer = {number: interval.name for interval in self._small.intervals for number in interval.outputs}
+        values: dict[str, Value] = {}
+        for number, name in self._names.items():
+            size, (small, large) = self.footprint(name), self._tensors(name)
+            one, other = (tensor.untyped_storage().nbytes() for tensor in (small, large))
+            storage, _ = self._split(one, other, f"what {name} lies in", rounded=False)
+            is_batch = small.dim() > 0 and (small.shape[0], large.shape[0]) == self._batches
+            values[name] = Value(
+                name=name,
+                producer=producer.get(number),
+                bytes_per_sample=size.bytes_per_sample,
+                fixed_bytes=size.fixed_bytes,
+                differentiable=self._small.recording.differentiable.get(number, False),
+                batch_first=is_batch and small.shape[1:] == large.shape[1:],
+                storage_bytes_per_sample=storage if storage > size.bytes_per_sample else 0,
+                saved=size.saved,
+                savers=size.savers,
+            )
+        return values
+
+    # --- components
+
+    def component(
+        self,
+        place: int,
+        values: dict[str, Value],
+        buffers: set[int],
+        largest: TracedForward | None,
+        untrained: frozenset[str],
+    ) -> Component:
+        """The numbers of one component.
+
+        Args:
+            buffers: counted with earlier components; this one's are added. largest: a third forward, if it compares samples.
+            untrained: parameters that get no gradient.
+        """
+        small, large, interval = self._small, self._large, self._small.intervals[place]
+        collapsed, tensors = small.collapsed_intervals[place], small.recording.tensors
+        calls = small.collapsed.ops[collapsed.start : collapsed.end]
+        read = dict.fromkeys(number for op in calls for number in op.reads)
+        state = {number: small.recording.state[number] for number in read if number in small.recording.state}
+        new_buffers = [number for number, key in state.items() if key.kind == "buffer" and number not in buffers]
+        buffers.update(new_buffers)
+        inputs, outputs = (tuple(self._names[number] for number in numbers) for numbers in (interval.inputs, interval.outputs))
+        what, pairs = f"what {interval.name} saves", (0, 0, 0)
+        if largest is None:
+            rate, fixed = self._split(small.saved_bytes(place), large.saved_bytes(place), what)
+            division = self._division(place, (rate, fixed), tuple(values[name].batch_first for name in inputs))
+        else:
+            runs = (small, large, largest)
+            fixed, rate, saved = square_size([run.saved_bytes(place) for run in runs], [run.batch for run in runs], what)
+            grown = grow(small.operators_in[place], large.operators_in[place], large.batch - small.batch)
+            division = Division(tuple(operator for _, operator in grown), (), ())
+        # an output without samples along dim 0 is never converted, so it cannot leave as a part
+        shardings = tuple(
+            sharding
+            for sharding in division.shardings
+            if all(
+                values[name].batch_first or made not in (PARTIAL, MAXIMUM)
+                for name, made in zip(outputs, sharding.outputs, strict=True)
+            )
+        )
+        if interval.name == LOSS or any(op.function is call_module for op in calls):
+            shardings = ()
+        component = Component(
+            name=interval.name,
+            inputs=inputs,
+            outputs=outputs,
+            parameters=tuple(
+                _parameter(key.name, tensors[number], untrained) for number, key in state.items() if key.kind == "parameter"
+            ),
+            buffer_bytes=sum(_size_bytes(tensors[number]) for number in new_buffers),
+            saved_activation_bytes=rate,
+            saved_fixed_bytes=fixed,
+            operators=division.operators,
+            shardings=shardings,
+            paged_bytes=tuple(
+                self._split(less, more, f"an array that {interval.name} saves", rounded=False)[0]
+                for less, more in zip(small.paged_arrays(place), large.paged_arrays(place), strict=True)
+            ),
+        )
+        if largest is None:
+            forward, backward, numbered, split_backward = self._peaks(component, place)
+            views = tuple((inputs[number], outputs[other]) for number, other in numbered)
+            selective = self._selective(component, place, division.numbers, values)
+        else:
+            forward, backward, most = square_peaks([run.recorded(place) for run in runs], interval.name)
+            pairs, selective, views, split_backward = (saved, *most), None, (), None
+        return replace(
+            component,
+            forward_peaks=forward,
+            backward_peaks=backward,
+            pair_bytes=pairs,
+            selective=selective,
+            gradient_views=views,
+            split_backward=split_backward,
+            shardings=tuple(
+                replace(sharding, **self._of_shards(component, place, sharding, recomputed=selective is not None))
+                for sharding in shardings
+            ),
+        )
+
+    def with_half(self, component: Component, place: int) -> Component:
+        """The component with what it and its shards take under the autocast that both forwards ran under."""
+        small, large, autocast = self._small, self._large, self._small.autocast
+        assert autocast is not None, "a forward under autocast"
+        rounded = bool(small.recording.decisions) or any(component.pair_bytes)
+        what = f"what {small.intervals[place].name} saves"
+        rate, fixed = self._split(small.saved_bytes(place), large.saved_bytes(place), what, rounded=rounded)
+        casts = small.saved_bytes(place, casts=True)
+        forward, backward, _, split_backward = self._peaks(component, place)
+        selective = None if component.selective is None else self._selective(component, place, None, {})
+        if selective is not None and component.selective is not None:  # `cast_bytes` has the casts of weights made again
+            again = selective.again[0], selective.again[1] - casts
+            selective = replace(selective, again=again, operators=component.selective.operators)
+        half = Footprint(
+            saved_activation_bytes=rate,
+            saved_fixed_bytes=fixed,
+            cast_bytes=casts,
+            forward_peaks=forward,
+            backward_peaks=backward,
+            selective=selective,
+            split_backward=split_backward,
+        )
+        shardings = []
+        for sharding in component.shardings:
+            wholes = small.whole(place), large.whole(place)
+            divided = self._once(
+                ("divided", component.fingerprint, rate, fixed, casts, sharding.rule),
+                partial(half_divided, *wholes, sharding, half, autocast, self._split),
+            )
+            counted = self._of_shards(component, place, sharding, recomputed=sharding.selective is not None)
+            shardings.append(replace(sharding, half=replace(divided, **counted)))
+        return replace(component, half=half, shardings=tuple(shardings))
+
+    def _division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
         """The component at that place by its operators.
 
         Args:
-            place: of the component. saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the
-                batch.
+            saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the batch.
         """
         small, large = self._small.whole(place), self._large.whole(place)
         logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
@@ -338,17 +499,26 @@ class Counted:
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+            *((_program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
         )
-        state = tuple(entry for entry, _ in small.program.state)
+        state = tuple(key.name for key, _ in small.program.state)
         step = self._large.batch - self._small.batch
-        known, division = self._once(
-            key, lambda: (state, divide(small, large, step, self._split_here, saved, cuttable, logits))
+        first_state, division = self._once(
+            key, lambda: (state, divide(small, large, step, self._split, saved, cuttable, logits))
         )
-        renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
-        return division._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in division.shardings))
+        renamed = dict(zip(first_state, state, strict=True))
 
-    def of_component(self, component: Component, place: int) -> CountedPeaks:
+        def mine(parts: tuple[ParameterShard, ...]) -> tuple[ParameterShard, ...]:
+            return tuple(replace(part, name=renamed[part.name]) for part in parts)
+
+        return division._replace(
+            shardings=tuple(
+                replace(sharding, parameters=mine(sharding.parameters), buffers=mine(sharding.buffers))
+                for sharding in division.shardings
+            )
+        )
+
+    def _peaks(self, component: Component, place: int) -> CountedPeaks:
         """Forward and backward of the component at that place, and its backward in halves."""
         try:
             return self._once(component.fingerprint, lambda: component_peaks(*self._recorded(place)))
@@ -356,32 +526,22 @@ class Counted:
             half = self._small.autocast is not None
             raise TraceError(backward_message(self._small.intervals[place].name, error, half=half)) from error
 
-    def of_shards(self, component: Component, place: int, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
-        """Forward and backward of the component's shards under one rule."""
-        key = "shards", component.fingerprint, sharding.rule
-        return self._once(key, lambda: shard_peaks(*self._recorded(place), sharding))
+    def _of_shards(self, component: Component, place: int, sharding: Sharding, *, recomputed: bool) -> dict[str, Any]:
+        """Fullest moments of the component's shards under one rule, and how they are recomputed by operator if they are."""
+        key = component.fingerprint, sharding.rule
+        forward, backward = self._once(("shards", *key), lambda: shard_peaks(*self._recorded(place), sharding))
+        selective = None
+        if recomputed:
+            selective = self._once(("selective shards", *key), lambda: shard_selective(*self._recorded(place), sharding))
+        return {"forward_peaks": forward, "backward_peaks": backward, "selective": selective}
 
-    def half_divided(
-        self, component: Component, half: Footprint[Size], place: int, sharding: Sharding
-    ) -> Footprint[DividedSize]:
-        """What its shards divide of that which it saves under the autocast that both forwards ran under."""
-        autocast = self._small.autocast
-        assert autocast is not None, "a forward under autocast"
-        saved = half.saved_activation_bytes, half.saved_fixed_bytes, half.cast_bytes
-        wholes = self._small.whole(place), self._large.whole(place)
-        return self._once(
-            ("divided", component.fingerprint, saved, sharding.rule),
-            lambda: half_divided(*wholes, sharding, half, autocast, self._split_here),
-        )
-
-    def selective(
+    def _selective(
         self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
     ) -> Selective[Size] | None:
         """How the component at that place is recomputed by operator; None where that keeps no less.
 
         Args:
-            component: as counted so far. place: of it. numbers: of its calls, as in Division; None: it gains, and its
-                operators are known. values: of the model.
+            component: as counted so far. numbers: of its calls, as in Division; None: it gains, and its operators are known.
         """
         names = (*component.inputs, *component.outputs)
 
@@ -396,64 +556,6 @@ class Counted:
         renamed = dict(zip(first_names, names, strict=True))
         return replace(first, values=tuple(renamed[name] for name in first.values))
 
-    def shard_selective(self, component: Component, place: int, sharding: Sharding) -> Selective[DividedSize] | None:
-        """How the component's shards under one rule are recomputed by operator."""
-        key = "selective shards", component.fingerprint, sharding.rule
-        return self._once(key, lambda: shard_selective(*self._recorded(place), sharding))
-
-
-def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
-    """A sharding of other parameters and buffers."""
-    return replace(
-        sharding,
-        parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
-        buffers=tuple(replace(part, name=renamed[part.name]) for part in sharding.buffers),
-    )
-
-
-def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounded: bool = False) -> tuple[int, int]:
-    """(per sample, fixed) of a size at two batches. `rounded`: sizes that rest on assumptions need not be linear exactly."""
-    if rounded:
-        rate = max(0, round((large - small) / (batches[1] - batches[0])))
-        return rate, max(0, small - rate * batches[0])
-    rate, rest = divmod(large - small, batches[1] - batches[0])
-    fixed = small - rate * batches[0]
-    if rest or rate < 0 or fixed < 0:
-        raise TraceError(
-            f"{what} takes {small} bytes at batch {batches[0]} and {large} at {batches[1]}: not linear in the batch, so "
-            f"there is no number per sample. Keep samples independent of one another in the forward"
-        )
-    return rate, fixed
-
-
-def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
-    names = value_names(small.recording, small.intervals)
-    others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
-    producer = {number: interval.name for interval in small.intervals for number in interval.outputs}
-    found: dict[str, Value] = {}
-    for number, name in names.items():
-        one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
-        batches = (small.batch, large.batch)
-        rate, fixed = split(nbytes(one), nbytes(other), batches, f"value {name}")
-        storage, _ = split(one.untyped_storage().nbytes(), other.untyped_storage().nbytes(), batches, f"what {name} lies in")
-        found[name] = Value(
-            name=name,
-            producer=producer.get(number),
-            bytes_per_sample=rate,
-            fixed_bytes=fixed,
-            differentiable=small.recording.differentiable.get(number, False),
-            batch_first=_is_batch_first(one, other, batches),
-            storage_bytes_per_sample=storage if storage > rate else 0,
-            saved=small.counts(storage_key(one)),
-            savers=small.savers.get(storage_key(one), ()),
-        )
-    return found
-
-
-def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> bool:
-    """Dim 0 is the batch and no other dim grows with it."""
-    return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
-
 
 def _parameter(name: str, tensor: Tensor, untrained: frozenset[str]) -> Parameter:
     """A complex one counts as the pairs of real numbers that an optimizer updates."""
@@ -466,207 +568,41 @@ def _parameter(name: str, tensor: Tensor, untrained: frozenset[str]) -> Paramete
     )
 
 
-def nbytes(tensor: Tensor) -> int:
+def _size_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _component(
-    small: TracedForward,
-    large: TracedForward,
-    place: int,
-    values: dict[str, Value],
-    names: Mapping[int, str],
-    counted_buffers: set[int],
-    peaks: Counted,
-    largest: TracedForward | None,
-    untrained: frozenset[str],
-) -> Component:
-    """The numbers of one component. `largest`: a third measurement, if it compares samples. `untrained`: as `combine`."""
-    one = small.intervals[place]
-    batches = (small.batch, large.batch)
-    recording = small.recording
-    cut_one = small.collapsed_intervals[place]
-    calls = small.collapsed.ops[cut_one.start : cut_one.end]
-    read = dict.fromkeys(number for op in calls for number in op.reads)
-    state = [number for number in read if number in recording.state]
-    buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
-    counted_buffers.update(buffers)
-    rounded = bool(recording.decisions)
-    what, pairs = f"what {one.name} saves", (0, 0, 0)
-    if largest is None:
-        rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, what, rounded=rounded)
-        cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
-        division = peaks.division(place, (rate, fixed), cuttable)
-    else:
-        runs = (small, large, largest)
-        fixed, rate, saved = square_size([run.saved_bytes(place) for run in runs], [run.batch for run in runs], what)
-        grown = grow(small.operators_in[place], large.operators_in[place], batches[1] - batches[0])
-        division = Division(tuple(operator for _, operator in grown), (), ())
-    shardings = division.shardings
-    outputs = [values[names[number]] for number in one.outputs]
-    shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
-    if one.name == LOSS or any(op.function is call_module for op in calls):
-        shardings = ()
-    component = Component(
-        name=one.name,
-        inputs=tuple(names[number] for number in one.inputs),
-        outputs=tuple(names[number] for number in one.outputs),
-        parameters=tuple(
-            _parameter(recording.state[number].name, recording.tensors[number], untrained)
-            for number in state
-            if recording.state[number].kind == "parameter"
-        ),
-        buffer_bytes=sum(nbytes(recording.tensors[number]) for number in buffers),
-        saved_activation_bytes=rate,
-        saved_fixed_bytes=fixed,
-        operators=division.operators,
-        shardings=shardings,
-        paged_bytes=tuple(
-            split(less, more, batches, f"an array that {one.name} saves")[0]
-            for less, more in zip(small.paged_arrays(place), large.paged_arrays(place), strict=True)
-        ),
-    )
-    if largest is None:
-        forward, backward, numbered, split_backward = peaks.of_component(component, place)
-        views = tuple((component.inputs[number], component.outputs[whole]) for number, whole in numbered)
-        selective = peaks.selective(component, place, division.numbers, values)
-    else:
-        forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs, selective, views, split_backward = (saved, *most), None, (), None
-    counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
-    return replace(
-        component,
-        forward_peaks=forward,
-        backward_peaks=backward,
-        pair_bytes=pairs,
-        selective=selective,
-        gradient_views=views,
-        split_backward=split_backward,
-        shardings=tuple(
-            replace(
-                sharding,
-                forward_peaks=first,
-                backward_peaks=second,
-                selective=None if selective is None else peaks.shard_selective(component, place, sharding),
-            )
-            for sharding, (first, second) in zip(shardings, counted, strict=True)
-        ),
-    )
-
-
-# --- under autocast ---------------------------------------------------------------------------------------------------
-
-HALF = torch.bfloat16
-"""As large as float16, and the type the CPU's autocast casts to."""
-
-
-def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
-    """The model with what two forwards under autocast, at different batches, say of its components and values.
-
-    Raises TraceError if a size is not linear in the batch.
-    """
-    peaks = Counted(small, large)
-    return replace(
-        model,
-        components=tuple(_with_half(component, small, large, place, peaks) for place, component in enumerate(model.components)),
-        values=_half_values(model.values, small, large),
-    )
-
-
-def _with_half(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
-    name = small.intervals[place].name
-    batches = (small.batch, large.batch)
-    rounded = bool(small.recording.decisions) or any(component.pair_bytes)
-    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
-    forward, backward, _, split_backward = peaks.of_component(component, place)
-    half = Footprint(
-        saved_activation_bytes=rate,
-        saved_fixed_bytes=fixed,
-        cast_bytes=small.saved_bytes(place, casts=True),
-        forward_peaks=forward,
-        backward_peaks=backward,
-        selective=_half_selective(component, small, place, peaks),
-        split_backward=split_backward,
-    )
-    shardings = tuple(_half_sharding(sharding, component, half, place, peaks) for sharding in component.shardings)
-    return replace(component, half=half, shardings=shardings)
-
-
-def _half_selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective[Size] | None:
-    """Recomputation under autocast, if it keeps less without; `cast_bytes` has the casts of weights that it makes again."""
-    if component.selective is None:
-        return None
-    found = peaks.selective(component, place, None, {})
-    if found is None:
-        return None
-    rate, fixed = found.again
-    casts = small.saved_bytes(place, casts=True)
-    return replace(found, again=(rate, fixed - casts), operators=component.selective.operators)
-
-
-def _half_sharding(sharding: Sharding, component: Component, half: Footprint[Size], place: int, peaks: Counted) -> Sharding:
-    forward, backward = peaks.of_shards(component, place, sharding)
-    found = replace(
-        peaks.half_divided(component, half, place, sharding),
-        forward_peaks=forward,
-        backward_peaks=backward,
-        selective=sharding.selective and peaks.shard_selective(component, place, sharding),
-    )
-    return replace(sharding, half=found)
-
-
-def _half_values(values: tuple[Value, ...], small: TracedForward, large: TracedForward) -> tuple[Value, ...]:
-    numbers, others = (
-        {name: number for number, name in value_names(run.recording, run.intervals).items()} for run in (small, large)
-    )
-    found = []
-    for value in values:
-        one = small.recording.tensors[numbers[value.name]]
-        other = large.recording.tensors[others[value.name]]
-        rate, fixed = split(nbytes(one), nbytes(other), (small.batch, large.batch), f"value {value.name}")
-        key = storage_key(one)
-        savers = small.savers.get(key, ())
-        half = ValueFootprint(bytes_per_sample=rate, fixed_bytes=fixed, saved=small.counts(key), savers=savers)
-        found.append(replace(value, half=half))
-    return tuple(found)
 
 
 # --- programs that make the same calls --------------------------------------------------------------------------------
 
-PLAIN_TYPES = (int, float, str, bool, complex, bytes, type(None), type(Ellipsis))
+_PLAIN_TYPES = (int, float, str, bool, complex, bytes, type(None), type(Ellipsis))
+_TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def canonical(value: Any) -> Hashable:
+def _canonical(value: Any) -> Hashable:
     """A recorded argument (a constant, Ref or Nested) in a form that can be compared and hashed.
 
     Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves.
     """
-    if type(value) is Ref:
-        return "ref", value.slot
-    if type(value) is Nested:
-        return "nested", canonical_function(value.rebuild), *(canonical(item) for item in value.items)
-    if type(value) is float:
+    kind = type(value)
+    if kind is Nested:
+        return "nested", _canonical_function(value.rebuild), *map(_canonical, value.items)
+    if kind is float:
         return "float", value.hex()
-    if type(value) in PLAIN_TYPES:
-        return type(value), value
+    if kind in _PLAIN_TYPES or kind in _TORCH_TYPES or kind is Ref:
+        return kind, value
     if isinstance(value, tuple | list):
-        return type(value), *(canonical(item) for item in value)
+        return kind, *map(_canonical, value)
     if isinstance(value, dict):
-        return type(value), *((canonical(key), canonical(item)) for key, item in value.items())
+        return kind, *((_canonical(key), _canonical(item)) for key, item in value.items())
     if isinstance(value, slice):
-        return "slice", *(canonical(item) for item in (value.start, value.stop, value.step))
-    if type(value).__module__ == "torch" and not isinstance(value, Tensor) and type(value).__name__ in _BY_VALUE:
-        return type(value), value
+        return "slice", *map(_canonical, (value.start, value.stop, value.step))
     return "object", id(value)
 
 
-_BY_VALUE = ("dtype", "device", "layout", "memory_format")
-
-
-def canonical_function(function: Any) -> Hashable:
+def _canonical_function(function: Any) -> Hashable:
     """Equal for one function, and for two closures of the same code over equal values."""
     if isinstance(function, FunctionType) and function.__closure__:
-        return function.__code__, *(canonical(cell.cell_contents) for cell in function.__closure__)
+        return function.__code__, *(_canonical(cell.cell_contents) for cell in function.__closure__)
     try:
         hash(function)
     except TypeError:
@@ -678,10 +614,10 @@ def calls_key(program: CallProgram) -> Hashable:
     """Equal for programs with the same calls between the same slots, on tensors of the same kinds."""
     calls = tuple(
         (
-            canonical_function(op.function),
-            canonical(op.arguments),
-            canonical(op.keywords),
-            canonical(op.outputs),
+            _canonical_function(op.function),
+            _canonical(op.arguments),
+            _canonical(op.keywords),
+            _canonical(op.outputs),
             op.context,
             op.drop,
         )
@@ -690,7 +626,7 @@ def calls_key(program: CallProgram) -> Hashable:
     return calls, program.tensors
 
 
-def program_key(program: CallProgram) -> Hashable:
+def _program_key(program: CallProgram) -> Hashable:
     """Equal for programs that make the same calls on tensors of the same kinds, whatever their values are named."""
     names = {key.name: place for place, (key, _) in enumerate(program.state)}
     return (
@@ -732,5 +668,5 @@ def untrained(recording: Recording) -> tuple[str, ...]:
 
 
 def untrained_note(names: Sequence[str]) -> str:
-    """What the answer says."""
+    """What the answer says of parameters that get no gradient."""
     return f"no gradient of the loss reaches {first_few(names)}: not trained, as if frozen"

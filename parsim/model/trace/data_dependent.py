@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from parsim.errors import TraceError
 from parsim.model.runnable import Nested, Ref, StateKey
 from parsim.model.trace.checks import change_note
-from parsim.model.trace.recorder import Call, RecordedOp, Recording, tensors_in
+from parsim.model.trace.recorder import RecordedOp, Recording, template_of, tensors_in
 
 MODULE = "module"
 """Kind of a StateKey that stands for a whole module."""
@@ -48,32 +48,27 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def decided_modules(recording: Recording) -> frozenset[str]:
-    """The modules whose code looked at values, outermost ones only."""
-    return outermost({_module_of(recording.calls, decision.call) for decision in recording.decisions})
-
-
-def outermost(modules: set[str] | frozenset[str]) -> frozenset[str]:
-    """Those inside no other one."""
+def _outermost(modules: set[str] | frozenset[str]) -> frozenset[str]:
+    """The modules of these that lie inside no other one."""
     return frozenset(
         name for name in modules if not any(other != name and (not other or name.startswith(f"{other}.")) for other in modules)
     )
 
 
-def _module_of(calls: list[Call], call: int | None) -> str:
-    return "" if call is None else calls[call].module
+def _module_of(recording: Recording, call: int | None) -> str:
+    return "" if call is None else recording.calls[call].module
 
 
 def whole_modules(first: Recording, second: Recording, root: nn.Module) -> frozenset[str]:
-    """The modules that have to run as a whole.
+    """The modules that have to run as a whole: those whose code looked at values, and those around whose values escape.
 
     Args:
         first, second: of one forward under different choices. root: the module.
     """
-    whole = decided_modules(first) | decided_modules(second)
+    whole = frozenset(_module_of(recording, entry.call) for recording in (first, second) for entry in recording.decisions)
     while True:
-        whole = outermost(whole)
-        wider = _escape(first, whole, root) or _difference(first, second, whole, root)
+        whole = _outermost(whole)
+        wider = _escape(first, whole) or _difference(first, second, whole, root)
         if wider is None:
             return whole
         if "" in whole:
@@ -81,40 +76,37 @@ def whole_modules(first: Recording, second: Recording, root: nn.Module) -> froze
         whole |= {wider}
 
 
-def _escape(recording: Recording, whole: frozenset[str], root: nn.Module) -> str | None:
+def _escape(recording: Recording, whole: frozenset[str]) -> str | None:
     """The module around the first whole one whose values are read elsewhere."""
     for number, call in enumerate(recording.calls):
         if call.module in whole and not _inside(recording, call.parent, whole):
             try:
-                _collapse_call(recording, number, *_span(recording, number), root)
+                _collapse_call(recording, number, *_span(recording, number))
             except _EscapesError:
-                return _around(recording, number)
+                return _module_of(recording, call.parent)
     return None
 
 
 def _difference(first: Recording, second: Recording, whole: frozenset[str], root: nn.Module) -> str | None:
     """The module in which two recordings differ first; None if they are equal outside whole calls."""
     one, other = collapse(first, whole, root).recording, collapse(second, whole, root).recording
-    for left, right in zip(one.ops, other.ops, strict=False):
-        if _signature(one, left) != _signature(other, right):
-            # what made the difference is the call before it: join it with what is around it
-            return _wider(one, left.call, whole)
+    calls = [
+        left.call for left, right in zip(one.ops, other.ops, strict=False) if _signature(one, left) != _signature(other, right)
+    ]
     if len(one.ops) != len(other.ops):
-        return _wider(one, one.ops[-1].call, whole)
-    return None
-
-
-def _wider(recording: Recording, call: int | None, whole: frozenset[str]) -> str:
-    path = _module_of(recording.calls, call)
-    near = [name for name in whole if name == path or path.startswith(f"{name}.")]
-    if near:  # it is whole already: its results depend on the choice
-        return near[0].rpartition(".")[0]
+        calls.append(one.ops[-1].call)
+    if not calls:
+        return None
+    path = _module_of(one, calls[0])
+    for name in whole:  # what made the difference is a call that is whole already: join it with what is around it
+        if name == path or path.startswith(f"{name}."):
+            return name.rpartition(".")[0]
     return path
 
 
 def _signature(recording: Recording, op: RecordedOp) -> tuple[Any, ...]:
     shapes = tuple(tuple(recording.tensors[number].shape) for _, number in op.outputs)
-    return op.function, _plain(op.arguments), _plain(op.keywords), shapes, op.context, _module_of(recording.calls, op.call)
+    return op.function, _plain(op.arguments), _plain(op.keywords), shapes, op.context, _module_of(recording, op.call)
 
 
 def _plain(template: Any) -> Any:
@@ -122,14 +114,10 @@ def _plain(template: Any) -> Any:
     if type(template) is Ref:
         return "tensor"
     if type(template) is Nested:
-        return tuple(_plain(item) for item in template.items)
+        return _plain(template.items)
     if isinstance(template, tuple | list):
-        return tuple(_plain(item) for item in template)
+        return tuple(map(_plain, template))
     return template if isinstance(template, bool | int | float | str | type(None) | torch.dtype) else repr(type(template))
-
-
-def _around(recording: Recording, call: int) -> str:
-    return _module_of(recording.calls, recording.calls[call].parent)
 
 
 def _inside(recording: Recording, call: int | None, whole: frozenset[str]) -> bool:
@@ -173,7 +161,7 @@ def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Co
             tensors.append(torch.empty(0))
             state[key] = StateKey(MODULE, call.module)
             try:
-                op = _collapse_call(recording, number, start, end, root)
+                op = _collapse_call(recording, number, start, end)
             except _EscapesError as error:
                 raise TraceError(
                     f"{call.module or type(root).__name__} depends on the data and cannot run as a whole: {error}; return "
@@ -210,61 +198,48 @@ def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Co
     return Collapsed(collapsed, tuple(starts))
 
 
-def _collapse_call(recording: Recording, call: int, start: int, end: int, root: nn.Module) -> RecordedOp:
+def _collapse_call(recording: Recording, call: int, start: int, end: int) -> RecordedOp:
     """One call of a module as one recorded call. Raises _EscapesError if values enter or leave it beside its arguments."""
-    ends, path = recording.ends[call], recording.calls[call].module
+    called = recording.calls[call]
+    path = called.module
     number_of = {id(tensor): number for number, tensor in enumerate(recording.tensors)}
     inner = recording.ops[start:end]
     made = {number for op in inner for _, number in op.outputs}
 
-    def template(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in number_of:
-                raise _EscapesError("an argument was not made by a recorded call")
-            return Ref(number_of[id(value)])
-        if isinstance(value, tuple | list | dict) and next(tensors_in(value), None) is not None:
-            if isinstance(value, dict):
-                keys = list(value)
-                return Nested(
-                    lambda items: dict(zip(keys, items, strict=True)), tuple(template(item) for item in value.values())
-                )
-            kind = type(value) if hasattr(type(value), "_fields") else None
-            rebuild = (lambda items: kind(*items)) if kind else (list if isinstance(value, list) else tuple)
-            return Nested(rebuild, tuple(template(item) for item in value))
-        return value
+    def ref(tensor: Tensor) -> Ref:
+        if id(tensor) not in number_of:
+            raise _EscapesError("an argument was not made by a recorded call")
+        return Ref(number_of[id(tensor)])
 
-    arguments = tuple(template(item) for item in ends.args)
-    keywords = tuple((key, template(item)) for key, item in ends.kwargs.items())
-    given = {number_of[id(tensor)] for _, tensor in tensors_in((ends.args, ends.kwargs)) if id(tensor) in number_of}
+    arguments = tuple(template_of(item, ref) for item in called.args)
+    keywords = tuple((key, template_of(item, ref)) for key, item in called.kwargs.items())
+    given = {number_of[id(tensor)] for _, tensor in tensors_in((called.args, called.kwargs))}
     outputs = []
-    for keys, leaf in tree_flatten_with_path(ends.output)[0]:
+    for keys, leaf in tree_flatten_with_path(called.output)[0]:
         if isinstance(leaf, Tensor):
             if id(leaf) not in number_of:
                 raise _EscapesError("a result was not made by a recorded call")
             outputs.append((tuple(_step(key) for key in keys), number_of[id(leaf)]))
-    own = dict.fromkeys(number for op in inner for number in op.reads if number not in made and number not in given)
-    for number in own:
-        if number not in recording.state and number not in recording.constants:
-            raise _EscapesError("it reads a value that is not an argument")
-    put_out = {number for _, number in outputs}
+    from_outside = dict.fromkeys(number for op in inner for number in op.reads if number not in made and number not in given)
+    if any(number not in recording.state and number not in recording.constants for number in from_outside):
+        raise _EscapesError("it reads a value that is not an argument")
     later = {number for op in (*recording.ops[:start], *recording.ops[end:]) for number in op.reads}
     later |= {leaf.slot for leaf in recording.output_leaves if type(leaf) is Ref}
-    if (made - put_out) & later:
+    if (made - {number for _, number in outputs}) & later:
         raise _EscapesError("a value that it makes is read outside, and is not its result")
-    buffers = [
+    state = [
         number
         for number, key in recording.state.items()
         if key.kind in ("parameter", "buffer") and (not path or key.name.startswith(f"{path}."))
     ]
-    reads = dict.fromkeys([*given, *(number for number in own if number in recording.state), *buffers])
     return RecordedOp(
         function=call_module,
         arguments=arguments,
         keywords=keywords,
         outputs=tuple(outputs),
-        context=ends.context,
+        context=called.context,
         call=call,
-        reads=tuple(reads),
+        reads=tuple(dict.fromkeys([*given, *(number for number in from_outside if number in recording.state), *state])),
         mutated=tuple(dict.fromkeys(number for op in inner for number in op.mutated if number not in made)),
     )
 
@@ -278,37 +253,33 @@ def _step(key: Any) -> Any:
 
 
 def assumptions(recording: Recording) -> tuple[str, ...]:
-    """What the numbers of a recording assume about the data and about later steps, for people.
-
-    Args:
-        recording: with its decisions and the attributes that it has changed.
-    """
-    changed = recording.changed_attributes
-    return (*_assumptions_on_data(recording), *_full_lengths(recording), *([change_note(changed)] if changed else []))
-
-
-def _full_lengths(recording: Recording) -> tuple[str, ...]:
-    """Assumption about CTC losses, whose work grows with the lengths of a batch."""
-    calls = [op.call for op in recording.ops if getattr(op.function, "__name__", "") == "ctc_loss"]
-    if not calls:
-        return ()
-    where = "the loss" if calls[0] is None else _module_of(recording.calls, calls[0]) or "the root module"
-    return (f"CTC counted as if every target were as long as its row ({where})",)
+    """What the numbers of a recording assume about the data and about later steps, for people."""
+    notes = list(_assumptions_on_data(recording))
+    losses = [op.call for op in recording.ops if op.name == "ctc_loss"]
+    if losses:  # their work grows with the lengths of a batch
+        where = "the loss" if losses[0] is None else _module_of(recording, losses[0]) or "the root module"
+        notes.append(f"CTC counted as if every target were as long as its row ({where})")
+    if recording.changed_attributes:
+        notes.append(change_note(recording.changed_attributes))
+    return tuple(notes)
 
 
 def _assumptions_on_data(recording: Recording) -> tuple[str, ...]:
     if not recording.decisions:
         return ()
     if recording.is_example:
-        places = dict.fromkeys(
-            f"{_module_of(recording.calls, entry.call) or 'the root module'}{entry.line}" for entry in recording.decisions
+        places = list(
+            dict.fromkeys(
+                f"{_module_of(recording, decision.call) or 'the root module'}{decision.line}"
+                for decision in recording.decisions
+            )
         )
-        listing = "; ".join(list(places)[:3]) + ("; ..." if len(places) > 3 else "")
+        listing = "; ".join(places[:3]) + ("; ..." if len(places) > 3 else "")
         return (f"control flow that depends on data follows the example batch: {listing}",)
     kinds: dict[tuple[int, int, int], list[str]] = {}
     for routing in recording.routings.values():
         key = (routing.experts, routing.chosen, routing.positions // recording.samples)
-        kinds.setdefault(key, []).append(_module_of(recording.calls, recording.ops[routing.op].call))
+        kinds.setdefault(key, []).append(_module_of(recording, recording.ops[routing.op].call))
     return tuple(
         f"routing traced with balanced experts: {chosen} of {experts} for each of {tokens} tokens per sample, "
         f"{tokens * chosen / experts:g} tokens each ({names[0] or 'the root module'}"

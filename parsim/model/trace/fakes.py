@@ -40,11 +40,6 @@ NextCall = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operator: (function, types of tensors, arguments, keywords)."""
 
 
-def _dispatch_again(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del types
-    return func(*args, **kwargs)
-
-
 class CallWatchHost(ABC):
     """A mode that calls watches itself while it is the innermost one.
 
@@ -106,7 +101,7 @@ class CallWatch(TorchDispatchMode, ABC):
     ) -> Any:
         if func is DEVICE:
             return args[0].device
-        return self.around(_dispatch_again, func, types, args, kwargs or {})
+        return self.around(lambda func, types, args, kwargs: func(*args, **kwargs), func, types, args, kwargs or {})
 
 
 # What kernels save for their backward and fake tensors do not know.
@@ -130,8 +125,8 @@ def lstm_workspace_arrays(
     """Bytes of the arrays in the workspace of one direction of one layer.
 
     Args:
-        length: steps. batch: samples. features: of the input. hidden: of the state. element_bytes: of the input.
-        cell_bytes: of an element of the cells, which are as wide as the first ones; gradients are in fp32.
+        length: steps. features: of the input. hidden: of the state. element_bytes: of the input. cell_bytes: of an element of
+            the cells, which are as wide as the first ones; gradients are in fp32.
 
     Returns:
         Gates, hidden states, inputs of cells, cells, and the gradients of the last two and of the states.
@@ -157,25 +152,16 @@ def _padded(width: int, element_bytes: int) -> int:
 
 
 def paged_arrays(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Bytes of the arrays in the workspace that the operator keeps for its backward; none: it keeps none.
-
-    Args:
-        func: an operator of aten. args: its positional arguments.
-    """
+    """Bytes of the arrays in the workspace that an operator of aten keeps for its backward; none: it keeps none."""
     if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[15]:
         return ()
     given, recurrent, cells = args[0], args[2], args[6]
     length, batch, features = given.shape
-    sizes = given.element_size(), cells.element_size()
-    return lstm_workspace_arrays(length, batch, features, recurrent.shape[1], *sizes)
+    return lstm_workspace_arrays(length, batch, features, recurrent.shape[1], given.element_size(), cells.element_size())
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The result of an operator; the empty workspace of a fake LSTM has its size.
-
-    Args:
-        func: an operator of aten. args: its positional arguments. result: what it returned.
-    """
+    """What an operator of aten returned; the empty workspace of a fake LSTM gets its size."""
     sizes = paged_arrays(func, args)
     if not sizes or result[3] is None or result[3].numel():
         return result
@@ -260,56 +246,23 @@ _ANSWERED = "_parsim_answered"
 """An attribute of fake tensors that were made from an answer: these are ordinary."""
 
 
-def _is_ordinary(tensor: FakeTensor) -> bool:
-    """Whether a tensor is dense, has no lazy conjugation or negation, and was made outside inference mode."""
-    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-
-
-def _is_new(made: Any, info: Any) -> bool:
-    """Whether an output has memory of its own."""
-    return isinstance(made, Tensor) and info.inplace_idx is None and info.view_idx is None
-
-
-def _are_apart(made: Iterable[Tensor]) -> bool:
-    """Whether no two share memory, as both gradients of an LSTM's biases do: an answer that is kept gives each its own."""
-    keys = [tensor.untyped_storage()._cdata for tensor in made]
-    return len(set(keys)) == len(keys)
-
-
 def _first_of(sizes: Sequence[int], dim: int, index: Any) -> Any:
     """The index of a dim's first entry for that of any entry; others stay, for torch to refuse."""
     inside = type(dim) is int and -len(sizes) <= dim < len(sizes) and type(index) is int and type(sizes[dim]) is int
     return 0 if inside and -sizes[dim] <= index < sizes[dim] else index
 
 
-def _reads_anywhere(function: Any) -> bool:
-    """Whether an operator makes the same of its arguments wherever they lie in their memory: it makes no views of them."""
-    computes = torch.Tag.pointwise in function.tags or torch.Tag.reduction in function.tags or function in _COMPUTING
-    return computes and all(found.alias_info is None for found in function._schema.returns)
+_OPERATORS: dict[int, tuple[Any, int, bool]] = {}
+"""By `id` an operator, held here so that no other gets its id; a number of its own, which is compared and hashed faster; and
+whether it matters to it where its tensors lie in their memory."""
 
 
-class _Operator(NamedTuple):
-    """What is asked about an operator at every call.
-
-    Attributes:
-        function: of torch. number: of its own, which is compared and hashed faster. offsets: it matters to it where tensors
-            lie in their memory.
-    """
-
-    function: Any
-    number: int
-    offsets: bool
-
-
-_OPERATORS: dict[int, _Operator] = {}
-"""By `id`: each is held here, so no other operator gets its id."""
-
-
-def _operator(function: Any) -> _Operator:
-    found = _OPERATORS.get(id(function))
-    if found is None:
-        found = _OPERATORS[id(function)] = _Operator(function, len(_OPERATORS), not _reads_anywhere(function))
-    return found
+def _operator(function: Any) -> tuple[Any, int, bool]:
+    if id(function) not in _OPERATORS:
+        computes = torch.Tag.pointwise in function.tags or torch.Tag.reduction in function.tags or function in _COMPUTING
+        makes_views = any(returned.alias_info is not None for returned in function._schema.returns)
+        _OPERATORS[id(function)] = function, len(_OPERATORS), makes_views or not computes
+    return _OPERATORS[id(function)]
 
 
 _COMPUTING = tuple(
@@ -322,7 +275,7 @@ _VIEWS, _AS_STRIDED = (torch.ops.aten.view.default, _UNSAFE_VIEW), torch.ops.ate
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv", "addmv"))
 _LOOK_UP = torch.ops.aten.embedding.default
 _UNKNOWN: Any = object()
-_META, _NO_ENTRIES = torch.device("meta"), (0,)
+_META = torch.device("meta")
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
 
@@ -349,13 +302,12 @@ def _check_types(func: Any, args: Sequence[Any]) -> None:
 
     Those for fake tensors multiply any types, and in torch 2.11 look up any index.
     """
-    if func is _LOOK_UP:
-        if args[1].dtype not in (torch.int32, torch.int64):
-            raise RuntimeError(f"{func} takes indices of dtype int32 or int64, got {args[1].dtype}")
-        return
-    kinds = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor))
-    if len(kinds) > 1:
-        raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
+    if func is _LOOK_UP and args[1].dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{func} takes indices of dtype int32 or int64, got {args[1].dtype}")
+    if func in _PRODUCTS:
+        kinds = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor))
+        if len(kinds) > 1:
+            raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
 
 
 class QuickFakeMode(FakeTensorMode, CallWatchHost):
@@ -400,7 +352,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
             return self._select(func, types, args)
         if func is _SELECT_BACKWARD and len(args) == 4:
             args = (*args[:3], _first_of(args[1], args[2], args[3]))
-        return self._found(func, types, args, kwargs)
+        return self._result(func, types, args, kwargs)
 
     def _select(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> Any:
         """One entry of a dim lies as far behind the first as its number says: a scan over tokens asks for every one."""
@@ -412,10 +364,10 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
             self._ask(key, func, types, first, {})
             answer = _ANSWERS.get(key)
         if answer is None or first[2] == index:
-            return self._found(func, types, args, {})
+            return self._result(func, types, args, {})
         return self._output(answer.outputs[0], args, index % given.shape[dim] * given.stride(dim))
 
-    def _found(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _result(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The answer, from those that are kept if it is there."""
         key = self._key(func, args, kwargs)
         if key is None:
@@ -431,8 +383,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
 
     def _ask(self, key: Hashable, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The answer of torch, which is kept if torch itself would keep it."""
-        if func is _LOOK_UP or func in _PRODUCTS:
-            _check_types(func, args)
+        _check_types(func, args)
         if func in _DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().__torch_dispatch__(func, types, args, kwargs)
         strided = _strided_view(args) if func in _VIEWS and not kwargs else None
@@ -461,7 +412,9 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
             if kind is FakeTensor:
                 if argument.fake_mode is not self or argument.constant is not None:
                     return False
-                if _ANSWERED not in argument.__dict__ and not _is_ordinary(argument):
+                if _ANSWERED not in argument.__dict__ and (
+                    argument.layout is not torch.strided or argument.is_conj() or argument.is_neg() or argument.is_inference()
+                ):
                     return False
                 parts += (
                     argument.shape,
@@ -490,24 +443,27 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         state: Any = _CacheKeyState(self.shape_env)
         key: Any = None  # names symbolic sizes, which are not among the keys
         try:
-            entry = self._make_cache_entry(state, key, func, args, kwargs, result)
+            kept = self._make_cache_entry(state, key, func, args, kwargs, result)
         except _BypassDispatchCache:
             return None
-        leaves = result if isinstance(result, tuple | list) else (result,)
-        if not _are_apart(tensor for tensor, info in zip(leaves, entry.output_infos, strict=True) if _is_new(tensor, info)):
-            return None
         outputs = []
-        for info in entry.output_infos:
-            made = (
-                None if info.inplace_idx is not None else self._get_output_tensor_from_cache_entry(state, info, key, func, args)
-            )
+        storages = []
+        for tensor, info in zip(result if isinstance(result, tuple | list) else (result,), kept.output_infos, strict=True):
+            if info.inplace_idx is not None:
+                outputs.append(_Made(same_as=info.inplace_idx))
+                continue
+            if isinstance(tensor, Tensor) and info.view_idx is None:
+                storages.append(tensor.untyped_storage()._cdata)
+            made = self._get_output_tensor_from_cache_entry(state, info, key, func, args)
             if isinstance(made, FakeTensor) and not (made.is_conj() or made.is_neg()):
                 outputs.append(_Made(view_of=info.view_idx, kind=_kind(made), attributes=_attributes(made)))
             elif made is None:
-                outputs.append(_Made(same_as=info.inplace_idx))
+                outputs.append(_Made())
             else:
                 return None
-        return _Answer(tuple(outputs), entry.is_output_tuple)
+        if len(set(storages)) < len(storages):  # both gradients of an LSTM's biases: an answer gives each memory of its own
+            return None
+        return _Answer(tuple(outputs), kept.is_output_tuple)
 
     def _output(self, made: _Made, args: Sequence[Any], shift: int = 0) -> Any:
         """An output made as torch makes it from an answer that it kept, so many elements further back in its memory."""
@@ -517,11 +473,10 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         if made.view_of is None:
             memory = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
         else:
-            memory = torch.empty(_NO_ENTRIES, dtype=dtype, device=_META)
+            memory = torch.empty((0,), dtype=dtype, device=_META)
             memory.set_(args[made.view_of].untyped_storage(), offset + shift, shape, stride)
-        found = Tensor._make_subclass(FakeTensor, memory, requires_grad, dispatch_device=True, device_for_backend_keys=device)
-        self._guard(found)
-        attributes = found.__dict__
-        attributes.update(made.attributes)
-        attributes["fake_mode"] = self
-        return found
+        fake = Tensor._make_subclass(FakeTensor, memory, requires_grad, dispatch_device=True, device_for_backend_keys=device)
+        self._guard(fake)
+        fake.__dict__.update(made.attributes)
+        fake.__dict__["fake_mode"] = self
+        return fake

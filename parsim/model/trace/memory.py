@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ from parsim.model.component import (
     SplitBackward,
     Value,
 )
-from parsim.model.runnable import CallProgram, TensorKind, run_op
+from parsim.model.runnable import CallProgram, TensorKind, environment_of, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
 from parsim.model.shard.narrow import ways_of
@@ -99,10 +98,10 @@ class LiveBytes(CallWatch):
 
     def by_line(self) -> dict[str, int]:
         """Bytes alive now."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for size, line, _ in list(self._live.values()):
-            found[line] = found.get(line, 0) + size
-        return found
+            sizes[line] = sizes.get(line, 0) + size
+        return sizes
 
     def _watch(self, storage: torch.UntypedStorage, size: int, line: str) -> None:
         ref = StorageRef(storage, self._release)
@@ -113,23 +112,16 @@ class LiveBytes(CallWatch):
         self.current_bytes -= self._live.pop(ref.key, (0, "", None))[0]
         self._ignored.discard(ref.key)
 
-    def _seen(self, tensor: Tensor) -> None:
-        """An operator has made it, or a view of it."""
-        if self._moving:
-            key = tensor.untyped_storage()._cdata
-            size, line, ref = self._live.get(key, (0, "", None))
-            if line in self._moving:
-                self._live[key] = size, self.line, ref
-        self.track(tensor, self.line)
-
     def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, whose storages count from now on."""
         result = with_workspace(func, args, call(func, types, args, kwargs))
-        if type(result) in _ONE_TENSOR:
-            self._seen(result)
-            return result
-        for leaf in tensors_among((result,)):
-            self._seen(leaf)
+        for tensor in (result,) if type(result) in _ONE_TENSOR else tensors_among((result,)):
+            if self._moving:
+                key = tensor.untyped_storage()._cdata
+                size, line, ref = self._live.get(key, (0, "", None))
+                if line in self._moving:
+                    self._live[key] = size, self.line, ref
+            self.track(tensor, self.line)
         return result
 
 
@@ -157,22 +149,20 @@ def _sizes(less: Sequence[int], more: Sequence[int], batches: tuple[int, int]) -
 
 
 def upper_envelope(moments: set[Size]) -> Peaks:
-    """Those (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
+    """The (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
     best: list[Size] = []
     for rate, fixed in sorted(moments):
         while best and best[-1][1] <= fixed:
             best.pop()
-        while len(best) > 1 and not _needed(best[-2], best[-1], (rate, fixed)):
+        while len(best) > 1:  # slopes ascend, intercepts descend: does the last line rise above both others somewhere?
+            (low_rate, low_fixed), (last_rate, last_fixed) = best[-2:]
+            if (last_fixed - low_fixed) * (rate - low_rate) > (fixed - low_fixed) * (last_rate - low_rate):
+                break
             best.pop()
         best.append((rate, fixed))
     while len(best) > 1 and sum(best[0]) <= sum(best[1]):
         best.pop(0)
     return tuple(best)
-
-
-def _needed(low: Size, middle: Size, high: Size) -> bool:
-    """Whether the middle line rises above both others somewhere; slopes ascend, intercepts descend."""
-    return (middle[1] - low[1]) * (high[0] - low[0]) > (high[1] - low[1]) * (middle[0] - low[0])
 
 
 # --- forward and backward ---------------------------------------------------------------------------------------------
@@ -185,7 +175,7 @@ class Recorded:
     Attributes:
         autocast: the half-precision type it ran under, or None.
         counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
-        change: what to make of its program before it is counted.
+        is_shard: the program is that of a shard, whose backward is not counted in halves.
     """
 
     program: CallProgram
@@ -193,26 +183,19 @@ class Recorded:
     samples: int
     autocast: torch.dtype | None = None
     counted_inputs: tuple[int, ...] = ()
-    change: Callable[[CallProgram], CallProgram] | None = None
-
-    @property
-    def counted_program(self) -> CallProgram:
-        """What is counted: the program, or what `change` makes of it."""
-        return self.program if self.change is None else self.change(self.program)
+    is_shard: bool = False
 
 
-@contextlib.contextmanager
-def autocast_as(half: torch.dtype | None) -> Any:
+def autocast_as(half: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """The CPU's autocast to `half`; nothing for None."""
-    with torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if half is None else torch.autocast("cpu", dtype=half)
 
 
 def like(kind: TensorKind) -> Tensor:
     """A new tensor of that shape and memory order. It is not a view: autocast keeps the cast of no weight that is one."""
-    order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
+    order = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
     tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
-    return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))]).detach()
+    return tensor.permute([order.index(dim) for dim in range(len(order))]).detach()
 
 
 class CountedPeaks(NamedTuple):
@@ -234,81 +217,70 @@ def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
     """
     less, more = counted_moments(small), counted_moments(large)
     batches = small.samples, large.samples
+    split = None
+    if less.inputs_first is not None and more.inputs_first is not None and len(less.inputs_first) == len(more.inputs_first):
+        (waiting,) = lines([less.waiting], [more.waiting], *batches)
+        split = SplitBackward(peaks=lines(less.inputs_first, more.inputs_first, *batches), waiting=waiting)
     return CountedPeaks(
         forward=lines(less.forward, more.forward, *batches),
         backward=lines(less.backward, more.backward, *batches),
         views=less.views if less.views == more.views else (),
-        split=_split_lines(less.split, more.split, batches),
+        split=split,
     )
-
-
-def _split_lines(less: SplitMoments | None, more: SplitMoments | None, batches: tuple[int, int]) -> SplitBackward | None:
-    """None where the two batches differ in more than their sizes."""
-    if less is None or more is None or len(less.inputs) != len(more.inputs):
-        return None
-    (waiting,) = lines([less.waiting], [more.waiting], *batches)
-    return SplitBackward(peaks=lines(less.inputs, more.inputs, *batches), waiting=waiting)
-
-
-class SplitMoments(NamedTuple):
-    """The first half of a backward: bytes beyond the saved ones after every storage that it makes, and those that it leaves for
-    the second half, without the gradients of inputs."""
-
-    inputs: list[int]
-    waiting: int
 
 
 class Moments(NamedTuple):
     """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward.
 
-    `views`: as in CountedPeaks. `split`: None where the backward has no halves.
+    `views`: as in CountedPeaks. `inputs_first`: such bytes in the first half of a backward; None: it has no halves. `waiting`:
+    bytes that this half leaves for the second one, without the gradients of inputs.
     """
 
     forward: list[int]
     backward: list[int]
     views: tuple[tuple[int, int], ...] = ()
-    split: SplitMoments | None = None
+    inputs_first: list[int] | None = None
+    waiting: int = 0
 
 
 def counted_moments(recorded: Recorded) -> Moments:
     """Bytes at every moment of a component's forward and backward."""
-    program = recorded.counted_program
     with recorded.fakes, torch.enable_grad():
-        given = _given_to(program)
+        given = _given_to(recorded.program)
         with LiveBytes() as live:
-            forward, record, made = _forward_of(recorded, program, given, live)
-            if not any(record.edges):
+            forward, saved, gradients_of_outputs = _forward_of(recorded, given, live)
+            if not any(saved.edges):
                 return Moments(forward, [])
-            saved = live.current_bytes
-            live.moments = []
-            gradients = made()
-            found = backward_component(record, gradients)
-            backward = [moment - saved for moment in live.moments]
-        halves = recorded.change is None and given.parameters and any(record.entries)
-        split = _split_moments(recorded, program) if halves else None
-        return Moments(forward, backward, _parts(found, gradients), split)
+            start, live.moments = live.current_bytes, []
+            gradients = gradients_of_outputs()
+            arrived = backward_component(saved, gradients)
+            backward = [moment - start for moment in live.moments]
+        counted = Moments(forward, backward, _parts(arrived, gradients))
+        if recorded.is_shard or not given.parameters or not any(saved.entries):
+            return counted
+        halves = _split_moments(recorded)
+        return counted if halves is None else counted._replace(inputs_first=halves[0], waiting=halves[1])
 
 
-def _split_moments(recorded: Recorded, program: CallProgram) -> SplitMoments | None:
+def _split_moments(recorded: Recorded) -> tuple[list[int], int] | None:
     """The half for inputs, behind a forward of its own: what is neither saved for the other half nor waits is let go.
 
-    None where the graph allows no halves.
+    None where the graph allows no halves. Else as `Moments.inputs_first` and `Moments.waiting`.
     """
-    given = _given_to(program)
+    given = _given_to(recorded.program)
     with LiveBytes() as live:
-        _, record, made = _forward_of(recorded, program, given, live)
-        saved = live.current_bytes
-        live.moments = []
-        gradients = made()
+        _, saved, gradients_of_outputs = _forward_of(recorded, given, live)
+        start, live.moments = live.current_bytes, []
+        gradients = gradients_of_outputs()
         try:
-            found, half = backward_inputs(record, given.parameters, gradients, [None] * len(record.entries))
+            arrived, half = backward_inputs(saved, given.parameters, gradients, [None] * len(saved.entries))
         except RuntimeError:  # such as a part that is recomputed by torch's own means
             return None
-        inputs = [moment - saved for moment in live.moments]
-        del record, found, gradients
-        waiting = live.current_bytes - saved
+        moments = [moment - start for moment in live.moments]
+        del saved, arrived, gradients
+        waiting = live.current_bytes - start
         del half
-    return SplitMoments(inputs, waiting)
+    return moments, waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,24 +299,26 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _given_to(program: CallProgram) -> _Given:
-    given = _Given([], [], [], [None] * program.slots)
-    for _, slot, differentiable in program.inputs:
-        given.inputs.append(like(program.tensors[slot]))
-        given.environment[slot], entry = enter(given.inputs[-1]) if differentiable else (given.inputs[-1], None)
-        given.entries.append(entry)
-    for key, slot in program.state:
-        value = like(program.tensors[slot])
-        if key.kind == "parameter" and program.tensors[slot].differentiable:
-            value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-            given.parameters.append(value)
-        given.environment[slot] = value
-    for constant, slot in program.constants:
-        given.environment[slot] = constant
-    return given
+    inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
+    state = state_of(program)
+    parameters = [value for value in state.values() if value.requires_grad]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+    entered = [enter(value) if flows else (value, None) for value, (_, _, flows) in zip(inputs, program.inputs, strict=True)]
+    environment = environment_of(program, (value for value, _ in entered), state.items())
+    return _Given(inputs, [edge for _, edge in entered], parameters, environment)
+
+
+def state_of(program: CallProgram) -> dict[int, Tensor]:
+    """Parameters and buffers without values, by slot."""
+    return {
+        slot: like(program.tensors[slot]).requires_grad_(key.kind == "parameter" and program.tensors[slot].differentiable)
+        for key, slot in program.state
+    }
 
 
 def _forward_of(
-    recorded: Recorded, program: CallProgram, given: _Given, live: LiveBytes
+    recorded: Recorded, given: _Given, live: LiveBytes
 ) -> tuple[list[int], Saved, Callable[[], list[Tensor | None]]]:
     """A forward that lets go of what it was given: its moments, what its backward needs, how gradients of outputs are made."""
     environment = given.environment
@@ -356,11 +330,11 @@ def _forward_of(
         if tensor is not None:
             live.ignore(tensor)
     with autocast_as(recorded.autocast):
-        for op in program.ops:
+        for op in recorded.program.ops:
             run_op(op, environment)
     del tensor
     given.inputs.clear()  # the executor holds inputs until the forward ends
-    outputs = [environment[slot] for _, slot, _ in program.outputs]
+    outputs = [environment[slot] for _, slot, _ in recorded.program.outputs]
     environment.clear()
     edges = tuple(
         torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
@@ -369,22 +343,22 @@ def _forward_of(
     kinds = [None if edge is None else (value.shape, value.dtype) for edge, value in zip(edges, outputs, strict=True)]
     del outputs
 
-    def made() -> list[Tensor | None]:
+    def gradients_of_outputs() -> list[Tensor | None]:
         return [None if kind is None else torch.ones(kind[0], dtype=kind[1]) for kind in kinds]
 
-    return [moment - inputs for moment in live.moments], Saved(tuple(given.entries), edges), made
+    return [moment - inputs for moment in live.moments], Saved(tuple(given.entries), edges), gradients_of_outputs
 
 
-def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
-    """The (found, given) by position of which the first is a smaller part of the second's memory."""
+def _parts(smaller: Sequence[Tensor | None], larger: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
+    """The pairs of tensors, by position, of which the first is a smaller part of the second's memory."""
     return tuple(
         (place, number)
-        for place, part in enumerate(found)
-        for number, whole in enumerate(given)
+        for place, part in enumerate(smaller)
+        for number, other in enumerate(larger)
         if part is not None
-        and whole is not None
-        and part.untyped_storage()._cdata == whole.untyped_storage()._cdata
-        and part.numel() < whole.numel()
+        and other is not None
+        and part.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and part.numel() < other.numel()
     )
 
 
@@ -416,20 +390,13 @@ class _Program:
     def __init__(self, program: CallProgram) -> None:
         self.input_differentiable = tuple(differentiable for _, _, differentiable in program.inputs)
         self._program = program
-        self._state = {slot: like(program.tensors[slot]) for _, slot in program.state}
-        for key, slot in program.state:
-            if key.kind == "parameter" and program.tensors[slot].differentiable:
-                self._state[slot].requires_grad_()
+        self._state = state_of(program)
         self.given = (*self._state.values(), *(constant for constant, _ in program.constants))
         self.buffers = tuple(self._state[slot] for key, slot in program.state if key.kind == "buffer")
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program = self._program
-        environment: list[Any] = [None] * program.slots
-        for (_, slot, _), value in zip(program.inputs, inputs, strict=True):
-            environment[slot] = value
-        for slot, value in (*self._state.items(), *((slot, constant) for constant, slot in program.constants)):
-            environment[slot] = value
+        environment = environment_of(program, inputs, self._state.items())
         for op in program.ops:
             run_op(op, environment)
         return tuple(environment[slot] for _, slot, _ in program.outputs)
@@ -437,7 +404,7 @@ class _Program:
 
 def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
     """Both forwards of a component, with its kernels if they are asked for. Raises TraceError where it cannot run twice."""
-    program = recorded.counted_program
+    program = recorded.program
     with recorded.fakes, torch.enable_grad():
         forward = _Program(program)
         inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
@@ -449,7 +416,7 @@ def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
             first, start = live.moments, live.current_bytes
             live.moments = []
             repeated = tuple(calls.calls[raw.op].repeat is Repeat.RUN for raw in made)
-            read, stays, kept = calls.inputs, calls.outputs, calls.kept_bytes
+            inputs_stay, outputs_stay, kept_bytes = calls.inputs, calls.outputs, calls.kept_bytes
             with autocast_as(recorded.autocast):
                 saved = second_forward(forward, inputs, calls)
             del calls
@@ -457,9 +424,9 @@ def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
             second = [moment - start for moment in live.moments]
             del saved
     return _Counts(
-        inputs=read,
-        outputs=stays,
-        kept=kept,
+        inputs=inputs_stay,
+        outputs=outputs_stay,
+        kept=kept_bytes,
         again=again,
         first=first,
         second=second,
@@ -471,10 +438,9 @@ def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
 def _first(forward: _Program, inputs: Sequence[Tensor], *, kernels: bool) -> tuple[KeptCalls, list[RawOperator]]:
     """The first forward and its kernels, each with the number of its call. Nothing of the outputs stays but what is kept."""
     watch = FirstForward((*inputs, *forward.given))
-    if not kernels:
-        return first_forward(forward, inputs, watch, forward.buffers)[1], []
     calls = watch.calls
-    with OperatorMode(lambda: len(calls), set()) as mode:
+    mode = OperatorMode(lambda: len(calls), set())
+    with mode if kernels else contextlib.nullcontext():
         return first_forward(forward, inputs, watch, forward.buffers)[1], mode.operators
 
 
@@ -556,15 +522,15 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
         counted = counted_moments(recorded)
         return {"forward": counted.forward, "backward": counted.backward}
 
-    sizes, shares = _shard_sizes(small, large, sharding, moments), _shares(sharding)
-    return ((), ()) if sizes is None else (fullest(sizes["forward"], shares), fullest(sizes["backward"], shares))
+    sizes = _shard_sizes(small, large, sharding, moments)
+    return ((), ()) if sizes is None else (fullest(sizes["forward"], sharding), fullest(sizes["backward"], sharding))
 
 
 def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Selective[DividedSize] | None:
     """How the shards of a component are recomputed by operator; None where they cannot be counted.
 
     Args:
-        small, large: the whole component. sharding: the rule.
+        small, large: the whole component.
     """
 
     def counts(recorded: Recorded) -> dict[str, list[int]]:
@@ -572,7 +538,7 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sel
         return {"kept": [count.kept], "again": [count.again], "first": count.first, "second": count.second}
 
     try:
-        sizes, shares = _shard_sizes(small, large, sharding, counts), _shares(sharding)
+        sizes = _shard_sizes(small, large, sharding, counts)
     except TraceError:
         return None
     if sizes is None:
@@ -580,21 +546,15 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sel
     return Selective(
         kept=max(sizes["kept"]),
         again=max(sizes["again"]),
-        first_peaks=fullest(sizes["first"], shares),
-        second_peaks=fullest(sizes["second"], shares),
+        first_peaks=fullest(sizes["first"], sharding),
+        second_peaks=fullest(sizes["second"], sharding),
     )
-
-
-def _shares(sharding: Sharding) -> list[Share]:
-    return [sharding.share(ways) for ways in ways_of(sharding)]
 
 
 def _shard_sizes(
     small: Recorded, large: Recorded, sharding: Sharding, count: Callable[[Recorded], Mapping[str, list[int]]]
 ) -> dict[str, set[DividedSize]] | None:
     """Sizes of a shard for every number of ways and samples, by what was counted.
-
-    The first shard and those after it differ, which stand in with zeros for what the first contributes: both are counted.
 
     Args:
         count: moments of a program, by name.
@@ -603,10 +563,16 @@ def _shard_sizes(
         None where the two batches differ in more than their sizes.
     """
     widths = ways_of(sharding)[:2]
-    found: dict[str, set[DividedSize]] = {}
-    for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
+    counted_shards = [0]
+    first, second = (shard_program(small.program, sharding, shard, widths[0]).ops for shard in (0, 1))
+    if len(first) != len(second) or any(
+        type(one.function) is not type(other.function) for one, other in zip(first, second, strict=True)
+    ):  # shards after the first stand in with zeros for what it contributes
+        counted_shards.append(1)
+    sizes: dict[str, set[DividedSize]] = {}
+    for shard in counted_shards:
         counted = {
-            (ways, run.samples): count(replace(run, change=partial(local_program, sharding=sharding, shard=shard, ways=ways)))
+            (ways, run.samples): count(replace(run, program=local_program(run.program, sharding, shard, ways), is_shard=True))
             for ways in widths
             for run in (small, large)
         }
@@ -614,29 +580,13 @@ def _shard_sizes(
             pairs = [(counted[ways, small.samples][name], counted[ways, large.samples][name]) for ways in widths]
             if any(len(less) != len(more) for less, more in pairs):
                 return None
-            sizes = [_sizes(less, more, (small.samples, large.samples)) for less, more in pairs]
-            found.setdefault(name, set()).update(_affine(sizes, [sharding.share(ways) for ways in widths]))
-    return found
-
-
-def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
-    """Whether the first shard makes the calls of the others, on other pieces: nobody stands in with zeros.
-
-    Args:
-        program: of the whole component. sharding: the rule. ways: how many shards.
-    """
-    first, second = (shard_program(program, sharding, shard, ways) for shard in (0, 1))
-    return len(first.ops) == len(second.ops) and all(
-        type(one.function) is type(other.function) for one, other in zip(first.ops, second.ops, strict=True)
-    )
+            per_ways = [_sizes(less, more, (small.samples, large.samples)) for less, more in pairs]
+            sizes.setdefault(name, set()).update(_affine(per_ways, [sharding.share(ways) for ways in widths]))
+    return sizes
 
 
 def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
-    """The calls of one shard, with the tensors that it is given in their local shapes.
-
-    Args:
-        program: of the whole component. sharding: the rule. shard, ways: which of how many.
-    """
+    """The calls of one shard of a whole component, with the tensors that it is given in their local shapes."""
     parts = (*sharding.parameters, *sharding.buffers)
     inputs = tuple(map(content_of, sharding.inputs))
     return with_local_tensors(shard_program(program, sharding, shard, ways), inputs, parts, sharding.share(ways))
@@ -669,36 +619,32 @@ def _affine(lines: list[list[Size]], shares: list[Share]) -> Iterator[DividedSiz
     if len(shares) == 1:  # a prime limit: no other ways exist
         yield from (DividedSize(rate, fixed, 0, 0) for rate, fixed in lines[0])
         return
-    first = shares[0]
+    first, second = shares
     if len(lines[0]) != len(lines[1]):
-        lines = [sorted(upper_envelope(set(entry))) for entry in lines]
+        lines = [sorted(upper_envelope(set(sizes))) for sizes in lines]
         longest = max(map(len, lines))
-        lines = [entry + entry[-1:] * (longest - len(entry)) for entry in lines]
+        lines = [sizes + sizes[-1:] * (longest - len(sizes)) for sizes in lines]
+
+    def divided(size: int, other: int) -> int:
+        """The part that is divided of what has these sizes in shards with these shares."""
+        return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
+
     for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
-        divided_rate, divided_fixed = (_divided(rate, other_rate, *shares), _divided(fixed, other_fixed, *shares))
+        divided_rate, divided_fixed = divided(rate, other_rate), divided(fixed, other_fixed)
         yield DividedSize(rate - first.of(divided_rate), fixed - first.of(divided_fixed), divided_rate, divided_fixed)
 
 
-def _divided(size: int, other: int, first: Share, second: Share) -> int:
-    """The part that is divided of what has these sizes in shards with these shares."""
-    return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
-
-
-def fullest(peaks: Iterable[DividedSize], shares: list[Share]) -> ShardPeaks:
-    """Those that are the fullest for some batch and some ways.
-
-    Args:
-        peaks: of a shard. shares: those that occur.
-    """
-    ordered, found = sorted(peaks), set[DividedSize]()
-    for share in shares:
+def fullest(peaks: Iterable[DividedSize], sharding: Sharding) -> ShardPeaks:
+    """The moments of a shard that are the fullest for some batch and some ways of the sharding."""
+    ordered, best = sorted(peaks), set[DividedSize]()
+    for ways in ways_of(sharding):
         lines: dict[Size, DividedSize] = {}
         for peak in ordered:
-            line = peak.at(share)
-            if line not in lines or peak in found:
+            line = peak.at(sharding.share(ways))
+            if line not in lines or peak in best:
                 lines[line] = peak
-        found.update(lines[line] for line in upper_envelope(set(lines)))
-    return tuple(sorted(found))
+        best.update(lines[line] for line in upper_envelope(set(lines)))
+    return tuple(sorted(best))
 
 
 # --- pairs of samples -------------------------------------------------------------------------------------------------
@@ -713,11 +659,7 @@ class SquareSize(NamedTuple):
 
 
 def compares_samples(less: Sequence[int], more: Sequence[int], batches: tuple[int, int]) -> bool:
-    """Whether one of the sizes at two batches grows with the square of the batch.
-
-    Args:
-        less, more: bytes of the same storages at the smaller and the larger batch.
-    """
+    """Whether one of the sizes of storages at two batches grows with the square of the batch."""
     small, large = batches
     return len(less) == len(more) and any(
         one and one * large * large == other * small * small for one, other in zip(less, more, strict=True)
@@ -750,13 +692,15 @@ def square_peaks(runs: Sequence[Recorded], name: str) -> tuple[Peaks, Peaks, tup
 
     Empty where the recordings differ in more than the batch.
     """
-    counted = [(each.forward, each.backward) for each in map(counted_moments, runs)]
+    counted = list(map(counted_moments, runs))
     batches = [run.samples for run in runs]
-    peaks: list[Peaks] = []
-    most: list[int] = []
-    for lists in zip(*counted, strict=True):
-        alike = len({len(entry) for entry in lists}) == 1
-        sizes = [square_size(at, batches, f"a moment of {name}") for at in zip(*lists, strict=True)] if alike else []
-        peaks.append(upper_envelope({(size.rate, size.fixed) for size in sizes}))
-        most.append(max((0, *(size.pairs for size in sizes))))
-    return peaks[0], peaks[1], (most[0], most[1])
+
+    def peaks(moments: list[list[int]]) -> tuple[Peaks, int]:
+        if len(set(map(len, moments))) > 1:
+            return (), 0
+        sizes = [square_size(at, batches, f"a moment of {name}") for at in zip(*moments, strict=True)]
+        return upper_envelope({(size.rate, size.fixed) for size in sizes}), max((0, *(size.pairs for size in sizes)))
+
+    forward, forward_pairs = peaks([each.forward for each in counted])
+    backward, backward_pairs = peaks([each.backward for each in counted])
+    return forward, backward, (forward_pairs, backward_pairs)

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.autograd.cut import tensors_among
 from parsim.model.component import Operator
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
-from parsim.model.trace.fakes import paged_arrays, with_workspace
+from parsim.model.trace.fakes import DEVICE, paged_arrays, with_workspace
 from parsim.model.trace.recorder import Recorder, storage_key
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class RawOperator:
+class RawOperator(NamedTuple):
     """One kernel over the whole batch, or `count` equal ones; `op` is the recorded torch-level call it happened in.
 
     Attributes:
@@ -42,26 +41,10 @@ class RawOperator:
     flop: int
     activation_bytes: int
     parameter_bytes: int
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # in place of the method of a tuple
     made_elements: int = 0
     gradients: str = ""
     paged_arrays: tuple[int, ...] = ()
-
-    def moved(self, op: int) -> RawOperator:
-        """A copy in another call; `dataclasses.replace` takes several times as long, and there are tens of thousands."""
-        return RawOperator(
-            op,
-            self.function,
-            self.kind,
-            self.shape,
-            self.flop,
-            self.activation_bytes,
-            self.parameter_bytes,
-            self.count,
-            self.made_elements,
-            self.gradients,
-            self.paged_arrays,
-        )
 
 
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
@@ -70,15 +53,8 @@ _PASSES_OVER = tuple(getattr(torch.Tag, name) for name in ("pointwise", "reducti
 _NO_KERNEL = tuple(
     getattr(aten, name)
     for name in (
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "lift_fresh",
-        "alias",
+        *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        *("detach", "lift_fresh", "alias"),
     )
 )
 
@@ -86,14 +62,6 @@ _NO_KERNEL = tuple(
 _BIAS = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2, "linear": 2}
 """Where the bias stands among the arguments of a product."""
 _PRODUCTS = (*_BIAS, "mm", "bmm")
-
-
-def _bias(func: Any, args: tuple[Any, ...]) -> Any:
-    place = _BIAS.get(str(func._overloadpacket).removeprefix("aten."))
-    return None if place is None or place >= len(args) else args[place]
-
-
-_DEVICE = torch.ops.prim.device.default
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -114,43 +82,42 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         Args:
             current: tells the number of the torch-level call that is running. state: storages of parameters and buffers.
-            has_gradients: tells whether gradients were enabled at that call. frozen: some parameter takes none.
+            has_gradients: tells whether gradients were enabled at that call.
         """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._current = current
+        self._state = state
         self._has_gradients = has_gradients
         self.frozen = frozen
         self.casts: dict[int, Tensor] = {}
-        self.current = current
         self.operators: list[RawOperator] = []
-        self._state = state
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # asked of a fake tensor several times per call
+        if func is DEVICE:
             return args[0].device
         kwargs = kwargs or {}
         out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket
-        given = _unique(tensors_among((args, kwargs)))
-        made = _unique(tensors_among((out,)))
-        if packet is aten.detach and any(storage_key(tensor) in self._state for tensor in given):
+        given, made = _unique((args, kwargs)), _unique((out,))
+        parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
+        if packet is aten.detach and parameters:
             self.frozen = True  # from here on a weight may be used as if it were
         if packet in _NO_KERNEL or not made:
             return out
-        known = {storage_key(tensor) for tensor in given}
-        if given and not func._schema.is_mutable and all(storage_key(tensor) in known for tensor in made):
+        storages = {storage_key(tensor) for tensor in given}
+        if given and not func._schema.is_mutable and all(storage_key(tensor) in storages for tensor in made):
             return out
-        parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
         if packet is aten._to_copy and parameters:
             self.casts.update((storage_key(tensor), tensor) for tensor in made)
-        made_of = operators_of(func, args, kwargs, out, self._state, self.current())
+        kernels = self._kernels(func, args, kwargs, given, made, out)
         if arrays := paged_arrays(func, args):
-            made_of = [replace(made_of[0], paged_arrays=arrays), *made_of[1:]]
+            kernels[0] = kernels[0]._replace(paged_arrays=arrays)
         gradients = self._gradients(func, args, given)
-        self.operators += [replace(raw, gradients=gradients) for raw in made_of] if gradients else made_of
+        self.operators += [raw._replace(gradients=gradients) for raw in kernels] if gradients else kernels
         return out
 
     def _gradients(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> str:
@@ -163,61 +130,66 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "none"
         if not self.frozen or not torch.is_grad_enabled() or not given:
             return ""
-        operands = [tensor for tensor in given if tensor is not _bias(func, args)]
+        name = str(func._overloadpacket).removeprefix("aten.")
+        bias = args[_BIAS[name]] if name in _BIAS and _BIAS[name] < len(args) else None
+        operands = [tensor for tensor in given if tensor is not bias]
         weights = [tensor for tensor in operands if storage_key(tensor) in self._state]
         others = [tensor for tensor in operands if storage_key(tensor) not in self._state]
-        if not (weights and others) and str(func._overloadpacket).removeprefix("aten.") in _PRODUCTS:
+        if not (weights and others) and name in _PRODUCTS:
             others, weights = operands[:1], operands[1:]
-        wanted = any(tensor.requires_grad for tensor in others), any(tensor.requires_grad for tensor in weights)
-        if not any(wanted):
-            return "none"
-        return {(True, False): "input" if weights else "", (False, True): "weight"}.get(wanted, "")
+        of_others, of_weights = (any(tensor.requires_grad for tensor in tensors) for tensors in (others, weights))
+        if of_others == of_weights:
+            return "" if of_others else "none"
+        return "weight" if of_weights else "input" if weights else ""
 
+    def _kernels(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor], out: Any
+    ) -> list[RawOperator]:
+        """The kernels of one aten call by the operator table.
 
-def operators_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, state: set[int], op: int
-) -> list[RawOperator]:
-    """The kernels of one aten call by the operator table.
-
-    Args:
-        out: what the call returned. state: storages of parameters and buffers. op: the number to give the kernels.
-    """
-    packet = func._overloadpacket
-    given = _unique(tensors_among((args, kwargs)))
-    made = _unique(tensors_among((out,)))
-    call = TracedCall(
-        name=str(packet),
-        arguments=_arguments(func, args, kwargs),
-        outputs=tuple(made),
-        size_bytes=_size_bytes,
-        is_state=lambda tensor: storage_key(tensor) in state,
-    )
-    row = row_of(call.name)
-    activations, parameters = _moved_bytes(call, row, given, made)
-    counted = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
-    whole = (("elements", _elements(given, made)),)
-    pieces: tuple[KernelPiece, ...] = (KernelPiece(kind="memory_bound", shape=whole, flop=0),)
-    if row is not None and row.pieces is not None:
-        pieces = row.pieces(call)
-    elif row is not None and row.flop is not None:
-        pieces = (KernelPiece(kind="memory_bound", shape=whole, flop=int(row.flop(call))),)
-    name = call.name if row is not None or counted is not None or _is_tagged(func) else f"{UNLISTED}{call.name}"
-    if packet is aten.gelu and kwargs.get("approximate") == "tanh":
-        name = "aten.gelu_tanh"
-    return [
-        RawOperator(
-            op=op,
-            function=piece.function or name,
-            kind=piece.kind,
-            shape=piece.shape,
-            flop=counted if counted is not None and len(pieces) == 1 else piece.flop or 0,
-            activation_bytes=activations if piece.activation_bytes is None else piece.activation_bytes,
-            parameter_bytes=parameters if piece.parameter_bytes is None else piece.parameter_bytes,
-            count=piece.count,
-            made_elements=max(tensor.numel() for tensor in made),
+        Args:
+            given, made: the tensors of its arguments and results. out: what it returned.
+        """
+        packet = func._overloadpacket
+        call = TracedCall(
+            name=str(packet),
+            arguments={
+                argument.name: args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+                for place, argument in enumerate(func._schema.arguments)
+            },
+            outputs=tuple(made),
+            size_bytes=_size_bytes,
+            is_state=lambda tensor: storage_key(tensor) in self._state,
         )
-        for piece in pieces
-    ]
+        row = row_of(call.name)
+        activations, parameters = _moved_bytes(call, row, given, made)
+        counted = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
+        most_made, most_read = (max((tensor.numel() for tensor in tensors), default=0) for tensors in (made, given))
+        # elements of the output, or of the largest input for a reduction to less than a tenth
+        elements = most_made if 10 * most_made >= most_read else most_read
+        if row is not None and row.pieces is not None:
+            pieces: tuple[KernelPiece, ...] = row.pieces(call)
+        else:
+            flop = 0 if row is None or row.flop is None else int(row.flop(call))
+            pieces = (KernelPiece(kind="memory_bound", shape=(("elements", elements),), flop=flop),)
+        is_known = row is not None or counted is not None or any(tag in func.tags for tag in _PASSES_OVER)
+        name = call.name if is_known else f"{UNLISTED}{call.name}"
+        if packet is aten.gelu and kwargs.get("approximate") == "tanh":
+            name = "aten.gelu_tanh"
+        return [
+            RawOperator(
+                op=self._current(),
+                function=piece.function or name,
+                kind=piece.kind,
+                shape=piece.shape,
+                flop=counted if counted is not None and len(pieces) == 1 else piece.flop or 0,
+                activation_bytes=activations if piece.activation_bytes is None else piece.activation_bytes,
+                parameter_bytes=parameters if piece.parameter_bytes is None else piece.parameter_bytes,
+                count=piece.count,
+                made_elements=most_made,
+            )
+            for piece in pieces
+        ]
 
 
 def _moved_bytes(call: TracedCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
@@ -230,36 +202,13 @@ def _moved_bytes(call: TracedCall, row: OperatorRow | None, given: list[Tensor],
     return written + read[False], read[True]
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """By the names of the schema."""
-    found = {}
-    for number, argument in enumerate(func._schema.arguments):
-        if number < len(args):
-            found[argument.name] = args[number]
-        else:
-            found[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return found
-
-
-def _is_tagged(func: Any) -> bool:
-    """Torch says that it works element by element or reduces."""
-    return any(tag in func.tags for tag in _PASSES_OVER)
-
-
-def _unique(tensors: Any) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def _unique(values: Any) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors_among(values)}.values())
 
 
 def _size_bytes(tensor: Tensor) -> int:
     """An expanded tensor is no larger than its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _elements(given: list[Tensor], made: list[Tensor]) -> int:
-    """Elements of the output, or of the largest input for a reduction to less than a tenth."""
-    largest = max((tensor.numel() for tensor in made), default=0)
-    read = max((tensor.numel() for tensor in given), default=0)
-    return largest if 10 * largest >= read else read
 
 
 def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
@@ -298,13 +247,19 @@ def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Oper
             count=first.count,
             gradients=first.gradients,
         )
-    moved = max(0, _total(others, "activation_bytes") - _total(ones, "activation_bytes")) // step
-    function = others[0].function if others else ones[0].function
+
+    def growth(amount: Callable[[RawOperator], int]) -> int:
+        """Per sample, over all calls."""
+        before, after = (sum(raw.count * amount(raw) for raw in operators) for operators in (ones, others))
+        return max(0, after - before) // step
+
+    moved = growth(lambda raw: raw.activation_bytes)
+    function = (others or ones)[0].function
     return Operator(
         kind="memory_bound",
         shape=(("elements", max(1, moved // 8)),),
         batch="batch",
-        forward_flop=float(max(0, _total(others, "flop") - _total(ones, "flop")) // step),
+        forward_flop=float(growth(lambda raw: raw.flop)),
         activation_bytes=moved,
         parameter_bytes=0,
         function=function if function.startswith(UNLISTED) else "",
@@ -312,15 +267,11 @@ def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Oper
     )
 
 
-def _total(operators: list[RawOperator], name: str) -> int:
-    return sum(raw.count * int(getattr(raw, name)) for raw in operators)
-
-
 def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
     if one.count != other.count or dict(one.shape).keys() != dict(other.shape).keys():
         return _lump([one], [other], step)
     before, after = dict(one.shape), dict(other.shape)
-    if one.kind == "memory_bound" and _counts_output(one) != _counts_output(other):
+    if one.kind == "memory_bound" and (before["elements"] == one.made_elements) != (after["elements"] == other.made_elements):
         before["elements"], after["elements"] = one.made_elements, other.made_elements
     rates = {name: _rate(after[name] - before[name], step) for name in before}
     shape = dict(before)
@@ -356,10 +307,6 @@ def _rate(growth: int, step: int) -> int:
     return rate if not rest else growth / step  # type: ignore[return-value]
 
 
-def _counts_output(raw: RawOperator) -> bool:
-    return dict(raw.shape)["elements"] == raw.made_elements
-
-
 # What is counted while calls run on fake tensors: operators, and the tensors that autograd saves for the backward.
 
 
@@ -375,11 +322,9 @@ class SavedTensors:
         self._current = current
         self._alive: dict[int, Tensor] = {}
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self) -> contextlib.AbstractContextManager[None]:
         """Inside, saved tensors are noted."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -396,20 +341,24 @@ class SavedTensors:
 
 
 class Watch:
-    """Operators and saved tensors of a forward that is being recorded."""
+    """Operators and saved tensors of one forward that is being recorded.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        tensors = recorder.recording.tensors
-        self.state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        frozen = any(
-            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
-        )
-        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
-        self.saved = SavedTensors(lambda: recorder.current)
+    Attributes:
+        state: storages of parameters and buffers.
+    """
+
+    fakes: FakeTensorMode
+    state: set[int]
+    mode: OperatorMode
+    saved: SavedTensors
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self, recorder: Recorder) -> Iterator[None]:
         """Inside, statistics are taken."""
+        state = [(recorder.recording.tensors[number], key) for number, key in recorder.recording.state.items()]
+        frozen = any(key.kind == "parameter" and not tensor.requires_grad for tensor, key in state)
+        self.fakes, self.state = recorder.fakes, {storage_key(tensor) for tensor, _ in state}
+        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
+        self.saved = SavedTensors(lambda: recorder.current)
         with self.saved.open(), self.mode:
             yield

@@ -25,9 +25,19 @@ from parsim.model.inputs import ModelInput
 from parsim.model.objective import TARGET, OpenLoss, parse_objective, settle
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.total_loss import entries, output_kinds, total_and_form
-from parsim.model.trace.checks import Generators, changed_attributes, check_supported, draw_message, eager, hint, without_log
+from parsim.model.trace.checks import (
+    Generators,
+    at_line,
+    changed_attributes,
+    check_supported,
+    draw_message,
+    eager,
+    hint,
+    qualified,
+    value_message,
+    without_log,
+)
 from parsim.model.trace.fakes import QuickFakeMode
-from parsim.model.trace.messages import at_line, value_message
 from parsim.model.trace.operators import Watch
 from parsim.model.trace.recorder import SET_DATA, RecordedOp, Recorder, Recording, storage_key, tensors_in
 
@@ -57,18 +67,18 @@ class CarriedState:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the answer says."""
-        told = []
+        notes = []
         if self.from_samples:
-            told.append(
+            notes.append(
                 f"computed from the samples of a step and used in later ones: {first_few(self.from_samples)}. Each replica and "
                 "microbatch takes its own samples for that"
             )
         if self.from_weights:
-            told.append(
+            notes.append(
                 f"the forward itself updates {first_few(self.from_weights)}: once per microbatch, so their number changes what "
                 "is trained"
             )
-        return tuple(told)
+        return tuple(notes)
 
 
 class _Flow:
@@ -92,22 +102,26 @@ class _Flow:
 
     def held(self, number: int) -> frozenset[str]:
         """The state whose first value a value holds something of."""
-        found = self._carried.get(self._key[number], frozenset())
-        return found | {self._named[number]} if number in self._named else found
+        names = self._carried.get(self._key[number], frozenset())
+        return names | {self._named[number]} if number in self._named else names
 
     def follow(self, op: RecordedOp) -> None:
-        """One call."""
-        name = getattr(op.function, "__name__", "")
-        changed, read = (op.reads[:1], op.reads[1:]) if op.function == SET_DATA else (op.mutated, op.reads)
-        if name in _NORMS:
+        """Follow one call."""
+        sets_data = op.function == SET_DATA
+        changed, read = (op.reads[:1], op.reads[1:]) if sets_data else (op.mutated, op.reads)
+        if op.name in _NORMS:
             read, changed = tuple(number for number in read if number not in changed), ()
-        overwritten = changed[:1] if name in _OVERWRITING or op.function == SET_DATA else ()
+        overwritten = changed[:1] if op.name in _OVERWRITING or sets_data else ()
         read = tuple(number for number in read if number not in overwritten)
         sampled = any(self.is_sampled(number) for number in read)
         held = frozenset[str]().union(*map(self.held, read))
         for number in overwritten:
             if number in self._named:
-                self._forget(number, {self._key[other] for other in read})
+                del self._named[number]
+                key = self._key[number]
+                if all(key != self._key[other] for other in read):  # after `tensor.data = other` both have one storage
+                    self._carried.pop(key, None)
+                    self._samples.discard(key)
         for number in (*(number for _, number in op.outputs), *changed):
             key = self._key[number]
             if sampled:
@@ -118,53 +132,45 @@ class _Flow:
             if (state := self._states.get(self._key[number])) is not None:
                 self.written[state] = self.written.get(state, False) or sampled
 
-    def _forget(self, number: int, sources: set[int]) -> None:
-        """A state is overwritten. `sources`: storages of what with; after `tensor.data = other` both have one storage."""
-        del self._named[number]
-        if self._key[number] not in sources:
-            self._carried.pop(self._key[number], None)
-            self._samples.discard(self._key[number])
-
 
 def carried(recording: Recording) -> CarriedState:
     """What a recording with its loss hands on."""
-    named = {number: key.name for number, key in recording.state.items()}
     writes = any(op.mutated or op.function == SET_DATA for op in recording.ops)
     if not (writes or recording.buffer_writes) or recording.loss_value is None:
         return CarriedState()
+    named = {number: key.name for number, key in recording.state.items()}
     flow = _Flow(recording, named, (number for _, number in recording.inputs))
     for op in recording.ops:
         flow.follow(op)
     for name, number in recording.buffer_writes.items():
         flow.written[name] = flow.is_sampled(number)
     read = flow.held(recording.loss_value)
-    found = {name: sampled for name, sampled in flow.written.items() if name in read}
     return CarriedState(
-        from_samples=tuple(name for name, sampled in found.items() if sampled),
-        from_weights=tuple(name for name, sampled in found.items() if not sampled),
+        from_samples=tuple(name for name, sampled in flow.written.items() if sampled and name in read),
+        from_weights=tuple(name for name, sampled in flow.written.items() if not sampled and name in read),
     )
 
 
-def read_again(recording: Recording, first_ops: int, first_tensors: int) -> set[int]:
+def _read_again(recording: Recording, first_ops: int, first_tensors: int) -> set[int]:
     """Value numbers of a first forward that the forward after it, in the same recording, reads and that depend on its data.
 
     Args:
-        first_ops, first_tensors: calls and values of the first forward.
+        first_ops, first_tensors: how many calls and values the first forward has.
     """
-    tensors = recording.tensors
-    weights = (number for number in recording.state if tensors[number].requires_grad)
-    flow = _Flow(recording, {}, (*(number for _, number in recording.inputs), *weights))
+    inputs = {number for _, number in recording.inputs}
+    weights = (number for number in recording.state if recording.tensors[number].requires_grad)
+    flow = _Flow(recording, {}, (*inputs, *weights))
     for op in recording.ops[:first_ops]:
         flow.follow(op)
-    own = {number for _, number in recording.inputs} | set(recording.state) | set(recording.constants)
-    read = {number for op in recording.ops[first_ops:] for number in op.reads if number < first_tensors} - own
-    return {number for number in read if flow.is_sampled(number)}
+    read = {number for op in recording.ops[first_ops:] for number in op.reads if number < first_tensors}
+    made = read - inputs - set(recording.state) - set(recording.constants)
+    return {number for number in made if flow.is_sampled(number)}
 
 
-def kept_note(names: Iterable[str]) -> str:
+def kept_note(names: Sequence[str]) -> str:
     """What the answer says of attributes whose tensors the next forward reads."""
     return (
-        f"the forward keeps a tensor that it computes from its data in {first_few(tuple(names))}, and the next one reads it. "
+        f"the forward keeps a tensor that it computes from its data in {first_few(names)}, and the next one reads it. "
         "Every step is taken as the first one, also in training; keep it in a buffer"
     )
 
@@ -172,48 +178,46 @@ def kept_note(names: Iterable[str]) -> str:
 @contextlib.contextmanager
 def _fake_state(recorder: Recorder) -> Iterator[None]:
     """Put fake parameters and buffers in the module's place; afterwards everything the forward set is undone."""
-    module = recorder.module
-    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    known: dict[int, Tensor] = {}
+    before = [
+        (path, owner, dict(owner.__dict__), dict(owner._parameters), dict(owner._buffers))
+        for path, owner in recorder.module.named_modules()
+    ]
+    recording = recorder.recording
+    fakes: dict[int, Tensor] = {}
     try:
-        for path, owner in module.named_modules():
+        for path, owner, *_ in before:
             for kind, holder in (("parameter", owner._parameters), ("buffer", owner._buffers)):
-                entries: dict[str, Tensor | None] = holder
-                for key, real in entries.items():
+                tensors: dict[str, Tensor | None] = holder
+                for key, real in tensors.items():
                     if real is None:
                         continue
-                    if id(real) not in known:
-                        fake = real if isinstance(real, FakeTensor) else _fake_of(recorder, real)
-                        known[id(real)] = fake
-                        number = recorder.add(fake)
-                        recorder.alias(real, number)
+                    if id(real) not in fakes:
+                        fakes[id(real)] = real if isinstance(real, FakeTensor) else _fake_of(recorder, real)
+                        number = recorder.add(fakes[id(real)])
+                        recorder.numbers[id(real)] = number
                         recorder.real_state[number] = real
-                        recorder.recording.state[number] = StateKey(kind, f"{path}.{key}" if path else key)
-                    entries[key] = known[id(real)]
+                        recording.state[number] = StateKey(kind, qualified(path, key))
+                    tensors[key] = fakes[id(real)]
         yield
-        _note_buffer_writes(recorder, kept)
-        parts = ((owner, attributes) for owner, attributes, _, _ in kept)
-        recorder.recording.changed_attributes = changed_attributes(recorder.module, parts)
-        recorder.recording.kept_tensors = _kept_tensors(recorder)
+        for path, owner, _, _, buffers in before:
+            for key, real in buffers.items():
+                now = owner._buffers.get(key)
+                if real is not None and now is not None and (number := recorder.number_of(now)) not in recording.state:
+                    recording.buffer_writes[qualified(path, key)] = number
+        recording.changed_attributes = changed_attributes((path, owner, attributes) for path, owner, attributes, *_ in before)
+        recording.kept_tensors = _kept_tensors(recorder)
     finally:
-        for owner, attributes, parameters, buffers in kept:
-            owner.__dict__.clear()
-            owner.__dict__.update(attributes)
-            owner._parameters.clear()
-            owner._parameters.update(parameters)
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
+        for _, owner, *contents in before:
+            for live, old in zip((owner.__dict__, owner._parameters, owner._buffers), contents, strict=True):
+                live.clear()
+                live.update(old)
 
 
 def _fake_of(recorder: Recorder, real: Tensor) -> Tensor:
-    """Its fake; that of a tensor without data (`parsim.model.build.move_hollow`) is as if it had some."""
+    """The fake of a tensor; that of one without data (`parsim.model.build.move_hollow`) is as if it had some."""
     fake = recorder.fakes.from_tensor(real)
-    if (
-        type(real) in (Tensor, nn.Parameter)
-        and real.layout is torch.strided
-        and real.numel()
-        and not real.untyped_storage().nbytes()
-    ):
+    is_plain = type(real) in (Tensor, nn.Parameter) and real.layout is torch.strided
+    if is_plain and real.numel() and not real.untyped_storage().nbytes():
         last = sum((size - 1) * stride for size, stride in zip(real.shape, real.stride(), strict=True))
         fake.untyped_storage().resize_(int((real.storage_offset() + last + 1) * real.element_size()))
     return fake
@@ -223,49 +227,30 @@ def _kept_tensors(recorder: Recorder) -> dict[int, str]:
     """Attributes of modules, other than parameters and buffers, that hold a tensor which a recorded call made."""
     made = {number for op in recorder.recording.ops for _, number in op.outputs}
     return {
-        number: f"{path}.{name}" if path else name
+        number: qualified(path, name)
         for path, owner in recorder.module.named_modules()
         for name, value in owner.__dict__.items()
-        if name not in _REGISTERED
+        if name not in ("_parameters", "_buffers", "_modules")
         for _, tensor in tensors_in(value)
-        if (number := recorder.known_number(tensor)) in made and number is not None
+        if (number := recorder.numbers.get(id(tensor))) in made and number is not None
     }
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
-    names = {id(owner): path for path, owner in recorder.module.named_modules()}
-    state = recorder.recording.state
-    for owner, _, _, buffers in kept:
-        for key, real in buffers.items():
-            now = owner._buffers.get(key)
-            if real is None or now is None:
-                continue
-            number = recorder.number_of(now)
-            if number not in state:
-                path = names[id(owner)]
-                recorder.recording.buffer_writes[f"{path}.{key}" if path else key] = number
-
-
-def _enter(recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    recorder.enter(name, args, kwargs)
-
-
-def _leave(
-    recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    recorder.leave(name, output)
 
 
 @contextlib.contextmanager
 def _module_hooks(recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder is told where every module starts and ends."""
+
+    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.enter(name, args, kwargs)
+
+    def leave(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recorder.leave(name, output)
+
     handles = []
     try:
         for name, module in recorder.module.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_leave, recorder, name), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(leave, name), with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -290,10 +275,10 @@ def _autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure of a module's arguments."""
-    return flatten((tuple(args), dict(kwargs)))
+    return _flatten((tuple(args), dict(kwargs)))
 
 
-def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure. A dataclass is a structure, too: its class is registered with torch when one is met."""
     while True:
         leaves, spec = tree_flatten(value)
@@ -311,7 +296,7 @@ def run_recorded(
     *,
     loss: str | OpenLoss | None,
     loss_in_parts: bool = False,
-    watch: Callable[[Recorder], Watch] | None = None,
+    watch: Watch | None = None,
     skew: bool = False,
     example: bool = False,
     answers: Sequence[bool] | None = None,
@@ -320,7 +305,7 @@ def run_recorded(
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
-        watch: makes what is open during the forward, inside the fake mode (statistics hang there).
+        watch: open during the forward, inside the fake mode.
         loss_in_parts: where a loss can be taken in parts (`parsim.model.total_loss`), so that shards need not gather.
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
@@ -331,77 +316,51 @@ def run_recorded(
             something a tensor cannot be found in.
     """
     check_supported(module)
-    whole = partial(
-        _run_recorded,
-        module,
-        args,
-        kwargs,
-        loss,
-        watch,
-        loss_in_parts,
-        skew=skew,
-        example=example,
-        answers=answers,
-        twice=twice,
-    )
-    generators = Generators(module)
-    recording = whole()
-    if drawn := generators.drawn():
-        message = draw_message(type(module).__name__, drawn, whole)
-        generators.put_back()
-        raise TraceError(message)
-    return recording
-
-
-def _run_recorded(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss: str | OpenLoss | None,
-    watch: Callable[[Recorder], Watch] | None,
-    loss_in_parts: bool,
-    *,
-    skew: bool = False,
-    example: bool = False,
-    answers: Sequence[bool] | None = None,
-    twice: bool = False,
-) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
-    fakes = detect_fake_mode(existing) or QuickFakeMode()
-    recorder = Recorder(module, fakes, skew=skew, answers=answers)
-    recording = recorder.recording
-    rng = torch.get_rng_state()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_log())
-            stack.enter_context(_fake_state(recorder))
-            fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
-            recorder.count_samples()
-            if example:
-                recorder.known.follow(_example_values(recorder, leaves, other=skew))
-            watcher = None if watch is None else watch(recorder)
-            stack.enter_context(_module_hooks(recorder))
-            stack.enter_context(_autograd_functions(recorder))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(eager())
-            stack.enter_context(fakes)
-            if watcher is not None:
-                stack.enter_context(watcher.open())
-            stack.enter_context(recorder)
-            fake_args, fake_kwargs = spec.unflatten(fake_leaves)
-            output = module(*fake_args, **fake_kwargs)
-            _note_output(recorder, output)
-            if loss is not None:
-                _note_loss(recorder, output, loss, in_parts=loss_in_parts)
-            if twice:
-                _note_read_again(recorder, lambda: module(*fake_args, **fake_kwargs))
-    except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
-        raise
-    except (Exception, SystemExit) as error:
-        raise TraceError(_explain(recorder, error)) from error
-    finally:
-        torch.set_rng_state(rng)
+
+    def recorded() -> Recording:
+        fakes = detect_fake_mode(existing) or QuickFakeMode()
+        recorder = Recorder(module, fakes, skew=skew, answers=answers)
+        rng = torch.get_rng_state()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(without_log())
+                stack.enter_context(_fake_state(recorder))
+                fake_args, fake_kwargs = spec.unflatten([_fake_input(recorder, leaf) for leaf in leaves])
+                if recorder.recording.inputs:
+                    first = recorder.recording.tensors[recorder.recording.inputs[0][1]]
+                    recorder.recording.samples = first.shape[0] if first.dim() else 1
+                if example:
+                    recorder.known.follow(_example_values(recorder, leaves, other=skew))
+                stack.enter_context(_module_hooks(recorder))
+                stack.enter_context(_autograd_functions(recorder))
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(eager())
+                stack.enter_context(fakes)
+                if watch is not None:
+                    stack.enter_context(watch.open(recorder))
+                stack.enter_context(recorder)
+                output = module(*fake_args, **fake_kwargs)
+                _note_output(recorder, output)
+                if loss is not None:
+                    _note_loss(recorder, output, loss, in_parts=loss_in_parts)
+                if twice:
+                    _note_read_again(recorder, lambda: module(*fake_args, **fake_kwargs))
+        except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
+            raise
+        except (Exception, SystemExit) as error:
+            raise TraceError(_explain(recorder, error)) from error
+        finally:
+            torch.set_rng_state(rng)
+        return recorder.recording
+
+    generators = Generators(module)
+    recording = recorded()
+    if drawn := generators.drawn():
+        message = draw_message(type(module).__name__, drawn, recorded)
+        generators.put_back()
+        raise TraceError(message)
     return recording
 
 
@@ -411,15 +370,17 @@ def _note_read_again(recorder: Recorder, forward: Callable[[], object]) -> None:
     names, first = _kept_tensors(recorder), (len(recording.ops), len(recording.tensors))
     with contextlib.suppress(Exception):
         forward()
-    recording.read_again = tuple(dict.fromkeys(names[number] for number in read_again(recording, *first) if number in names))
+    read = _read_again(recording, *first)
+    recording.read_again = tuple(dict.fromkeys(names[number] for number in read if number in names))
 
 
 def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> dict[int, Tensor]:
     """Real tensors of inputs, parameters and buffers. `other`: of another example, with all signs changed."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    values: dict[int, Tensor] = {}
-    for leaf, (_, number) in zip(dict.fromkeys(tensors), recorder.recording.inputs, strict=True):
-        values[number] = -leaf if other and leaf.is_floating_point() else leaf
+    tensors = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    values = {
+        number: -leaf if other and leaf.is_floating_point() else leaf
+        for leaf, (_, number) in zip(tensors, recorder.recording.inputs, strict=True)
+    }
     values |= recorder.real_state
     if any(isinstance(value, FakeTensor) for value in values.values()):
         raise TraceError(
@@ -439,33 +400,34 @@ def _explain(recorder: Recorder, error: BaseException) -> str:
 
 
 def _fake_input(recorder: Recorder, leaf: Any) -> Any:
+    """The fake of an input, which gets its name where it is met first; what is no tensor stays."""
     if not isinstance(leaf, Tensor):
         return leaf
-    fake = (
-        leaf if isinstance(leaf, FakeTensor) else recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
-    )
-    if id(fake) in recorder._number:
-        return fake
-    number = recorder.add(fake)
-    recorder.recording.inputs.append((f"input:{len(recorder.recording.inputs)}", number))
-    recorder.recording.differentiable[number] = fake.requires_grad
+    fake = leaf
+    if not isinstance(leaf, FakeTensor):
+        fake = recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+    if id(fake) not in recorder.numbers:
+        _add_input(recorder, f"input:{len(recorder.recording.inputs)}", fake, differentiable=fake.requires_grad)
     return fake
 
 
+def _add_input(recorder: Recorder, name: str, fake: Tensor, *, differentiable: bool) -> None:
+    number = recorder.add(fake)
+    recorder.recording.inputs.append((name, number))
+    recorder.recording.differentiable[number] = differentiable
+
+
 def _note_output(recorder: Recorder, output: Any) -> None:
-    leaves, spec = flatten(output)
-    noted: list[Any] = []
+    leaves, spec = _flatten(output)
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            noted.append(Ref(recorder.number_of(leaf)))
-        elif leaf is None or isinstance(leaf, bool | int | float | str):
-            noted.append(leaf)
-        else:
+        if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
             raise TraceError(
                 f"{type(recorder.module).__name__} returns a {type(leaf).__name__}, which may hide tensors; return tensors in "
                 f"tuples or dicts (for a Hugging Face model set config.use_cache = False)"
             )
-    recorder.recording.output_leaves = tuple(noted)
+    recorder.recording.output_leaves = tuple(
+        Ref(recorder.number_of(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    )
     recorder.recording.output_spec = spec
     recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
 
@@ -499,20 +461,14 @@ def _end_of_parameters(recording: Recording) -> int:
     So the values that the loss component reads have samples along dim 0, and a sum over them is its own.
     """
     parameters = {number for number, key in recording.state.items() if key.kind == "parameter"}
-    last = [place for place, op in enumerate(recording.ops) if not parameters.isdisjoint(op.reads)]
-    return last[-1] + 1 if last else 0
+    return max((place + 1 for place, op in enumerate(recording.ops) if not parameters.isdisjoint(op.reads)), default=0)
 
 
-def _fake_target(recorder: Recorder, target: ModelInput, entry: str | None, samples: int) -> Tensor:
+def _fake_target(recorder: Recorder, target: ModelInput, output: str | None, samples: int) -> Tensor:
     """Targets of the type of the output that the loss reads, where it is a number that follows the weights."""
     recording = recorder.recording
-    dtype = torch.get_default_dtype() if entry is None else recording.tensors[recording.outputs[entry]].dtype
-    suspended, recorder.suspended = recorder.suspended, True
-    try:
+    dtype = torch.get_default_dtype() if output is None else recording.tensors[recording.outputs[output]].dtype
+    with recorder.unseen():
         fake = target.zeros(samples, dtype).to(recording.tensors[recording.inputs[0][1]].device)
-    finally:
-        recorder.suspended = suspended
-    number = recorder.add(fake)
-    recording.inputs.append((TARGET, number))
-    recording.differentiable[number] = False
+    _add_input(recorder, TARGET, fake, differentiable=False)
     return fake

@@ -28,9 +28,8 @@ from torch.utils._pytree import TreeSpec
 
 from parsim.errors import TraceError
 from parsim.model.objective import Settled
-from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
-from parsim.model.trace.checks import hint
-from parsim.model.trace.messages import at_line, gradient_message, hook_message, value_message, weight_message
+from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey
+from parsim.model.trace.checks import at_line, gradient_message, hint, hook_message, value_message, weight_message
 
 # The values of tensors of a recording, where they can be known although the recording runs on fake tensors.
 #
@@ -45,12 +44,11 @@ from parsim.model.trace.messages import at_line, gradient_message, hook_message,
 # more.
 
 
-RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "cauchy", "geometric", "rrelu")
-UNSET = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "cauchy", "geometric", "rrelu")
+"""Parts of the names of functions that draw random numbers."""
+_UNSET = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _ROUTERS = {"topk": -1, "sort": -1, "argsort": -1, "max": None, "argmax": None}
 """Functions that choose along a dim, with the dim where none is given (None: all of the tensor, which is not a choice)."""
-
-
 _CERTAIN = {"lt": (0.0, 1.0), "ge": (0.0, 1.0), "le": (-math.ulp(0.0), 1.0), "gt": (-math.ulp(0.0), 1.0)}
 """Comparisons of a number of [0, 1) with a bound: at most the first, or at least the second, and the answer is always one."""
 
@@ -61,12 +59,13 @@ class UnknownValueError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A choice taken as balanced: `chosen` of `experts` for each of `positions` tokens, by the call `op`."""
+    """A choice taken as balanced: `chosen` of `experts` for each of `positions` tokens, by the call `op`, along `dim`."""
 
     op: int
     experts: int
     chosen: int
     positions: int
+    dim: int = -1
 
     def divisor(self, samples: int) -> int:
         """The batches at which every expert gets equally many tokens are multiples of this."""
@@ -77,22 +76,15 @@ class Routing:
 
 
 class KnownValues:
-    """Values of one recording, computed on demand.
-
-    Attributes:
-        samples: the batch of the recording. routings: the choices taken as balanced so far.
-    """
+    """Values of one recording, computed on demand; it notes the choices that it takes as balanced in `Recording.routings`."""
 
     def __init__(self, recording: Recording, *, skew: bool = False) -> None:
         """`skew`: take choices that are not balanced, to find out what depends on them."""
         self._recording = recording
         self._skew = skew
-        self._example: Mapping[int, Tensor] | None = None
-        self.samples = 1
-        self.routings: dict[int, Routing] = {}
+        self._example: Mapping[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._done: set[int] = set()
-        self._storages: dict[int, int] = {}
         self._producer: dict[int, int] = {}
         self._changed: dict[int, list[int]] = {}
         self._indexed = 0
@@ -109,7 +101,7 @@ class KnownValues:
         """
         self._index()
         needed = self._needed(number)
-        assumed = self._example is not None or any(place in self.routings for place in needed)
+        assumed = self._recording.is_example or any(place in self._recording.routings for place in needed)
         last = max(self._done, default=-1)
         fresh = sorted(needed - self._done)
         if fresh and fresh[0] < last:  # something later has run: a storage may have changed since
@@ -117,10 +109,11 @@ class KnownValues:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for place in fresh:
                 self._run(place)
-            return (self._leaf(number) if number not in self._values else self._values[number]), assumed
+                self._done.add(place)
+            return self._value(number), assumed
 
     def _index(self) -> None:
-
+        """Note which calls made a value or changed a storage since this was last asked."""
         ops = self._recording.ops
         for place in range(self._indexed, len(ops)):
             for _, number in ops[place].outputs:
@@ -132,127 +125,108 @@ class KnownValues:
 
     def _needed(self, number: int) -> set[int]:
         """Numbers of the calls that led to a value."""
-
-        found: set[int] = set()
+        recording = self._recording
+        needed: set[int] = set()
         drawn: set[int] = set()  # numbers of which only comparisons are needed that always have one answer
         seen = {number}
         waiting = [number]
         while waiting:
-            entry = waiting.pop()
-            places = [self._producer[entry]] if entry in self._producer else []
-            if not places:
-                self._check_leaf(entry)
-            places += self._changed.get(storage_key(self._recording.tensors[entry]), ())
+            value = waiting.pop()
+            places = [self._producer[value]] if value in self._producer else []
+            if not places and value not in recording.constants and value not in self._example:
+                key = recording.state.get(value)
+                raise UnknownValueError(f"it depends on {'an input' if key is None else key.name}")
+            places += self._changed.get(storage_key(recording.tensors[value]), ())
             for place in places:
-                if place in self.routings and self._recording.tensors[entry].is_floating_point():
+                if place in recording.routings and recording.tensors[value].is_floating_point():
                     raise UnknownValueError("it depends on the scores of a choice")
-                if place in found and place not in drawn:
+                if place in needed and place not in drawn:
                     continue
-                found.add(place)
-                op = self._recording.ops[place]
-                if self._is_choice(place, op, entry):
+                needed.add(place)
+                op = recording.ops[place]
+                if self._routing(place, value) is not None:
                     continue
-                if self._example is None and _is_random(op):
-                    raise UnknownValueError(f"{_name(op)} draws random numbers")
+                if not recording.is_example and (op.name in _UNSET or _draws(op.name)):
+                    raise UnknownValueError(f"{op.name} draws random numbers")
                 if (draw := self._draw_of(op)) is not None:
-                    found.add(draw)
+                    needed.add(draw)
                     drawn.add(draw)
                     continue
                 fresh = [read for read in op.reads if read not in seen]
                 seen.update(fresh)
                 waiting += fresh
-        return found
+        return needed
 
     def _draw_of(self, op: RecordedOp) -> int | None:
         """The call of `torch.rand` whose numbers a comparison is about that always has one answer; None for another call."""
-        comparison = _name(op).strip("_")
-        if self._example is not None or comparison not in _CERTAIN or len(op.arguments) != 2:
+        comparison = op.name.strip("_")
+        if self._recording.is_example or comparison not in _CERTAIN or len(op.arguments) != 2:
             return None
         numbers, bound = op.arguments
         least, most = _CERTAIN[comparison]
         if type(numbers) is not Ref or not isinstance(bound, int | float) or least < bound < most:
             return None
-
         place = self._producer.get(numbers.slot)
         storage = storage_key(self._recording.tensors[numbers.slot])
-        is_draw = place is not None and _name(self._recording.ops[place]) == "rand" and storage not in self._changed
+        is_draw = place is not None and self._recording.ops[place].name == "rand" and storage not in self._changed
         return place if is_draw else None
 
-    def _check_leaf(self, number: int) -> None:
-        if number in self._recording.constants or (self._example is not None and number in self._example):
-            return
-        key = self._recording.state.get(number)
-        raise UnknownValueError(f"it depends on {key.name}" if key is not None else "it depends on an input")
-
-    def _leaf(self, number: int) -> Tensor:
-        known = self._recording.constants.get(number)
-        if known is None:
-            assert self._example is not None
-            known = self._example[number]
-        self._values[number] = known.detach().clone()
-        return self._values[number]
-
-    def _is_choice(self, place: int, op: RecordedOp, wanted: int) -> bool:
-        """Whether the call chooses among experts, and its indices are what is wanted."""
-        if self._example is not None:
-            return False
-        if place in self.routings:
-            return True
-        routing = self._routing(place, op, wanted)
-        if routing is None:
-            return False
-        self.routings[place] = routing
-        return True
-
-    def _routing(self, place: int, op: RecordedOp, wanted: int) -> Routing | None:
-        name = _name(op)
-        if name not in _ROUTERS or not op.arguments or type(op.arguments[0]) is not Ref:
+    def _routing(self, place: int, value: int) -> Routing | None:
+        """The choice among experts that a call makes, where its indices are the value that is asked for."""
+        routings, op = self._recording.routings, self._recording.ops[place]
+        if place in routings or self._recording.is_example:
+            return routings.get(place)
+        if op.name not in _ROUTERS or not op.arguments or type(op.arguments[0]) is not Ref:
             return None
-        scores, indices = self._recording.tensors[op.arguments[0].slot], self._recording.tensors[wanted]
+        scores, indices = self._recording.tensors[op.arguments[0].slot], self._recording.tensors[value]
         if not scores.is_floating_point() or indices.is_floating_point() or scores.dim() < 1:
             return None
-        keywords = dict(op.keywords)
-        positional = op.arguments[1 + (name == "topk") :]
-        dim = keywords.get("dim", positional[0] if positional else _ROUTERS[name])
+        dim = op.argument("dim", 2 if op.name == "topk" else 1, _ROUTERS[op.name])
         if not isinstance(dim, int) or isinstance(dim, bool):
             return None
         experts = scores.shape[dim]
         positions = scores.numel() // max(1, experts)
         if positions < 2 or experts < 2:
             return None
-        return Routing(place, experts, max(1, indices.numel() // positions), positions)
+        routings[place] = Routing(place, experts, max(1, indices.numel() // positions), positions, dim % scores.dim())
+        return routings[place]
 
     def _run(self, place: int) -> None:
+        """Run a recorded call; a routing puts balanced indices where it puts its own, and what else it makes stays unknown."""
         op = self._recording.ops[place]
-        if place in self.routings:
-            self._choose(op, self.routings[place])
-        else:
+        routing = self._recording.routings.get(place)
+        if routing is None:
             result = op.function(*[self._fill(item) for item in op.arguments], **{k: self._fill(v) for k, v in op.keywords})
             for path, number in op.outputs:
                 value = result
                 for step in path:
                     value = value[step]
                 self._values[number] = value
-        self._done.add(place)
-
-    def _choose(self, op: RecordedOp, routing: Routing) -> None:
-        """Put balanced indices where the call puts its own; what else it makes stays unknown."""
+            return
         scores = self._recording.tensors[op.arguments[0].slot]
+        shape = [size for dim, size in enumerate(scores.shape) if dim != routing.dim]
+        choice = balanced_choice(routing, self._recording.samples, skew=self._skew).reshape(*shape, routing.chosen)
         for _, number in op.outputs:
             indices = self._recording.tensors[number]
             if not indices.is_floating_point():
-                dim = _chosen_dim(op, scores)
-                found = balanced_choice(routing, self.samples, skew=self._skew)
-                shape = [size for place, size in enumerate(scores.shape) if place != dim]
-                found = found.reshape(*shape, routing.chosen).movedim(-1, dim)
-                self._values[number] = found.reshape(indices.shape).to(indices.dtype)
+                self._values[number] = choice.movedim(-1, routing.dim).reshape(indices.shape).to(indices.dtype)
+
+    def _value(self, number: int) -> Tensor:
+        if number not in self._values:
+            constant = self._recording.constants.get(number)
+            self._values[number] = (self._example[number] if constant is None else constant).detach().clone()
+        return self._values[number]
 
     def _fill(self, template: Any) -> Any:
         if type(template) is Ref:
-            return self._values[template.slot] if template.slot in self._values else self._leaf(template.slot)
+            return self._value(template.slot)
         if type(template) is Nested:
             return template.rebuild([self._fill(item) for item in template.items])
         return template
+
+
+def _draws(name: str) -> bool:
+    return any(word in name for word in _DRAWS)
 
 
 def balanced_choice(routing: Routing, samples: int, *, skew: bool = False) -> Tensor:
@@ -274,56 +248,34 @@ def balanced_choice(routing: Routing, samples: int, *, skew: bool = False) -> Te
     return (first[:, None] + torch.arange(routing.chosen)) % routing.experts
 
 
-def _chosen_dim(op: RecordedOp, scores: Tensor) -> int:
-    name = _name(op)
-    positional = op.arguments[1 + (name == "topk") :]
-    dim = dict(op.keywords).get("dim", positional[0] if positional else _ROUTERS[name])
-    assert isinstance(dim, int), "a routing was found with its dim"
-    return dim % scores.dim()
-
-
-def _name(op: RecordedOp) -> str:
-    return str(getattr(op.function, "__name__", ""))
-
-
-def _is_random(op: RecordedOp) -> bool:
-    name = _name(op)
-    return name in UNSET or any(word in name for word in RANDOM)
-
-
 # Calls whose sizes depend on the values of a mask, with real masks in the place of fake ones.
 
 
-def sets_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+def _sets_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a call puts rows where a mask is true: the number of rows depends on the mask."""
     if name != "__setitem__" or not isinstance(args[2], Tensor) or args[2].dim() == 0:
         return False
     return any(isinstance(part, FakeTensor) and part.dtype is torch.bool for part in _parts(args[1]))
 
 
-def with_index_arrays(
+def _with_index_arrays(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A call with arrays of indices in the place of masks, whose sizes are those of the result.
-
-    Args:
-        function, name: a call. args, kwargs: with real masks.
-    """
+    """A call with arrays of indices in the place of its real masks, so that its sizes are those of its arguments."""
     if name in ("__getitem__", "__setitem__"):
-        parts = _parts(args[1])
         spread: list[Any] = []
         with _disable_current_modes():
-            for part in parts:
+            for part in _parts(args[1]):
                 if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
                     spread += part.nonzero(as_tuple=True)
                 else:
                     spread.append(int(part) if isinstance(part, Tensor) and part.dim() == 0 else part)
         return function, (args[0], tuple(spread), *args[2:]), kwargs
     if name == "masked_select":
-        given, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])  # type: ignore[no-untyped-call]
+        values, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             places = mask.nonzero(as_tuple=True)
-        return Tensor.__getitem__, (given, places), {}
+        return Tensor.__getitem__, (values, places), {}
     if name == "repeat_interleave":
         repeats = args[1] if len(args) > 1 else kwargs["repeats"]
         with _disable_current_modes():
@@ -335,23 +287,18 @@ def _parts(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-_DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""What takes gradients: calls of users, since parsim takes none while it records."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """One call of one module: `number` counts the calls of that module, from 1; `parent` is the call it happened in."""
+    """One call of one module.
+
+    Attributes:
+        number: counts the calls of that module, from 1. parent: the call it happened in.
+        args, kwargs, context, output: what it was given, in which context, and what it returned.
+    """
 
     module: str
     number: int
     parent: int | None
-
-
-@dataclass(slots=True)
-class CallEnds:
-    """What one call of a module was given, in which context, and what it returned."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     context: Context
@@ -363,22 +310,16 @@ class DataDecision:
     """A place where Python code looked at a value that depends on data: the module call and the line."""
 
     call: int | None
-    function: str
     line: str
 
 
-@dataclass(slots=True)
-class RecordedOp:
-    """One torch-level call; Refs hold value numbers of the whole recording.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOp(Op):
+    """One torch-level call of a module call; Refs hold value numbers of the whole recording.
 
     `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed.
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-    outputs: tuple[tuple[tuple[Any, ...], int], ...]
-    context: Context
     call: int | None
     reads: tuple[int, ...]
     mutated: tuple[int, ...]
@@ -391,17 +332,15 @@ class Recording:
 
     Attributes:
         tensors: the fake tensor of every value number. inputs: (name, value number). state, constants: by value number.
-        output_leaves: a value number, or a constant, per leaf of `output_spec`.
-        buffer_writes: buffers assigned anew in the forward -> value number.
-        outputs: value numbers of the tensors of the output, by `parsim.model.total_loss.entries`.
-        settled: the loss, its output and its targets.
-        loss_parts: names and first calls of the parts of a loss that was taken in parts.
-        loss_form: what the loss gave, as `parsim.model.total_loss` names it.
-        ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
-            about the data, by value number; `assumptions` says which.
-        changed_attributes: of modules, numbers and words that the forward has changed.
-        kept_tensors: names of attributes that hold a tensor of the forward after it, by value number. read_again: those of
-            them that a second forward has read.
+        output_leaves: a value number, or a constant, per leaf of `output_spec`. outputs: value numbers of the tensors of the
+            output, by `parsim.model.total_loss.entries`. buffer_writes: buffers assigned anew in the forward -> value number.
+        settled: the loss, its output and its targets. loss_parts: names and first calls of the parts of a loss that was taken
+            in parts. loss_form: what the loss gave, as `parsim.model.total_loss` names it.
+        decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
+            about the data, by value number. routings: choices taken as balanced, by their call. samples: the batch.
+        answers: to questions about truth values that rest on an assumption. is_example: values are those of an example batch.
+        changed_attributes: of modules, numbers and words that the forward has changed. kept_tensors: names of attributes that
+            hold a tensor of the forward after it, by value number. read_again: those that a second forward has read.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -420,7 +359,6 @@ class Recording:
     settled: Settled | None = None
     outputs: dict[str, int] = field(default_factory=dict)
     loss_form: str = ""
-    ends: list[CallEnds] = field(default_factory=list)
     decisions: list[DataDecision] = field(default_factory=list)
     assumed: dict[int, Tensor] = field(default_factory=dict)
     routings: dict[int, Routing] = field(default_factory=dict)
@@ -451,7 +389,8 @@ def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
         yield from tensors_in((value.start, value.stop, value.step), path)
 
 
-def _rebuild_of(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+def rebuild_of(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+    """What makes a tuple, list, dict or slice of its items, and the items."""
     if isinstance(value, dict):
         keys = list(value)
         return (lambda items: dict(zip(keys, items, strict=True))), list(value.values())
@@ -465,29 +404,49 @@ def _rebuild_of(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
     return tuple, list(value)
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether it is a tuple, list, dict or slice with a tensor in it."""
+    return isinstance(value, tuple | list | dict | slice) and next(tensors_in(value), None) is not None
+
+
+def template_of(value: Any, stand_in: Callable[[Tensor], Any]) -> Any:
+    """An argument with what stands for them in the place of its tensors."""
+    if isinstance(value, Tensor):
+        return stand_in(value)
+    if holds_tensors(value):
+        rebuild, items = rebuild_of(value)
+        return Nested(rebuild, tuple(template_of(item, stand_in) for item in items))
+    return value
+
+
 class Recorder(TorchFunctionMode):
-    """Sees every torch-level call of a forward, in order."""
+    """Sees every torch-level call of a forward, in order.
+
+    Attributes:
+        stack: numbers of the calls of modules that run now. numbers: the value number of every tensor, by its `id`.
+        suspended: calls run unseen. has_gradients: whether gradients were on at the last call.
+        real_state: the real parameters and buffers, by value number.
+    """
 
     def __init__(
         self, module: nn.Module, fakes: FakeTensorMode, *, skew: bool = False, answers: Sequence[bool] | None = None
     ) -> None:
         """
         Args:
-            skew: take choices of experts that are not balanced (`parsim.model.trace.recorder`).
+            skew: take choices of experts that are not balanced.
             answers: to the questions about truth values, in order, where another recording of this forward gave them.
         """
         super().__init__()
         self.recording = Recording()
         self.known = KnownValues(self.recording, skew=skew)
-        self._answers = None if answers is None else list(answers)
-        self.recording.routings = self.known.routings
         self.module = module
         self.fakes = fakes
         self.stack: list[int] = []
-        self._number: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self.suspended = False
         self.has_gradients = True
         self.real_state: dict[int, Tensor] = {}
+        self._answers = None if answers is None else list(answers)
         self._exact: set[int] = set()
         self._stale: set[int] = set()
         self._weights: dict[int, str] | None = None
@@ -500,36 +459,28 @@ class Recorder(TorchFunctionMode):
         return len(self.recording.ops)
 
     @property
-    def where(self) -> str:
-        """The innermost module running now, for messages."""
-        if not self.stack:
-            return type(self.module).__name__
-        name = self.recording.calls[self.stack[-1]].module
-        return f"{name or 'the root module'} ({type(self.module.get_submodule(name)).__name__})"
-
-    @property
     def innermost(self) -> nn.Module:
         """The module that runs now."""
         return self.module.get_submodule(self.recording.calls[self.stack[-1]].module) if self.stack else self.module
 
-    def count_samples(self) -> None:
-        """The batch is dim 0 of the first input."""
-        first = next((self.recording.tensors[number] for _, number in self.recording.inputs), None)
-        self.known.samples = self.recording.samples = first.shape[0] if first is not None and first.dim() else 1
+    @property
+    def where(self) -> str:
+        """The module that runs now, for messages."""
+        kind = type(self.innermost).__name__
+        return f"{self.recording.calls[self.stack[-1]].module or 'the root module'} ({kind})" if self.stack else kind
 
     def enter(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """A module starts, on these arguments."""
         self._calls_of[name] = self._calls_of.get(name, 0) + 1
         parent = self.stack[-1] if self.stack else None
         self.stack.append(len(self.recording.calls))
-        self.recording.calls.append(Call(name, self._calls_of[name], parent))
-        self.recording.ends.append(CallEnds(args, kwargs or {}, self._context()))
+        self.recording.calls.append(Call(name, self._calls_of[name], parent, args, kwargs or {}, self._context()))
 
     def leave(self, name: str, output: Any = None) -> None:
         """The module has ended, and with it those in it that ended by an exception it caught."""
         while self.recording.calls[call := self.stack.pop()].module != name:
             pass
-        self.recording.ends[call].output = output
+        self.recording.calls[call].output = output
 
     def add(self, tensor: Tensor) -> int:
         """Give a tensor a value number; it is kept alive, so its identity stays its own. Raises TraceError for a sparse one."""
@@ -542,25 +493,16 @@ class Recorder(TorchFunctionMode):
             )
         number = len(self.recording.tensors)
         self.recording.tensors.append(tensor)
-        self._number[id(tensor)] = number
+        self.numbers[id(tensor)] = number
         return number
-
-    def alias(self, tensor: Tensor, number: int) -> None:
-        """Another object that stands for the same value (the real parameter behind a fake one)."""
-        self._number[id(tensor)] = number
-
-    def known_number(self, tensor: Tensor) -> int | None:
-        """The value number of a tensor; None where it has none."""
-        return self._number.get(id(tensor))
 
     def number_of(self, tensor: Tensor) -> int:
         """The value number of a tensor used in a call or returned; unknown ones become constants.
 
         Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter.
         """
-        known = self._number.get(id(tensor))
-        if known is not None:
-            return known
+        if id(tensor) in self.numbers:
+            return self.numbers[id(tensor)]
         if isinstance(tensor, FakeTensor):
             raise TraceError(
                 f"{self.where} uses a tensor of shape {tuple(tensor.shape)} that no recorded torch call made (it came from "
@@ -575,15 +517,6 @@ class Recorder(TorchFunctionMode):
         self.recording.constants[number] = tensor
         return number
 
-    def template(self, value: Any) -> Any:
-        """Arguments with every tensor replaced by a Ref."""
-        if isinstance(value, Tensor):
-            return Ref(self.number_of(value))
-        if isinstance(value, tuple | list | dict | slice) and next(tensors_in(value), None) is not None:
-            rebuild, items = _rebuild_of(value)
-            return Nested(rebuild, tuple(self.template(item) for item in items))
-        return value
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.suspended:
@@ -594,102 +527,111 @@ class Recorder(TorchFunctionMode):
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function` on fakes; write it down if it makes or changes a tensor."""
+        recording = self.recording
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        numbers = [self.numbers.get(id(tensor)) for tensor in given]
         name = getattr(function, "__name__", "")
         if function in _DIFFERENTIATING:
             raise TraceError(gradient_message(self.where, name))
         if function is Tensor.register_hook:
             raise TraceError(hook_message(self.where))
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-        stale = any(self._number.get(id(tensor)) in self._stale for tensor in given)
+        stale = any(number in self._stale for number in numbers)
+        assumed = any(number in recording.assumed for number in numbers)
         if name in _VALUE_QUERIES:
             if stale or any(isinstance(tensor, FakeTensor) for tensor in given):
                 return self._look(function, name, args, kwargs)
-            if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given):
-                self._decide(name)
-        if function == SET_DATA and _is_weight(args[0], self.recording.state.get(self.number_of(args[0]))):
-            raise TraceError(weight_message(self.where, self.recording.state[self.number_of(args[0])].name))
+            if assumed:
+                self._decide()
+        if function == SET_DATA and _is_weight(args[0], recording.state.get(self.number_of(args[0]))):
+            raise TraceError(weight_message(self.where, recording.state[self.number_of(args[0])].name))
         versions = [tensor._version for tensor in given]
         self.has_gradients = torch.is_grad_enabled()
-        suspended, self.suspended = self.suspended, True
-        try:
-            exact = self._is_exact(name, given, in_place)
-            result = _compute_exactly(function, args, kwargs) if exact else _INEXACT
-            exact = result is not _INEXACT
-            measured = None
+        with self.unseen():
+            result: Any = _INEXACT
+            if self._is_exact(name, given, numbers, in_place):
+                result = _compute_exactly(function, args, kwargs)
+            exact, measured = result is not _INEXACT, None
             if not exact:
                 try:
-                    if sets_by_mask(name, args):
+                    if _sets_by_mask(name, args):
                         with contextlib.suppress(TraceError):
                             result, measured, exact = self._with_known_sizes(function, name, args, kwargs, name)
                     if measured is None:
                         result = function(*args, **kwargs)
-                except _SIZES_UNKNOWN as error:
+                except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     result, measured, exact = self._with_known_sizes(function, name, args, kwargs, error)
-        finally:
-            self.suspended = suspended
         changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
         if in_place and not isinstance(args[0], FakeTensor) and all(tensor is not args[0] for tensor in changed):
             changed.append(args[0])  # a real constant: the fake call changed a copy
         made = list(tensors_in(result))
-        if made or changed or name == "__set__":
-            fresh = self._write(function, args, kwargs, given, changed, made)
-            self.recording.ops[-1].measured = measured
-            if exact:
-                self._exact.update(fresh)
-                if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given) or measured is not None:
-                    self.recording.assumed.update((number, self.recording.tensors[number]) for number in fresh)
-            self._check_weights(changed)
-            if stale or not exact:
-                self._stale.update(number for number in (*fresh, *map(self.number_of, changed)) if number in self._exact)
+        if not made and not changed and name != "__set__":
+            return result
+        fresh = self._write(function, args, kwargs, given, changed, made, measured)
+        if exact:
+            self._exact.update(fresh)
+            if assumed or measured is not None:
+                recording.assumed.update((number, recording.tensors[number]) for number in fresh)
+        self._check_weights(changed)
+        if stale or not exact:
+            self._stale.update(number for number in (*fresh, *map(self.number_of, changed)) if number in self._exact)
         return result
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, calls run without being recorded."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
 
     def _check_weights(self, changed: Sequence[Tensor]) -> None:
         """Raise TraceError if the forward has changed the memory of a trained parameter."""
         if self._weights is None and changed:
-            own = ((self.recording.tensors[number], key) for number, key in self.recording.state.items())
-            self._weights = {storage_key(tensor): key.name for tensor, key in own if _is_weight(tensor, key)}
+            state = ((self.recording.tensors[number], key) for number, key in self.recording.state.items())
+            self._weights = {storage_key(tensor): key.name for tensor, key in state if _is_weight(tensor, key)}
         for tensor in changed:
             if name := (self._weights or {}).get(storage_key(tensor)):
                 raise TraceError(weight_message(self.where, name))
 
-    def _decide(self, name: str) -> None:
+    def _decide(self) -> None:
         """Note that the forward depends on data here."""
-        line = at_line(traceback.extract_stack())
-        self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
+        self.recording.decisions.append(
+            DataDecision(self.stack[-1] if self.stack else None, at_line(traceback.extract_stack()))
+        )
 
-    def _value(self, tensor: Tensor) -> tuple[Tensor, bool]:
-        """The value of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
-        number = self._number.get(id(tensor))
-        if number is None:
-            raise UnknownValueError("it was not made by a recorded call")
-        if not isinstance(tensor, FakeTensor) and number not in self._stale:
-            return tensor, number in self.recording.assumed
-        return self.known.value_of(number)
+    def _real(self, value: Any, *, fractions: bool) -> tuple[Any, bool]:
+        """An argument with real tensors, and whether one of them rests on an assumption. Raises UnknownValueError.
+
+        `fractions`: also of floats, which stay fake otherwise.
+        """
+        if isinstance(value, Tensor):
+            if _has_fractions(value) and not fractions:
+                return value, False
+            number = self.numbers.get(id(value))
+            if number is None:
+                raise UnknownValueError("it was not made by a recorded call")
+            if not isinstance(value, FakeTensor) and number not in self._stale:
+                return value, number in self.recording.assumed
+            return self.known.value_of(number)
+        if not holds_tensors(value):
+            return value, False
+        rebuild, items = rebuild_of(value)
+        pairs = [self._real(item, fractions=fractions) for item in items]
+        return rebuild([real for real, _ in pairs]), any(assumed for _, assumed in pairs)
 
     def _look(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question about values. Raises TraceError where they are unknown."""
-        suspended, self.suspended = self.suspended, True
         try:
-            assumed = False
-
-            def known(value: Any) -> Any:
-                nonlocal assumed
-                if not isinstance(value, Tensor):
-                    return value
-                found, rests = self._value(value)
-                assumed = assumed or rests
-                return found
-
-            real = [known(value) for value in args]
-            with _disable_current_modes():
-                result = function(*real, **{key: known(value) for key, value in kwargs.items()})
+            with self.unseen():
+                (real, keywords), assumed = self._real((args, kwargs), fractions=True)
+                with _disable_current_modes():
+                    result = function(*real, **keywords)
         except UnknownValueError as error:
             raise TraceError(value_message(self.where, name, why=str(error)) + hint(self.innermost, "")) from error
-        finally:
-            self.suspended = suspended
         if assumed:
-            self._decide(name)
+            self._decide()
             if isinstance(result, bool):
                 result = self._answers.pop(0) if self._answers else result
                 self.recording.answers.append(result)
@@ -703,39 +645,21 @@ class Recorder(TorchFunctionMode):
         Returns the result, the call that stands for it in a measurement, and whether its result is real.
         Raises TraceError where the values are unknown.
         """
-        assumed = False
-
-        def known(value: Any) -> Any:
-            nonlocal assumed
-            if isinstance(value, Tensor):
-                if _has_fractions(value):
-                    return value
-                found, rests = self._value(value)
-                assumed = assumed or rests
-                return found
-            if isinstance(value, tuple | list | dict | slice) and next(tensors_in(value), None) is not None:
-                rebuild, items = _rebuild_of(value)
-                return rebuild([known(item) for item in items])
-            return value
-
         try:
-            real = tuple(known(value) for value in args)
-            real_keywords = {key: known(value) for key, value in kwargs.items()}
+            (real, keywords), assumed = self._real((args, kwargs), fractions=False)
         except UnknownValueError as reason:
             raise TraceError(value_message(self.where, error, why=str(reason))) from reason
         if assumed:
-            self._decide(name)
-        if all(not isinstance(tensor, FakeTensor) for _, tensor in tensors_in((real, real_keywords))):
+            self._decide()
+        if all(not isinstance(tensor, FakeTensor) for _, tensor in tensors_in((real, keywords))):
             with _disable_current_modes():
-                result = function(*real, **real_keywords)
-            return result, (function, real, tuple(real_keywords.items())), True
-        function, real, real_keywords = with_index_arrays(function, name, real, real_keywords)
-        return function(*real, **real_keywords), (function, real, tuple(real_keywords.items())), False
+                return function(*real, **keywords), (function, real, tuple(keywords.items())), True
+        function, real, keywords = _with_index_arrays(function, name, real, keywords)
+        return function(*real, **keywords), (function, real, tuple(keywords.items())), False
 
-    def _is_exact(self, name: str, given: list[Tensor], in_place: bool) -> bool:
+    def _is_exact(self, name: str, given: list[Tensor], numbers: list[int | None], in_place: bool) -> bool:
         """True if the call may be computed for real: nothing random, only constants, no constant of the user's changed."""
-        numbers = [self._number.get(id(tensor)) for tensor in given]
-        if name in _RANDOM or any(isinstance(tensor, FakeTensor) or _has_fractions(tensor) for tensor in given):
+        if name == "empty" or _draws(name) or any(isinstance(each, FakeTensor) or _has_fractions(each) for each in given):
             return False
         if any(number in self.recording.state for number in numbers):
             return False
@@ -749,20 +673,21 @@ class Recorder(TorchFunctionMode):
         given: list[Tensor],
         changed: list[Tensor],
         made: list[tuple[tuple[Any, ...], Tensor]],
+        measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None,
     ) -> list[int]:
         """Append the call to the recording; returns the value numbers it makes."""
-        arguments = tuple(self.template(item) for item in args)
-        keywords = tuple((name, self.template(item)) for name, item in kwargs.items())
-        outputs = []
-        fresh = []
-        for path, tensor in made:
-            known = self._number.get(id(tensor))
-            if known is None:
-                known = self.add(tensor)
-                fresh.append(known)
-            outputs.append((path, known))
-        reads = tuple(dict.fromkeys(self.number_of(tensor) for tensor in given))
-        mutated = tuple(dict.fromkeys(self.number_of(tensor) for tensor in changed))
+
+        def ref(tensor: Tensor) -> Ref:
+            return Ref(self.number_of(tensor))
+
+        arguments = tuple(template_of(item, ref) for item in args)
+        keywords = tuple((name, template_of(item, ref)) for name, item in kwargs.items())
+        first = len(self.recording.tensors)
+        outputs = tuple(
+            (path, self.numbers[id(tensor)] if id(tensor) in self.numbers else self.add(tensor)) for path, tensor in made
+        )
+        fresh = list(range(first, len(self.recording.tensors)))
+        mutated = tuple(dict.fromkeys(map(self.number_of, changed)))
         for number in (*(number for _, number in outputs), *mutated):
             self.recording.differentiable[number] = self.recording.tensors[number].requires_grad
         self.recording.ops.append(
@@ -770,18 +695,18 @@ class Recorder(TorchFunctionMode):
                 function=function,
                 arguments=arguments,
                 keywords=keywords,
-                outputs=tuple(outputs),
+                outputs=outputs,
                 context=self._context(),
                 call=self.stack[-1] if self.stack else None,
-                reads=reads,
+                reads=tuple(dict.fromkeys(map(self.number_of, given))),
                 mutated=mutated,
+                measured=measured,
             )
         )
         return fresh
 
     def _context(self) -> Context:
-        state = _autocast_state()
-        changed = [new for new, old in zip(state, self._autocast, strict=True) if new != old]
+        changed = [new for new, old in zip(_autocast_state(), self._autocast, strict=True) if new != old]
         if torch.is_grad_enabled() and not changed:
             return PLAIN
         return Context(no_grad=not torch.is_grad_enabled(), autocast=changed[0] if changed else None)
@@ -794,7 +719,8 @@ def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
 _INEXACT = object()
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 """`tensor.data = other`"""
-_RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "empty", "rand_like", "randint_like")
+_DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What takes gradients: calls of users, since parsim takes none while it records."""
 _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__")
 _VALUE_QUERIES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal", "allclose")
 
@@ -815,9 +741,4 @@ def _compute_exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return _INEXACT
     with unset_fake_temporarily():
         result = function(*args, **kwargs)
-    if any(_has_fractions(tensor) or tensor.is_meta for _, tensor in tensors_in(result)):
-        return _INEXACT
-    return result
-
-
-_SIZES_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+    return _INEXACT if any(_has_fractions(tensor) or tensor.is_meta for _, tensor in tensors_in(result)) else result

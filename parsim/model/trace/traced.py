@@ -59,101 +59,75 @@ class Lookup(NamedTuple):
     ignored: int | None = None
 
 
-def _argument(op: RecordedOp, place: int, name: str, default: Any = None) -> Any:
-    return op.arguments[place] if place < len(op.arguments) else dict(op.keywords).get(name, default)
+class _Index(NamedTuple):
+    """An argument that indexes a table; else as in Lookup."""
+
+    argument: Any
+    rows: int
+    what: str
+    lowest: int = 0
+    ignored: int | None = None
 
 
-def _table(index: int, table: int, names: tuple[str, str], what: str) -> Callable[[RecordedOp, Sequence[Tensor]], Any]:
-    """A lookup in the rows of a table. `index`, `table`: the places of both arguments; `names`: of the same."""
-
-    def read(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, int, int, str, int | None]]:
-        rows = _argument(op, table, names[1])
-        if type(rows) is Ref:
-            yield _argument(op, index, names[0]), tensors[rows.slot].shape[0], 0, what, None
-
-    return read
-
-
-def _along_dim(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, int, int, str, int | None]]:
-    """`gather` and `index_select`."""
-    given, dim = _argument(op, 0, "input"), _argument(op, 1, "dim")
-    if type(given) is Ref and isinstance(dim, int) and tensors[given.slot].dim():
-        yield _argument(op, 2, "index"), tensors[given.slot].shape[dim], 0, f"dim {dim} of a tensor with", None
+_EMBEDDINGS = {
+    functional.embedding: (("input", 0), ("weight", 1)),
+    functional.embedding_bag: (("input", 0), ("weight", 1)),
+    torch.embedding: (("indices", 1), ("weight", 0)),
+}
+"""Names and places of indices and table among the arguments."""
+_ALONG_A_DIM = (torch.gather, Tensor.gather, torch.index_select, Tensor.index_select)
+_OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
 
-def _one_hot(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, int, int, str, int | None]]:
-    classes = _argument(op, 1, "num_classes", -1)
-    if isinstance(classes, int) and classes > 0:
-        yield op.arguments[0] if op.arguments else None, classes, 0, "one_hot of", None
+def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[_Index]:
+    """The indices among the arguments of a call."""
+
+    if op.function in _EMBEDDINGS:
+        index, table = _EMBEDDINGS[op.function]
+        if type(weight := op.argument(*table)) is Ref:
+            yield _Index(op.argument(*index), tensors[weight.slot].shape[0], "an embedding of")
+    elif op.function in _ALONG_A_DIM:
+        given, dim = op.argument("input", 0), op.argument("dim", 1)
+        if type(given) is Ref and isinstance(dim, int) and tensors[given.slot].dim():
+            yield _Index(op.argument("index", 2), tensors[given.slot].shape[dim], f"dim {dim} of a tensor with")
+    elif op.function is functional.one_hot:
+        classes = op.argument("num_classes", 1, -1)
+        if isinstance(classes, int) and classes > 0:
+            yield _Index(op.argument("tensor", 0), classes, "one_hot of")
+    elif op.function in _OF_CLASSES:  # where targets are numbers of classes
+        given, target = op.argument("input", 0), op.argument("target", 1)
+        if type(given) is Ref and type(target) is Ref and not tensors[target.slot].is_floating_point():
+            logits, ignored = tensors[given.slot], op.argument("ignore_index", 4, IGNORED)
+            yield _Index(target, logits.shape[1 if logits.dim() > 1 else 0], "the classes of a loss,", ignored=ignored)
+    elif op.function is Tensor.__getitem__ and type(op.arguments[0]) is Ref:
+        yield from _indexed(tensors[op.arguments[0].slot], op.arguments[1], tensors)
 
 
-def _classes(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, int, int, str, int | None]]:
-    """Targets of `cross_entropy` and `nll_loss`, where they are numbers of classes."""
-    given, target = _argument(op, 0, "input"), _argument(op, 1, "target")
-    if type(given) is Ref and type(target) is Ref and not tensors[target.slot].is_floating_point():
-        logits = tensors[given.slot]
-        ignored = _argument(op, 4, "ignore_index", IGNORED)
-        yield target, logits.shape[1 if logits.dim() > 1 else 0], 0, "the classes of a loss,", ignored
-
-
-def _indexed(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, int, int, str, int | None]]:
+def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[_Index]:
     """`table[index]`, also with slices beside; an index may count from the end."""
-    given, index = op.arguments[0], op.arguments[1]
-    if type(given) is not Ref:
-        return
-    table = tensors[given.slot]
+
+    def is_mask(item: Any) -> bool:
+        return type(item) is Ref and tensors[item.slot].dtype in (torch.bool, torch.uint8)
+
     items = list(index.items) if type(index) is Nested and index.rebuild is tuple else [index]
-    taken = [_dims(item, tensors) for item in items]
+    taken = [
+        0 if item is None or item is Ellipsis else tensors[item.slot].dim() if is_mask(item) else 1 for item in items
+    ]  # dims of the table per item
     dim = 0
     for item, dims in zip(items, taken, strict=True):
         if item is Ellipsis:
             dim += table.dim() - sum(taken)
-        elif type(item) is Ref and not _is_mask(tensors[item.slot]):
-            yield item, table.shape[dim], -table.shape[dim], f"dim {dim} of a tensor with", None
+        elif type(item) is Ref and not is_mask(item):
+            yield _Index(item, table.shape[dim], f"dim {dim} of a tensor with", lowest=-table.shape[dim])
         dim += dims
 
 
-def _dims(item: Any, tensors: Sequence[Tensor]) -> int:
-    """How many dims of a table an index takes."""
-    if item is None or item is Ellipsis:
-        return 0
-    return tensors[item.slot].dim() if type(item) is Ref and _is_mask(tensors[item.slot]) else 1
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)
-
-
-_LOOKUPS: Mapping[Any, Callable[[RecordedOp, Sequence[Tensor]], Any]] = {
-    functional.embedding: _table(0, 1, ("input", "weight"), "an embedding of"),
-    functional.embedding_bag: _table(0, 1, ("input", "weight"), "an embedding of"),
-    torch.embedding: _table(1, 0, ("indices", "weight"), "an embedding of"),
-    torch.gather: _along_dim,
-    Tensor.gather: _along_dim,
-    torch.index_select: _along_dim,
-    Tensor.index_select: _along_dim,
-    functional.one_hot: _one_hot,
-    functional.cross_entropy: _classes,
-    functional.nll_loss: _classes,
-    Tensor.__getitem__: _indexed,
-}
-_SAME_VALUES = (
-    "view",
-    "reshape",
-    "flatten",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-    "transpose",
-    "permute",
-    "t",
-    "clone",
-    "detach",
-)
-_CASTS = ("long", "int", "to")
 _KEEPING = frozenset(
     function
-    for name in (*_SAME_VALUES, *_CASTS)
+    for name in (
+        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "transpose", "permute", "t", "clone", "detach"),
+        *("long", "int", "to"),
+    )
     for function in (getattr(Tensor, name, None), getattr(torch, name, None))
     if callable(function)
 )
@@ -163,40 +137,42 @@ _KEEPING = frozenset(
 def lookups(recording: Recording) -> set[Lookup]:
     """Where an input, with its own values, is an index."""
     tensors, found = recording.tensors, set[Lookup]()
-    whole = {number: name for name, number in recording.inputs if not tensors[number].is_floating_point()}
+    inputs = {number: name for name, number in recording.inputs if not tensors[number].is_floating_point()}
     for op in recording.ops:
-        read = _LOOKUPS.get(op.function) if whole else None
-        for index, rows, lowest, what, ignored in () if read is None else read(op, tensors):
-            if type(index) is Ref and index.slot in whole:
+        if not inputs:
+            break
+        for index in _indices(op, tensors):
+            if type(index.argument) is Ref and index.argument.slot in inputs:
                 where = "" if op.call is None else recording.calls[op.call].module
-                found.add(Lookup(whole[index.slot], int(rows), lowest, what, where, ignored))
+                name = inputs[index.argument.slot]
+                found.add(Lookup(name, int(index.rows), index.lowest, index.what, where, index.ignored))
         if op.mutated:
             changed = {storage_key(tensors[number]) for number in op.mutated}
-            whole = {number: name for number, name in whole.items() if storage_key(tensors[number]) not in changed}
-        elif op.function in _KEEPING and type(op.arguments[0]) is Ref and op.arguments[0].slot in whole:
+            inputs = {number: name for number, name in inputs.items() if storage_key(tensors[number]) not in changed}
+        elif op.function in _KEEPING and type(op.arguments[0]) is Ref and op.arguments[0].slot in inputs:
             made = [number for _, number in op.outputs if tensors[number].dtype in (torch.int64, torch.int32)]
-            whole.update(dict.fromkeys(made, whole[op.arguments[0].slot]))
+            inputs.update(dict.fromkeys(made, inputs[op.arguments[0].slot]))
     return found
 
 
 def seen_ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ModelInput | None, ...]:
     """What the integers of an example batch are, as if they had been declared; None where it has no values.
 
-    Args:
-        args, kwargs: of the module. Nothing is known of a batch that holds one tensor twice.
+    Nothing is known of a batch that holds one tensor twice.
     """
     tensors = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
     names = {id(value): key for key, value in kwargs.items()}
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         return ()
-    return tuple(_seen(tensor, names.get(id(tensor), str(place))) for place, tensor in enumerate(tensors))
-
-
-def _seen(tensor: Tensor, name: str) -> ModelInput | None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in INTEGERS or isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
-        return None
-    return ModelInput(name, tuple(tensor.shape[1:]), dtype=dtype, high=int(tensor.max()) + 1, low=int(tensor.min()))
+    ranges: list[ModelInput | None] = []
+    for place, tensor in enumerate(tensors):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in INTEGERS or isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+            ranges.append(None)
+            continue
+        name, low, high = names.get(id(tensor), str(place)), int(tensor.min()), int(tensor.max()) + 1
+        ranges.append(ModelInput(name, tuple(tensor.shape[1:]), dtype=dtype, high=high, low=low))
+    return tuple(ranges)
 
 
 def check_index_ranges(small: Recording, large: Recording, declared: Sequence[ModelInput | None], name: str) -> None:
@@ -209,29 +185,24 @@ def check_index_ranges(small: Recording, large: Recording, declared: Sequence[Mo
     Raises:
         ModelError: with the input, both ranges, the module and the fix.
     """
-    ranges = dict(zip((entry for entry, _ in small.inputs if entry != TARGET), declared, strict=False))
+    ranges = dict(zip((name for name, _ in small.inputs if name != TARGET), declared, strict=False))
     if small.settled is not None:
         ranges[TARGET] = small.settled.target
-    for lookup in sorted(lookups(small) & lookups(large), key=lambda entry: entry.rows):
-        entry = ranges.get(lookup.name)
-        if entry is None or entry.high is None:
+    for lookup in sorted(lookups(small) & lookups(large), key=lambda lookup: lookup.rows):
+        given = ranges.get(lookup.name)
+        if given is None or given.high is None:
             continue
-        beyond = entry.high > lookup.rows and (lookup.ignored is None or not lookup.rows <= lookup.ignored < entry.high)
-        below = entry.low < lookup.lowest and lookup.ignored != entry.low
+        beyond = given.high > lookup.rows and (lookup.ignored is None or not lookup.rows <= lookup.ignored < given.high)
+        below = given.low < lookup.lowest and lookup.ignored != given.low
         if beyond or below:
-            raise ModelError(_refusal(name, entry, lookup))
-
-
-def _refusal(name: str, entry: ModelInput, lookup: Lookup) -> str:
-    assert entry.high is not None
-    where = f"module {lookup.where}" if lookup.where else "its forward"
-    lowest = max(entry.low, lookup.lowest)
-    bounds = f"high = {min(entry.high, lookup.rows)}" + (f" and low = {lowest}" if entry.low < lookup.lowest else "")
-    return (
-        f"{name}: input {entry.name} holds integers from {entry.low} to {entry.high - 1}, and {where} uses it as an index into "
-        f"{lookup.what} {lookup.rows} entries, so an index must lie from {lookup.lowest} to {lookup.rows - 1}; give "
-        f"{entry.name} {bounds} (or example inputs within), or the module more entries"
-    )
+            where = f"module {lookup.where}" if lookup.where else "its forward"
+            low = f" and low = {max(given.low, lookup.lowest)}" if given.low < lookup.lowest else ""
+            raise ModelError(
+                f"{name}: input {given.name} holds integers from {given.low} to {given.high - 1}, and {where} uses it as an "
+                f"index into {lookup.what} {lookup.rows} entries, so an index must lie from {lookup.lowest} to "
+                f"{lookup.rows - 1}; give {given.name} high = {min(given.high, lookup.rows)}{low} (or example inputs within), "
+                "or the module more entries"
+            )
 
 
 BATCHES = (2, 3)
@@ -262,7 +233,7 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs as the module takes them (a single dict stands for keyword inputs); with a loss, the target comes last."""
-        if not kwargs and isinstance(args[:1], tuple) and args and isinstance(args[0], Mapping):
+        if not kwargs and args and isinstance(args[0], Mapping):
             kwargs, args = dict(args[0]), args[1:]
         recording = self._recording
         leaves = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
@@ -276,8 +247,7 @@ class Traced:
         if recording.loss_value is not None:
             return values[self._names[recording.loss_value]]
         assert recording.output_spec is not None
-        out = [self._leaf(leaf, values) for leaf in recording.output_leaves]
-        return tree_unflatten(out, recording.output_spec)
+        return tree_unflatten([self._leaf(leaf, values) for leaf in recording.output_leaves], recording.output_spec)
 
     def _leaf(self, leaf: Any, values: dict[str, Tensor]) -> Any:
         if type(leaf) is not Ref:
@@ -302,10 +272,9 @@ def trace_module(
 ) -> Traced:
     """See `parsim.model.trace.trace.trace`."""
     recording, intervals = run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example)
-    model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example)
     return Traced(
         module=module,
-        model=model,
+        model=model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example),
         recording=recording,
         components=runnables(recording, intervals, module),
         names=value_names(recording, intervals),
@@ -351,6 +320,7 @@ def settled_model(
     known of each input, in the order of the forward's arguments; integers that no table has rows for are a ModelError.
     """
     kind = type(module).__name__
+    name = name or kind
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
         module.train()
@@ -374,74 +344,62 @@ def settled_model(
             halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
             if has_pairs(small, large):
                 largest = forward(2 * batches[1] - batches[0], None)
-        later = _state_of_later_steps(module, args, kwargs, loss, small.recording, example=example)
+        notes: list[str] = []
+        still: tuple[str, ...] = ()  # parameters that a step leaves as they are
+        mixes = False  # whether what a step hands on is computed from the samples of a batch
+        if loss is not None:
+            handed = carried(small.recording)
+            still, mixes = untrained(small.recording), bool(handed.from_samples)
+            notes += [*handed.notes, *([untrained_note(still)] if still else [])]
+            if small.recording.kept_tensors and not small.recording.decisions:
+                again = run_recorded(module, args, kwargs, loss=None, twice=True)
+                notes += [kept_note(again.read_again)] if again.read_again else []
     finally:
         for part, mode in modes:
             part.training = mode
     if loss is not None:
-        check_trained(small.recording, name or kind)
-    check_index_ranges(small.recording, large.recording, declared, name or kind)
-    about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
-    model = combine(small, large, **about, largest=largest, untrained=later.untrained)
-    model = replace(model, assumptions=(*model.assumptions, *later.notes))
+        _check_trained(small.recording, name)
+    check_index_ranges(small.recording, large.recording, declared, name)
+    about = {"name": name, "granularity": granularity, "source": source or f"trace of {kind}"}
+    model = combine(small, large, **about, largest=largest, untrained=frozenset(still))
     form = small.recording.loss_form if largest is None else COUPLED
-    if form != COUPLED and later.mixes:
+    if form != COUPLED and mixes:
         form = MIXING
     assert not isinstance(loss, OpenLoss)
-    found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
-    return found, small.recording.settled
+    model = replace(
+        model,
+        assumptions=(*model.assumptions, *notes),
+        loss=loss or "",
+        loss_form="" if form == SUM else form,
+    )
+    try:
+        if isinstance(halves, TraceError):
+            raise halves
+        model = with_half_precision(model, *halves)
+    except TraceError as error:
+        assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
+        model = replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
+    return model, small.recording.settled
 
 
-class _LaterSteps(NamedTuple):
-    """The parameters that a step leaves as they are, what the answer says of those and of what a step hands on, and whether
-    that is computed from the samples of a batch."""
-
-    untrained: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-    mixes: bool = False
-
-
-def _state_of_later_steps(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss: str | OpenLoss | None,
-    recording: Recording,
-    *,
-    example: bool,
-) -> _LaterSteps:
-    """What a step leaves to the steps after it; of a model without a loss nothing."""
-    if loss is None:
-        return _LaterSteps()
-    assert not isinstance(loss, OpenLoss)
-    handed = carried(recording)
-    notes = [*handed.notes]
-    still = untrained(recording)
-    notes += [untrained_note(still)] if still else []
-    if recording.kept_tensors and not recording.decisions:
-        again = run_recorded(module, args, kwargs, loss=None, twice=True)
-        notes += [kept_note(again.read_again)] if again.read_again else []
-    return _LaterSteps(frozenset(still), tuple(notes), mixes=bool(handed.from_samples))
-
-
-def check_trained(recording: Recording, name: str) -> None:
-    """Refuse a loss through which no gradient reaches a parameter.
+def _check_trained(recording: Recording, name: str) -> None:
+    """Refuse a loss through which no gradient reaches a parameter: a ModelError that says what to look for.
 
     Args:
         recording: with its loss. name: of the model, for messages.
-
-    Raises:
-        ModelError: with what to look for.
     """
     tensors = recording.tensors
-    parameters = [number for number, key in recording.state.items() if key.kind == "parameter"]
+    parameters = [tensors[number] for number, key in recording.state.items() if key.kind == "parameter"]
+    trained = any(parameter.requires_grad for parameter in parameters)
     assert recording.loss_value is not None
-    if tensors[recording.loss_value].requires_grad and any(tensors[number].requires_grad for number in parameters):
+    if trained and tensors[recording.loss_value].requires_grad:
         return
-    frozen = f"all {len(parameters)} of its parameters are frozen (requires_grad is False)"
-    why = "it has no parameters" if not parameters else frozen
-    if any(tensors[number].requires_grad for number in parameters):
+    if trained:
         why = "no gradient of its loss reaches its parameters (detach, no_grad, argmax, a constant)"
+    elif parameters:
+        why = f"all {len(parameters)} of its parameters are frozen (requires_grad is False)"
+    else:
+        why = "it has no parameters"
     raise ModelError(f"{name} has nothing to train: {why}; a plan of training needs a gradient for at least one parameter")
 
 
@@ -458,56 +416,43 @@ def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]])
         return error
 
 
-def _with_halves(model: Model, halves: ForwardsInHalf) -> Model:
-    """The model with what was recorded under autocast, or with the reason why nothing was."""
-    try:
-        if isinstance(halves, TraceError):
-            raise halves
-        return with_half_precision(model, *halves)
-    except TraceError as error:
-        assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
-        return replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
-
-
 def _followed(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
 ) -> tuple[TracedForward, TracedForward, ForwardsInHalf]:
     """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
-    twice = repeated(args, kwargs)
+    once = args, kwargs
+    twice = _resized(args, kwargs, lambda leaf: torch.cat([leaf, leaf]))
     first = measure(module, args, kwargs, granularity=granularity, loss=loss, example=True)
     answers = first.recording.answers
 
     def again(inputs: tuple[tuple[Any, ...], Mapping[str, Any]], autocast: torch.dtype | None) -> TracedForward:
         return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast, example=True, answers=answers)
 
-    return first, again(twice, None), _under_autocast(lambda: (again((args, kwargs), HALF), again(twice, HALF)))
-
-
-def repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs with their samples twice."""
-    leaves, spec = flatten_inputs(args, kwargs)
-    samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    twice = [
-        torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples else leaf
-        for leaf in leaves
-    ]
-    new_args, new_kwargs = spec.unflatten(twice)
-    return new_args, new_kwargs
+    return first, again(twice, None), _under_autocast(lambda: (again(once, HALF), again(twice, HALF)))
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs with `batch` samples: every tensor whose dim 0 is that of the first tensor. Values are zeros."""
-    leaves, spec = flatten_inputs(args, kwargs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors or tensors[0].dim() == 0:
-        raise TraceError("example_inputs need a tensor whose dim 0 is the batch; got none")
-    samples = tensors[0].shape[0]
 
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != samples:
-            return leaf
+    def zeros(leaf: Tensor) -> Tensor:
         shape = (batch, *leaf.shape[1:])
         return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
 
-    new_args, new_kwargs = spec.unflatten([resized(leaf) for leaf in leaves])
+    return _resized(args, kwargs, zeros)
+
+
+def _resized(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], other: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs with another tensor for every one with samples: those whose dim 0 is that of the first tensor."""
+    leaves, spec = flatten_inputs(args, kwargs)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None or first.dim() == 0:
+        raise TraceError("example_inputs need a tensor whose dim 0 is the batch; got none")
+    new_args, new_kwargs = spec.unflatten(
+        [
+            other(leaf) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == first.shape[0] else leaf
+            for leaf in leaves
+        ]
+    )
     return new_args, new_kwargs

@@ -22,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -82,14 +81,10 @@ def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = No
     return tuple(uses)
 
 
-def gradient_windows(
-    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
-) -> list[Window]:
-    """When gradients are whole.
+def gradient_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None) -> list[Window]:
+    """When gradients are whole, in the uses of a place.
 
-    Args:
-        layout, uses: of a place. kept: numbers of the buckets that are asked for, with all others of their groups (None: all).
-        in_order: by the order in which they are complete.
+    `kept`: numbers of the buckets that are asked for, with all others of their groups (None: all).
     """
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
     weights: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
@@ -120,18 +115,11 @@ def gradient_windows(
             later = bisect_left(opened, closed[after] + 1)
             freed = opened[later] - 1 if later < len(opened) else freed
         windows.append(Window(bucket, False, first, first, last, freed))
-    return sorted(windows, key=lambda window: window.place) if in_order else windows
+    return windows
 
 
-def parameter_windows(
-    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
-) -> list[Window]:
-    """When parameters are whole (ZeRO 3).
-
-    Args:
-        layout, uses: of a place. kept: numbers of the buckets that are asked for (None: all).
-        in_order: by the order in which they are gathered.
-    """
+def parameter_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None) -> list[Window]:
+    """When parameters are whole (ZeRO 3), in the uses of a place. `kept`: as `gradient_windows` takes it."""
     if layout.plan.zero_stage < 3:
         return []
     windows: list[Window] = []
@@ -171,7 +159,7 @@ def parameter_windows(
             before, needed = current, numbers
         current = number
     release(change(needed, frozenset())[0], current)
-    return sorted(windows, key=lambda window: window.place) if in_order else windows
+    return windows
 
 
 def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
@@ -183,9 +171,10 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
         uses = uses_of(layout, place)
         every = (bucket for name in dict.fromkeys(use.component for use in uses) for bucket in layout.unsharded_buckets(name))
         kept = {bucket.number for bucket in every if ranks[id(bucket.group)]}
-        gradients = gradient_windows(layout, uses, kept)
+        in_order = attrgetter("place")
+        gradients = sorted(gradient_windows(layout, uses, kept), key=in_order)
         collectives = _Collectives(draft, layout, uses, ranks)
-        for window in merge(gradients, parameter_windows(layout, uses, kept), key=attrgetter("place")):
+        for window in sorted([*gradients, *parameter_windows(layout, uses, kept)], key=in_order):
             collectives.add(window)
         # whoever begins a bucket waits for the last of those of its group that are not to outlast this
         freed = {(id(window.bucket.group), window.freed): window for window in gradients}

@@ -420,7 +420,7 @@ class Controller:
         except (ScheduleError, CostError, PlanError) as error:
             return considered, Keep(reason=f"{why}; but planning failed: {error}", planned=True)
         now = f"measured step {format_seconds(seen.step_s)}, predicted {format_seconds(choice.current_step_s)}"
-        if _same(choice.plan, self.plan):
+        if choice.plan.program == self.plan.program:
             return considered, Keep(reason=f"{why}; {now}; the plan is still the best", planned=True)
         gain = 1 - choice.step_s / choice.current_step_s
         offer = f"{choice.plan.summary()} is predicted at {format_seconds(choice.step_s)} ({100 * gain:.1f}% less)"
@@ -503,8 +503,3 @@ class _Weighed(NamedTuple):
 
 def _factor(corrections: RunCorrections, key: FactorKey) -> float:
     return corrections.rank_factor(key) if isinstance(key, int) else corrections.communication_factor(key)
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    """Equal but for the name of the family it was found in."""
-    return replace(one, strategy="custom") == replace(other, strategy="custom")

@@ -44,7 +44,7 @@ class Lasting:
         return replace(self, ended=self.ended + 1, steps=self.steps + lasted)
 
     def expected_steps(self, lasted: int, left: int) -> float:
-        """Of the `left` steps of the run, how many a state that has lasted `lasted` steps is expected to go on for."""
+        """How many of the `left` steps of the run a state that has lasted `lasted` steps is expected to go on for."""
         if not self.tail + self.ended:
             return float(left)
         scale, shape = self.steps + lasted, self.tail + self.ended
@@ -161,7 +161,7 @@ def after_steps(
         weighty: the factors that can matter. before: what a factor is compared with.
         limit: above 1; a step is beyond it with at least `limit` times the factor before, or at most 1 / `limit` of it.
     """
-    found = {key: run for key, run in runs.items() if key in weighty}
+    runs_now = {key: run for key, run in runs.items() if key in weighty}
     for step in steps:
         factors = learn(step, expected).factors()
         for key in weighty:
@@ -169,9 +169,9 @@ def after_steps(
             if factor is None:
                 continue
             side = 1 if factor >= limit * before(key) else -1 if factor * limit <= before(key) else 0
-            run = found.pop(key, None)
+            run = runs_now.pop(key, None)
             if side:
                 going_on = run is not None and run.steps * side > 0
                 count, mean = (run.steps, run.mean) if run is not None and going_on else (0, 0.0)
-                found[key] = StepsInARow(count + side, mean + (factor - mean) / (abs(count) + 1))
-    return found
+                runs_now[key] = StepsInARow(count + side, mean + (factor - mean) / (abs(count) + 1))
+    return runs_now

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -81,9 +82,9 @@ def updated(
     base = _on(problem, without_updates(profile))
     observed = [seconds_by_class(graph, task_durations_s(len(graph.tasks), timeline)) for timeline in timelines]
     evidence = Evidence(observed=observed, expected=expected_seconds(base, plan), step_s=step_s, floor=floor)
-    found = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
+    corrections = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
     before_s = _step_s(problem, plan)
-    changes = _changes(before, found)
+    changes = _changes(before, corrections)
     if not changes:
         return Updated(profile=profile, changes=(), before_s=before_s, after_s=before_s)
     provenance = {
@@ -93,39 +94,40 @@ def updated(
         "steps": steps,
         "aa_floor": floor,
     }
-    after = with_update(profile, found, problem.cluster, provenance)
+    after = with_update(profile, corrections, problem.cluster, provenance)
     return Updated(profile=after, changes=changes, before_s=before_s, after_s=_step_s(_on(problem, after), plan))
 
 
-def _fitted_to_step(base: PlanningProblem, plan: Plan, found: RunCorrections, step_s: float, floor: float) -> RunCorrections:
+def _fitted_to_step(
+    base: PlanningProblem, plan: Plan, corrections: RunCorrections, step_s: float, floor: float
+) -> RunCorrections:
     """The factors with those of the ranks scaled until the predicted step is the measured one, if it is off by more than noise.
 
     A secant in logarithms: the step grows with the ranks' factors, by at most as much. One that hardly depends on them is left.
     """
-    error = math.log(_with(base, plan, found) / step_s)
+
+    def scaled(scale: float) -> RunCorrections:
+        ranks = range(base.cluster.size)
+        return replace(corrections, ranks=tuple((rank, corrections.rank_factor(rank) * math.exp(scale)) for rank in ranks))
+
+    def error_of(tried: RunCorrections) -> float:
+        return math.log(_step_s(replace(base, corrections=tried), plan) / step_s)
+
+    error = error_of(corrections)
     if abs(error) <= math.log1p(floor):
-        return found
+        return corrections
     scale, slope = 0.0, 1.0
     for _ in range(MOST_PASSES):
         if abs(error) <= FINE:
             break
         change = -error / slope
         scale += change
-        following = math.log(_with(base, plan, _scaled(base, found, scale)) / step_s)
+        following = error_of(scaled(scale))
         moved = (following - error) / change
         if moved < 0.1:
-            return found
+            return corrections
         error, slope = following, moved
-    return _scaled(base, found, scale)
-
-
-def _scaled(base: PlanningProblem, found: RunCorrections, scale: float) -> RunCorrections:
-    ranks = range(base.cluster.size)
-    return replace(found, ranks=tuple((rank, found.rank_factor(rank) * math.exp(scale)) for rank in ranks))
-
-
-def _with(base: PlanningProblem, plan: Plan, found: RunCorrections) -> float:
-    return _step_s(replace(base, corrections=found), plan)
+    return scaled(scale)
 
 
 def _step_s(problem: PlanningProblem, plan: Plan) -> float:
@@ -133,20 +135,21 @@ def _step_s(problem: PlanningProblem, plan: Plan) -> float:
 
 
 def _on(problem: PlanningProblem, profile: Profile) -> PlanningProblem:
-    """The same question on another version of the profile."""
+    """The question on another version of the profile."""
     return replace(problem, cluster=replace(problem.cluster, profile=profile))
 
 
-def _rounded(found: RunCorrections) -> RunCorrections:
+Key = TypeVar("Key")
+
+
+def _rounded(corrections: RunCorrections) -> RunCorrections:
     """More digits would only record the noise of one run."""
 
-    def short(factor: float) -> float:
-        return float(f"{factor:.{PRINTED_DIGITS}g}")
+    def short(pairs: Iterable[tuple[Key, float]]) -> tuple[tuple[Key, float], ...]:
+        return tuple((key, float(f"{factor:.{PRINTED_DIGITS}g}")) for key, factor in pairs)
 
     return RunCorrections(
-        ranks=tuple((rank, short(factor)) for rank, factor in found.ranks),
-        phases=tuple((phase, short(factor)) for phase, factor in found.phases),
-        communication=tuple((key, short(factor)) for key, factor in found.communication),
+        ranks=short(corrections.ranks), phases=short(corrections.phases), communication=short(corrections.communication)
     )
 
 
@@ -202,15 +205,15 @@ def diagnosis_of(
         floor=floor,
         slowness=slowness,
     )
-    found = diagnose(predicted, observed)
-    if found.as_predicted is not False or step_s < predicted.high_s or evaluation.period is not None or timed < LEAST_STEPS:
-        return found
+    verdict = diagnose(predicted, observed)
+    if verdict.as_predicted is not False or step_s < predicted.high_s or evaluation.period is not None or timed < LEAST_STEPS:
+        return verdict
     return diagnose(predicted, observed, unexplained_s=step_s - _explained_s(problem, evaluation, predicted, observed))
 
 
 def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedStep:
     graph, step = evaluation.graph, evaluation.result.step_s
-    own = task_durations_s(len(graph.tasks), evaluation.timeline)
+    seconds_by_task = task_durations_s(len(graph.tasks), evaluation.timeline)
     drawn = sampled_durations_s(evaluation)
     places: dict[WorkClass, list[int]] = {}
     for task in graph.tasks:
@@ -219,9 +222,9 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedSte
             places.setdefault(key, []).append(task.index)
     draws: dict[WorkClass, Floats] = {key: drawn[:, tasks].sum(axis=1) for key, tasks in places.items()}
     return PredictedStep(
-        seconds=seconds_by_class(graph, own),
+        seconds=seconds_by_class(graph, seconds_by_task),
         draws=draws,
-        loading=_loading_s(graph, own),
+        loading=_loading_s(graph, seconds_by_task),
         low_s=step.p05,
         median_s=step.median,
         high_s=step.p95,
@@ -241,9 +244,9 @@ def _explained_s(problem: PlanningProblem, evaluation: Evaluation, predicted: Pr
 
 
 def _loading_s(graph: TaskGraph, seconds: Floats) -> list[float]:
-    """By rank, of reading batches."""
-    found = [0.0] * graph.world_size
+    """By rank the seconds of reading batches."""
+    by_rank = [0.0] * graph.world_size
     for task in graph.tasks:
         if isinstance(task.work, LoadBatch):
-            found[task.resources[0].rank] += float(seconds[task.index])
-    return found
+            by_rank[task.resources[0].rank] += float(seconds[task.index])
+    return by_rank

@@ -107,8 +107,9 @@ def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, fl
 
 def _class_seconds(evaluation: Evaluation) -> dict[WorkClass, float]:
     columns = evaluation.compiled.columns
-    own = np.bincount(columns.unit, weights=task_durations_s(columns.size, evaluation.timeline), minlength=len(columns.units))
-    return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, own.tolist(), strict=True))
+    by_task = task_durations_s(columns.size, evaluation.timeline)
+    by_unit = np.bincount(columns.unit, weights=by_task, minlength=len(columns.units))
+    return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, by_unit.tolist(), strict=True))
 
 
 def controller_for(
@@ -149,7 +150,7 @@ def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
 
     def chosen(corrections: RunCorrections, current: Plan) -> PlanChoice:
         choice = plan_for(corrections, current)
-        if replace(choice.plan, strategy=current.strategy) == current:
+        if choice.plan.program == current.program:
             return choice
         built = problem.model.parameter_bytes if problem.cluster.devices[0].type.kind == "cpu" else 0
         for before, after in zip(problem.memory(current), problem.memory(choice.plan), strict=True):
@@ -178,8 +179,8 @@ def search_planner(
         results = [entry.result for entry in found.candidates]
         fitting = [result for result in results if result.fits and world_size in (None, result.plan.world_size)]
         if not fitting:
-            asked = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
-            raise ScheduleError(asked)
+            refusal = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
+            raise ScheduleError(refusal)
         best = fitting[0]
         return PlanChoice(
             plan=best.plan,
@@ -214,7 +215,7 @@ class PricedPlan:
         return durations
 
     def step_s(self, corrections: RunCorrections) -> float:
-        """As `evaluate` finds it without noise of single ranks."""
+        """The step that `evaluate` finds without noise of single ranks."""
         rows = self.durations_s(corrections)[None, :]
         return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
 
@@ -315,13 +316,13 @@ def _holdings(plan: Plan, model: Model) -> dict[int, dict[str, HeldParameter]]:
     held: dict[int, dict[str, HeldParameter]] = {}
     for stage in plan.stages:
         for rank in stage.ranks:
-            own = held.setdefault(rank, {})
+            parts = held.setdefault(rank, {})
             shard = plan.shard_of_rank(rank)
             for name, placement in stage.placed():
                 if placement.runs_on(shard):
                     component = model.component(name)
                     for parameter in component.parameters:
-                        own[parameter.name] = hold(component, placement, parameter, shard)
+                        parts[parameter.name] = hold(component, placement, parameter, shard)
     return held
 
 
@@ -347,11 +348,7 @@ MOST_RANKS = 4
 
 
 def likely(world_size: int) -> tuple[RunCorrections, ...]:
-    """The states of the machine that plans are prepared for.
-
-    Args:
-        world_size: ranks of the plans.
-    """
+    """The states of the machine that plans are prepared for."""
     ranks = range(world_size)
     everything = CommunicationClass("all_reduce", tuple(ranks))
     links = [RunCorrections(communication=((everything, factor),)) for factor in COMMUNICATION]
@@ -372,18 +369,18 @@ def prepared_pool(problem: PlanningProblem, current: Plan, strategy: str = "adap
     Raises:
         ScheduleError: the current plan does not fit. CostError, PlanError: it cannot be priced.
     """
-    found = {_program(current): priced(problem, current)}
+    pool = {current.program: priced(problem, current)}
     for state in likely(current.world_size):
-        wanted = DISTRIBUTED if strategy == "adaptive" and state != NO_RUN_CORRECTIONS else (strategy,)
+        families = DISTRIBUTED if strategy == "adaptive" and state != NO_RUN_CORRECTIONS else (strategy,)
         try:
-            best = search(problem.corrected(state), wanted, samples=0).candidates
+            best = search(problem.corrected(state), families, samples=0).candidates
         except (ScheduleError, CostError, PlanError):
             continue  # the current plan can be priced: there is just nothing beside it
         for entry in best:
             plan = entry.result.plan
-            if entry.result.fits and plan.world_size == current.world_size and _program(plan) not in found:
-                found[_program(plan)] = priced(problem, plan)
-    return tuple(found.values())
+            if entry.result.fits and plan.world_size == current.world_size and plan.program not in pool:
+                pool[plan.program] = priced(problem, plan)
+    return tuple(pool.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,9 +395,6 @@ def prepared_planner(problem: PlanningProblem, current: Plan, strategy: str = "a
     """A planner that has its plans at hand, and has planned once.
 
     For more than `MOST_RANKS` ranks, or a plan that does not fit, every planning searches; its seconds are assumed.
-
-    Args:
-        problem, current, strategy: as `prepared_pool` takes them.
     """
     searching = search_planner(problem, (strategy,), world_size=current.world_size)
     if current.world_size > MOST_RANKS:
@@ -413,8 +407,3 @@ def prepared_planner(problem: PlanningProblem, current: Plan, strategy: str = "a
     began = time.perf_counter()
     planner(likely(current.world_size)[1], current)
     return Prepared(plan_for=planner, planning_s=time.perf_counter() - began)
-
-
-def _program(plan: Plan) -> Plan:
-    """The plan whatever its family is called."""
-    return replace(plan, strategy="custom")

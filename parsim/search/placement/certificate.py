@@ -5,7 +5,6 @@ The two share no algorithm (labels over frontiers, `exact`; branch and cut in Hi
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from scipy import sparse
 from parsim.errors import ScheduleError
 from parsim.predict.problem import PlanningProblem
 from parsim.search.placement.exact import solve_exactly
-from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s, why_infeasible
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, no_choice, step_s, why_infeasible
 from parsim.search.search import Search
 from parsim.search.tensor import posed_placement
 from parsim.units import format_percent, format_seconds
@@ -40,9 +39,6 @@ AGREEMENT = 1e-6
 
 def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solution:
     """Find the fitting choice with the shortest step by branch and cut (HiGHS through cvxpy).
-
-    Args:
-        placing: the problem. time_limit_s: of the solver.
 
     Returns:
         A Solution; its status tells whether optimality is proven. Leaves out what `PlacementProblem` leaves out.
@@ -78,11 +74,11 @@ def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solu
     try:
         problem.solve(solver="HIGHS", highs_options={"time_limit": time_limit_s, "mip_rel_gap": 1e-9, "mip_abs_gap": 1e-12})
     except cvxpy.SolverError as error:
-        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {error}")
+        return no_choice("inaccurate", f"HiGHS: {error}")
     if problem.status in ("infeasible", "infeasible_or_unbounded"):
-        return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
+        return no_choice("infeasible", why_infeasible(placing))
     if x.value is None:
-        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}")
+        return no_choice("inaccurate", f"HiGHS: {problem.status}")
     choice = model.choice(np.asarray(x.value))
     seconds = step_s(placing, choice)
     optimum_s = unit_s * float(problem.value)
@@ -193,12 +189,20 @@ class Certificate:
     @property
     def relative_difference(self) -> float | None:
         """|exact - MILP| over the larger one; None unless both found a choice."""
-        return relative_difference(self.exact.solution, self.milp.solution)
+        one, other = self.exact.solution, self.milp.solution
+        if not one.choice or not other.choice:
+            return None
+        larger = max(one.seconds, other.seconds)
+        return abs(one.seconds - other.seconds) / larger if larger else 0.0
 
     @property
     def verdict(self) -> str:
         """One of agree (both proved the same optimum, or that there is none), disagree (different answers) and unproven."""
-        return verdict_of(self.exact.solution, self.milp.solution)
+        statuses = {self.exact.solution.status, self.milp.solution.status}
+        if not statuses <= {"optimal", "infeasible"}:
+            return "unproven"
+        difference = self.relative_difference
+        return "agree" if (len(statuses) == 1 if difference is None else difference <= AGREEMENT) else "disagree"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -212,73 +216,39 @@ class Certificate:
         }
 
 
-def relative_difference(one: Solution, other: Solution) -> float | None:
-    """|one - other| over the larger one; None unless both hold a choice.
-
-    Args:
-        one, other: answers to one problem.
-    """
-    if not one.choice or not other.choice:
-        return None
-    larger = max(one.seconds, other.seconds)
-    return abs(one.seconds - other.seconds) / larger if larger else 0.0
-
-
-def verdict_of(one: Solution, other: Solution) -> str:
-    """ "agree" (both proved the same optimum, or that there is none), "disagree" (different answers) or "unproven".
-
-    Args:
-        one, other: answers of two solvers to one problem.
-    """
-    if not {one.status, other.status} <= {"optimal", "infeasible"}:
-        return "unproven"
-    difference = relative_difference(one, other)
-    if difference is None:
-        return "agree" if one.status == other.status else "disagree"
-    return "agree" if difference <= AGREEMENT else "disagree"
-
-
 def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Sequence[int]] = ()) -> Certificate:
     """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
 
     Args:
-        placing: the problem. microbatches: of its plan.
         hints: choices from which the exact solver may begin.
     """
     return Certificate(
         microbatches=microbatches,
         components=len(placing.components),
         choices=sum(len(options) for options in placing.options),
-        exact=timed(lambda: solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)),
-        milp=timed(lambda: solve_milp(placing)),
+        exact=_timed(lambda: solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)),
+        milp=_timed(lambda: solve_milp(placing)),
     )
 
 
-def timed(solve: Callable[[], Solution]) -> SolverRun:
-    """The answer of a solver; "inaccurate", with the reason, where it fails.
-
-    Args:
-        solve: the solver, with its problem.
-    """
+def _timed(solve: Callable[[], Solution]) -> SolverRun:
     begin_s = time.perf_counter()
     try:
         solution = solve()
     except ScheduleError as error:
-        solution = Solution(choice=(), seconds=math.inf, lower_bound_s=0.0, status="inaccurate", reason=str(error))
+        solution = no_choice("inaccurate", str(error))
     return SolverRun(solution=solution, taken_s=time.perf_counter() - begin_s)
 
 
 def certificate_text(certificate: dict[str, Any]) -> str:
-    """`Certificate.to_dict()` as text for people, or the reason why there is none.
-
-    Args:
-        certificate: the dictionary.
-    """
-    paper = certificate.get("paper")
-    after = [] if paper is None else _lines("the paper's formulation", paper)
-    if "exact" not in certificate:
-        return "\n".join([f"Certificate: none. {certificate['reason']}", *after])
-    return "\n".join([*_lines("the placement problem", certificate), *after])
+    """`Certificate.to_dict()` as text for people, or the reason why there is none; the paper's certificate below it."""
+    if "exact" in certificate:
+        lines = _lines("the placement problem", certificate)
+    else:
+        lines = [f"Certificate: none. {certificate['reason']}"]
+    if certificate.get("paper") is not None:
+        lines += _lines("the paper's formulation", certificate["paper"])
+    return "\n".join(lines)
 
 
 def _lines(what: str, certificate: dict[str, Any]) -> list[str]:
@@ -288,9 +258,11 @@ def _lines(what: str, certificate: dict[str, Any]) -> list[str]:
     ]
     for name, title in (("exact", "exact solver"), ("milp", "MILP (HiGHS)")):
         run = certificate[name]
-        found = "no choice" if run["seconds"] is None else f"{format_seconds(run['seconds'])}, gap {format_percent(run['gap'])}"
+        answer = (
+            "no choice" if run["seconds"] is None else f"{format_seconds(run['seconds'])}, gap {format_percent(run['gap'])}"
+        )
         why = f" ({run['reason']})" if run["reason"] else ""
-        lines.append(f"  {title}: {run['status']}, {found}; took {format_seconds(run['taken_s'])}{why}")
+        lines.append(f"  {title}: {run['status']}, {answer}; took {format_seconds(run['taken_s'])}{why}")
     if certificate["relative_difference"] is not None:
         lines.append(f"  relative difference of the two: {certificate['relative_difference']:.1e}")
     return lines
@@ -307,7 +279,7 @@ _VERDICTS = {
 
 
 def certificate_of(problem: PlanningProblem, found: Search | None, strategy: str) -> dict[str, Any]:
-    """Of the number of microbatches with the best placement that the search found.
+    """The certificate for the number of microbatches with the best placement that the search found.
 
     Args:
         found: the search; None for a plan that was given.

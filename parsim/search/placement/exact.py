@@ -4,7 +4,7 @@ In this order the late gradient sums need one number: after component i they out
 F_i = sync_i + max(0, F_{i+1} - backward_i). A label is (seconds so far, F, bytes per tp rank) for one set of options of the
 components that earlier ones still refer to. One label dominates another if it uses no more memory anywhere and its seconds,
 plus the amount by which its F is larger, are no more. A label is dropped as soon as no completion can beat the best choice
-known, by the Lagrangian bound of `parsim.search.placement.exact`. Where no choice that fits is known, a linear program
+known, by a Lagrangian bound (`Relaxation`). Where no choice that fits is known, a linear program
 over divided components tells first whether any can.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 
 from parsim.jit import njit
 from parsim.numeric import Floats
-from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s, why_infeasible
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, no_choice, step_s, why_infeasible
 
 # The compiled loops of the exact placement solver. Importing this module loads numba (about a second).
 
@@ -43,14 +43,14 @@ def undominated(
     count, ranks = memory.shape
     keep = np.zeros(count, dtype=np.bool_)
     kept = np.empty(count, dtype=np.int64)
-    found = 0
+    survivors = 0
     compared = 0
     for place in range(count):
         if compared > most_comparisons:
             keep[place:] = True
             return keep, compared
         superfluous = False
-        for number in range(found):
+        for number in range(survivors):
             other = kept[number]
             compared += 1
             behind = late[other] - late[place]
@@ -67,83 +67,16 @@ def undominated(
                 kept[number // 2] = other
                 break
         if not superfluous:
-            kept[found] = place
-            found += 1
+            kept[survivors] = place
+            survivors += 1
             keep[place] = True
     return keep, compared
-
-
-@njit(cache=True, nogil=True)
-def least_of_states(
-    states: NDArray[np.int64],
-    ways: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    edges: NDArray[np.int64],
-    edge_firsts: NDArray[np.int64],
-    before: NDArray[np.int64],
-    option: NDArray[np.int64],
-    edge_s: Floats,
-    node_s: Floats,
-) -> tuple[Floats, NDArray[np.int64]]:  # pragma: no cover (compiled)
-    """The least seconds of every state of a `StateTable`, and the extension that has them.
-
-    Args:
-        node_s: float64 [options]. The others are the fields of a StateTable.
-
-    Returns:
-        float64 and int64 [states of all cuts]. The first state is the empty one, of 0 seconds.
-    """
-    count = begins[-1] + states[-1]
-    least = np.zeros(count)
-    picks = np.zeros(count, dtype=np.int64)
-    for number in range(len(states)):
-        size = states[number] * ways[number]
-        for state in range(states[number]):
-            best, pick = np.inf, 0
-            for way in range(ways[number]):
-                place = state * ways[number] + way
-                at = firsts[number] + place
-                seconds = least[begins[number] + before[at]] + node_s[nodes[number] + option[at]]
-                for edge in range(edges[number]):
-                    seconds += edge_s[edge_firsts[number] + edge * size + place]
-                if seconds < best:
-                    best, pick = seconds, way
-            least[begins[number + 1] + state] = best
-            picks[begins[number + 1] + state] = pick
-    return least, picks
-
-
-@njit(cache=True, nogil=True)
-def way_to_the_last(
-    ways: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    before: NDArray[np.int64],
-    option: NDArray[np.int64],
-    picks: NDArray[np.int64],
-) -> NDArray[np.int64]:  # pragma: no cover (compiled)
-    """The options on the way to the last state.
-
-    Args:
-        picks: of `least_of_states`. The others are the fields of a StateTable.
-    """
-    chosen = np.zeros(len(ways), dtype=np.int64)
-    state = 0
-    for back in range(len(ways)):
-        number = len(ways) - 1 - back
-        at = firsts[number] + state * ways[number] + picks[begins[number + 1] + state]
-        chosen[number] = option[at]
-        state = before[at]
-    return chosen
 
 
 # A shortest path over states as flat arrays, so that one compiled loop walks it under any costs of the options.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTable:
+class StateTable(NamedTuple):
     """Components in order. A state of a cut is an option for each component before it that later ones look at.
 
     An extension is a state with an option of the next component; it leads to a state of the next cut.
@@ -168,40 +101,53 @@ class StateTable:
     option: NDArray[np.int64]
     edge_s: Floats
 
-    def least(self, node_s: Floats) -> tuple[Floats, NDArray[np.int64]]:
-        """The least seconds of every state, and which of the extensions that lead to it has them (the first of equals).
-
-        Args:
-            node_s: float64 [options of all components].
-        """
-
-        return least_of_states(
-            self.states,
-            self.ways,
-            self.begins,
-            self.firsts,
-            self.nodes,
-            self.edges,
-            self.edge_firsts,
-            self.before,
-            self.option,
-            self.edge_s,
-            node_s,
-        )
-
-    def choice(self, picks: NDArray[np.int64]) -> tuple[int, ...]:
-        """The option of every component on the way to the last state.
-
-        Args:
-            picks: of `least`.
-        """
-
-        return tuple(way_to_the_last(self.ways, self.begins, self.firsts, self.before, self.option, picks).tolist())
-
     def of_cut(self, values: Floats, cut: int) -> Floats:
-        """The entries of one cut. Args: values: per state. cut: lies before the component of that number."""
+        """Of values by state the entries of the cut before the component of that number."""
         end = self.begins[cut + 1] if cut + 1 < len(self.begins) else None
         return values[self.begins[cut] : end]
+
+
+@njit(cache=True, nogil=True)
+def least_of_states(table: StateTable, node_s: Floats) -> tuple[Floats, NDArray[np.int64]]:  # pragma: no cover (compiled)
+    """The least seconds of every state, and which of the extensions that lead to it has them (the first of equals).
+
+    Args:
+        node_s: float64 [options of all components].
+
+    Returns:
+        float64 and int64 [states of all cuts]. The first state is the empty one, of 0 seconds.
+    """
+    count = table.begins[-1] + table.states[-1]
+    least = np.zeros(count)
+    picks = np.zeros(count, dtype=np.int64)
+    for number in range(len(table.states)):
+        size = table.states[number] * table.ways[number]
+        for state in range(table.states[number]):
+            best, pick = np.inf, 0
+            for way in range(table.ways[number]):
+                place = state * table.ways[number] + way
+                at = table.firsts[number] + place
+                seconds = least[table.begins[number] + table.before[at]] + node_s[table.nodes[number] + table.option[at]]
+                for edge in range(table.edges[number]):
+                    seconds += table.edge_s[table.edge_firsts[number] + edge * size + place]
+                if seconds < best:
+                    best, pick = seconds, way
+            least[table.begins[number + 1] + state] = best
+            picks[table.begins[number + 1] + state] = pick
+    return least, picks
+
+
+@njit(cache=True, nogil=True)
+def way_to_the_last(table: StateTable, picks: NDArray[np.int64]) -> NDArray[np.int64]:  # pragma: no cover (compiled)
+    """The option of every component on the way to the last state, by the picks of `least_of_states`."""
+    chosen = np.zeros(len(table.ways), dtype=np.int64)
+    state = 0
+    for back in range(len(table.ways)):
+        number = len(table.ways) - 1 - back
+        at = table.firsts[number] + state * table.ways[number] + picks[table.begins[number + 1] + state]
+        chosen[number] = table.option[at]
+        state = table.before[at]
+    return chosen
 
 
 # The problem without memory limits and without late gradient sums: a shortest path over frontiers.
@@ -253,11 +199,11 @@ class Frontiers:
 
     def _crossing(self, spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, ...]]:
         """By cut the components, ascending, each of which counts from one cut to another."""
-        found: list[list[int]] = [[] for _ in range(self.count + 1)]
+        by_cut: list[list[int]] = [[] for _ in range(self.count + 1)]
         for component, first, last in sorted(spans):
             for cut in range(first, last + 1):
-                found[cut].append(component)
-        return [tuple(own) for own in found]
+                by_cut[cut].append(component)
+        return [tuple(own) for own in by_cut]
 
     def size(self, component: int) -> int:
         return len(self.placing.options[component])
@@ -291,7 +237,7 @@ class Frontiers:
     def _extensions(
         self, number: int, held: tuple[int, ...], kept: tuple[int, ...]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Floats]]:
-        """Of every state of cut `number` with every option of the component: both, and the seconds of the edges between.
+        """Every state of cut `number` with every option of the component, and the seconds of the edges between.
 
         In the order of the states of the next cut, and of one state all that lead to it in a row.
         """
@@ -331,12 +277,12 @@ class Relaxation:
             placing.forward_s[number] + placing.backward_s[number] + placing.memory_bytes[number] @ prices
             for number in range(frontiers.count)
         ]
-        self._least_s, self._picks = frontiers.table.least(np.concatenate(node))
+        self._least_s, self._picks = least_of_states(frontiers.table, np.concatenate(node))
         self.value = float(self._least_s[-1]) - float(prices @ placing.limit_bytes)
 
     def choice(self) -> tuple[int, ...]:
         """The cheapest choice of the relaxed problem."""
-        return self._frontiers.table.choice(self._picks)
+        return tuple(way_to_the_last(self._frontiers.table, self._picks).tolist())
 
     def to_go(self, cut: int) -> Floats | None:
         """What the components before the cut cost at least, by the options of `after[cut]`; None if too many states."""
@@ -379,7 +325,7 @@ def solve_exactly(
     """The choice with the shortest step that fits, proven; "feasible" with its bound if that takes too many labels.
 
     Args:
-        placing: the problem. most_labels: kept at once.
+        most_labels: kept at once.
         hints: known choices to start from (the uniform ones); those that do not fit are ignored.
 
     Returns:
@@ -388,33 +334,20 @@ def solve_exactly(
     frontiers = Frontiers(_with_distinct_ranks(placing))
     placing = frontiers.placing
     best, relaxation = _bounds(frontiers, hints)
-    if relaxation.value == np.inf:
-        return _infeasible(placing)
-    if best is not None and best[0] - relaxation.value <= TOLERANCE * abs(best[0]):
-        return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="optimal")
-    if best is None and not _parts_fit(placing):
-        return _infeasible(placing)
-    search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
-    found = search.run()
-    if found is not None and (best is None or found[0] < best[0]):
-        best = found
-    if search.gave_up:
-        if best is None:
-            return Solution(
-                choice=(),
-                seconds=np.inf,
-                lower_bound_s=relaxation.value,
-                status="inaccurate",
-                reason="the search was left before any choice that fits was found",
-            )
-        return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="feasible")
-    if best is None:
-        return _infeasible(placing)
-    return Solution(choice=best[1], seconds=best[0], lower_bound_s=best[0], status="optimal")
-
-
-def _infeasible(placing: PlacementProblem) -> Solution:
-    return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
+    bound_s, gave_up = relaxation.value, False
+    proven = best is not None and best[0] - bound_s <= TOLERANCE * abs(best[0])
+    if bound_s < np.inf and not proven and (best is not None or _parts_fit(placing)):
+        search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
+        found, gave_up = search.run(), search.gave_up
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+        if not gave_up and best is not None:
+            bound_s = best[0]
+    if best is not None and bound_s < np.inf:
+        return Solution(choice=best[1], seconds=best[0], lower_bound_s=bound_s, status="feasible" if gave_up else "optimal")
+    if gave_up:
+        return no_choice("inaccurate", "the search was left before any choice that fits was found", bound_s)
+    return no_choice("infeasible", why_infeasible(placing))
 
 
 def _parts_fit(placing: PlacementProblem) -> bool:
@@ -425,31 +358,19 @@ def _parts_fit(placing: PlacementProblem) -> bool:
     once = np.zeros((len(sizes), sum(sizes)))
     once[np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))] = 1.0
     room = placing.limit_bytes / scale + PARTS_SLACK
-    found = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
-    return int(found.status) != 2  # 2: infeasible, as HiGHS proved
+    solved = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
+    return int(solved.status) != 2  # 2: infeasible, as HiGHS proved
 
 
 def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:
     """Tp ranks that need the same memory under every option are one constraint: the one with the lowest limit."""
     columns = np.concatenate(placing.memory_bytes, axis=0).T
-    order = np.argsort(placing.limit_bytes, kind="stable")
-    seen: dict[bytes, int] = {}
-    for rank in order.tolist():
-        seen.setdefault(columns[rank].tobytes(), rank)
-    keep = sorted(seen.values())
-    if len(keep) == len(placing.limit_bytes):
-        return placing
-    return PlacementProblem(
-        components=placing.components,
-        options=placing.options,
-        forward_s=placing.forward_s,
-        backward_s=placing.backward_s,
-        synchronisation_s=placing.synchronisation_s,
-        conversion_s=placing.conversion_s,
-        memory_bytes=tuple(own[:, keep] for own in placing.memory_bytes),
-        limit_bytes=placing.limit_bytes[keep],
-        allowed=placing.allowed,
-    )
+    distinct: dict[bytes, int] = {}
+    for rank in np.argsort(placing.limit_bytes, kind="stable").tolist():
+        distinct.setdefault(columns[rank].tobytes(), rank)
+    keep = sorted(distinct.values())
+    memory = tuple(sizes[:, keep] for sizes in placing.memory_bytes)
+    return replace(placing, memory_bytes=memory, limit_bytes=placing.limit_bytes[keep])
 
 
 def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
@@ -476,8 +397,7 @@ def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple
     for _ in range(ROUNDS):
         choice = relaxation.choice()
         consider(choice)
-        used = sum((own[option] for own, option in zip(placing.memory_bytes, choice, strict=True)), np.zeros_like(scale))
-        over = (used - placing.limit_bytes) / scale
+        over = (memory_of(placing, choice) - placing.limit_bytes) / scale
         if np.all(over <= 0) and not prices.any():
             break
         target = best[0] if best is not None else 2 * abs(tightest.value) + 1e-12
@@ -525,13 +445,9 @@ class _Search:
         self._most = most_labels
         self._comparisons = COMPARISONS_PER_LABEL * most_labels
         self._history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self._least = self._least_memory()
+        least = np.array([sizes.min(axis=0) for sizes in self._placing.memory_bytes])
+        self._least = np.concatenate([np.zeros((1, least.shape[1])), np.cumsum(least, axis=0)])  # [i]: of components before i
         self.gave_up = False
-
-    def _least_memory(self) -> Floats:
-        """[i]: what the components before i need at least, per constraint."""
-        own = np.array([entry.min(axis=0) for entry in self._placing.memory_bytes])
-        return np.concatenate([np.zeros((1, own.shape[1])), np.cumsum(own, axis=0)])
 
     def run(self) -> tuple[float, tuple[int, ...]] | None:
         dims = len(self._placing.limit_bytes)
@@ -589,14 +505,11 @@ class _Search:
                     grown.setdefault(place, []).append(_chosen(made, alive))
         merged = {}
         for place, parts in grown.items():
-            merged[place], compared = _undominated(_joined(parts), self._comparisons)
+            merged[place], compared = _undominated(_Labels(*map(np.concatenate, zip(*parts, strict=True))), self._comparisons)
             self._comparisons -= compared
-        self._history.append(
-            (
-                np.concatenate([labels.parent for labels in merged.values()]) if merged else np.zeros(0, dtype=np.int64),
-                np.concatenate([labels.option for labels in merged.values()]) if merged else np.zeros(0, dtype=np.int64),
-            )
-        )
+        none = np.zeros(0, dtype=np.int64)
+        parents = np.concatenate([none, *(labels.parent for labels in merged.values())])
+        self._history.append((parents, np.concatenate([none, *(labels.option for labels in merged.values())])))
         return merged
 
     def _alive(self, labels: _Labels, cut: int, to_go_s: float | None) -> NDArray[np.bool_]:
@@ -620,17 +533,7 @@ class _Search:
 
 def _chosen(labels: _Labels, which: NDArray[Any]) -> _Labels:
     """Some labels: by mask or by place."""
-    return _Labels(labels.seconds[which], labels.late[which], labels.memory[which], labels.parent[which], labels.option[which])
-
-
-def _joined(parts: Sequence[_Labels]) -> _Labels:
-    return _Labels(
-        np.concatenate([part.seconds for part in parts]),
-        np.concatenate([part.late for part in parts]),
-        np.concatenate([part.memory for part in parts]),
-        np.concatenate([part.parent for part in parts]),
-        np.concatenate([part.option for part in parts]),
-    )
+    return _Labels(*(column[which] for column in labels))
 
 
 def _undominated(labels: _Labels, most_comparisons: int) -> tuple[_Labels, int]:
@@ -682,11 +585,11 @@ def options_in_reach(
 
 
 def numbers_among(kept: Numbers, choices: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Those choices of which every option is kept, by its number among the kept ones.
+    """The choices of which every option is kept, by its number among the kept ones.
 
     Args:
         kept: by component. choices: by the numbers of all options.
     """
     places = [{number: place for place, number in enumerate(own)} for own in kept]
-    found = [[own.get(number) for own, number in zip(places, choice, strict=True)] for choice in choices]
-    return [tuple(number for number in choice if number is not None) for choice in found if None not in choice]
+    numbered = [[own.get(number) for own, number in zip(places, choice, strict=True)] for choice in choices]
+    return [tuple(number for number in choice if number is not None) for choice in numbered if None not in choice]

@@ -12,19 +12,21 @@ Leaves out: overlap of conversions with computation, and pipelines (each stage i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.model.component import Component, Value
-from parsim.model.model import Model
 from parsim.numeric import Floats
 from parsim.plans.layouts import Placement, ValueAndGradientLayout, input_ends, output_ends
 from parsim.plans.plan import holding
 from parsim.predict.problem import PlanningProblem
+from parsim.records import once
 from parsim.search.prices import Prices
 from parsim.units import format_bytes
 from parsim.work import Phase
@@ -56,7 +58,7 @@ class PlacementProblem:
     allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
 
     def in_units(self, unit_s: float) -> PlacementProblem:
-        """The same problem with every time in units of `unit_s` seconds."""
+        """The problem with every time in units of `unit_s` seconds."""
         return replace(
             self,
             forward_s=tuple(own / unit_s for own in self.forward_s),
@@ -66,19 +68,22 @@ class PlacementProblem:
         )
 
     def restricted(self, keep: Sequence[Sequence[int]]) -> PlacementProblem:
-        """The same problem with some of every component's options: `keep` lists their numbers."""
-        return PlacementProblem(
-            components=self.components,
-            options=tuple(tuple(own[k] for k in kept) for own, kept in zip(self.options, keep, strict=True)),
-            forward_s=tuple(own[list(kept)] for own, kept in zip(self.forward_s, keep, strict=True)),
-            backward_s=tuple(own[list(kept)] for own, kept in zip(self.backward_s, keep, strict=True)),
-            synchronisation_s=tuple(own[list(kept)] for own, kept in zip(self.synchronisation_s, keep, strict=True)),
+        """The problem with some of every component's options: `keep` lists their numbers."""
+
+        def kept(rows: tuple[Floats, ...]) -> tuple[Floats, ...]:
+            return tuple(row[list(numbers)] for row, numbers in zip(rows, keep, strict=True))
+
+        return replace(
+            self,
+            options=tuple(tuple(own[k] for k in numbers) for own, numbers in zip(self.options, keep, strict=True)),
+            forward_s=kept(self.forward_s),
+            backward_s=kept(self.backward_s),
+            synchronisation_s=kept(self.synchronisation_s),
             conversion_s={
                 (one, two): (forward[np.ix_(keep[one], keep[two])], backward[np.ix_(keep[one], keep[two])])
                 for (one, two), (forward, backward) in self.conversion_s.items()
             },
-            memory_bytes=tuple(own[list(kept)] for own, kept in zip(self.memory_bytes, keep, strict=True)),
-            limit_bytes=self.limit_bytes,
+            memory_bytes=kept(self.memory_bytes),
             allowed={(one, two): pairs[np.ix_(keep[one], keep[two])] for (one, two), pairs in self.allowed.items()},
         )
 
@@ -89,8 +94,8 @@ def placement_problem_of(
     """Price every option and every pair of options, and collect the figures of the problem.
 
     Args:
-        prices: of the model on its mesh. microbatches: per step.
-        options: per component, in the model's order; none may be empty. limit_bytes: per tp rank.
+        prices: of the model on its mesh. options: per component, in the model's order; none may be empty.
+        limit_bytes: per tp rank.
     """
     return converted(unconverted(prices, options, microbatches=microbatches, limit_bytes=limit_bytes), prices, microbatches)
 
@@ -98,11 +103,7 @@ def placement_problem_of(
 def unconverted(
     prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
 ) -> PlacementProblem:
-    """The problem without its conversions, which are most of what there is to price.
-
-    Args:
-        prices, options, microbatches, limit_bytes: as `placement_problem_of` takes them.
-    """
+    """The problem without its conversions, which are most of what there is to price."""
     known: dict[object, tuple[Floats, Floats, Floats, Floats]] = {}
     rows = []
     for component, choices in zip(prices.problem.model.components, options, strict=True):
@@ -142,19 +143,17 @@ def converted(placing: PlacementProblem, prices: Prices, microbatches: int) -> P
 
 
 def _figures(prices: Prices, component: Component, choices: Sequence[Placement]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Of every option forward, backward, [update, summing of gradients] and bytes per tp rank."""
+    """By option the forward, the backward, [update, summing of gradients], and bytes per tp rank."""
     backwards = component.name in prices.differentiable
     ahead = np.array([prices.compute_s(component, choice, Phase.FORWARD) for choice in choices])
     back = np.array([prices.compute_s(component, choice, Phase.BACKWARD) if backwards else 0.0 for choice in choices])
     update = [prices.update_s(component, choice) for choice in choices]
     summed = [prices.synchronisation_s(component, choice) for choice in choices]
-    shards = range(prices.mesh.tp)
-    memory = []
-    for choice in choices:
-        first = prices.memory_bytes(component, choice, choice.shard if choice.kind == "place" else 0)
-        alike = choice.kind != "place"
-        memory.append([first if alike or shard == choice.shard else 0.0 for shard in shards])
-    return ahead, back, np.array([update, summed]), np.array(memory)
+    memory = np.zeros((len(choices), prices.mesh.tp))
+    for row, choice in enumerate(choices):
+        ranks = [choice.shard] if choice.kind == "place" else list(range(prices.mesh.tp))
+        memory[row, ranks] = prices.memory_bytes(component, choice, ranks[0])
+    return ahead, back, np.array([update, summed]), memory
 
 
 def _weights_key(component: Component) -> tuple[object, ...]:
@@ -250,8 +249,7 @@ def _ties(prices: Prices, options: Sequence[Sequence[Placement]]) -> dict[tuple[
     return allowed
 
 
-# The step time of a choice of placements under `parsim.search.placement.problem`, and the Solution that
-# every solver returns.
+# The step time of a choice of placements, and the Solution that every solver returns.
 #
 #     step = sum of forward and backward, conversions included, + what of the gradient synchronisation outlasts the backward
 #
@@ -286,11 +284,14 @@ class Solution:
         return {"status": self.status, "seconds": seconds, "lower_bound_s": bound, "gap": self.gap, "reason": self.reason}
 
 
+def no_choice(status: str, reason: str, lower_bound_s: float = 0.0) -> Solution:
+    """Without a choice: what is infeasible has an infinite bound."""
+    bound_s = np.inf if status == "infeasible" else lower_bound_s
+    return Solution(choice=(), seconds=np.inf, lower_bound_s=bound_s, status=status, reason=reason)
+
+
 def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
     """Seconds of the step of one choice, whether it fits or not; infinite for a pair that is not allowed.
-
-    Args:
-        placing: the problem. choice: per component the number of its option.
 
     Returns:
         Seconds. Leaves out overlap of conversions with computation.
@@ -311,26 +312,13 @@ def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
 
 
 def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> Floats:
-    """Memory of one choice.
-
-    Args:
-        placing: the problem. choice: per component the number of its option.
-
-    Returns:
-        float64 [tp]: bytes per tp rank.
-    """
-    total = np.zeros_like(placing.limit_bytes)
-    for number, option in enumerate(choice):
-        total = total + placing.memory_bytes[number][option]
-    return total
+    """float64 [tp]: bytes per tp rank of one choice."""
+    rows = (sizes[option] for sizes, option in zip(placing.memory_bytes, choice, strict=True))
+    return sum(rows, np.zeros_like(placing.limit_bytes))
 
 
 def fits(placing: PlacementProblem, choice: Sequence[int]) -> bool:
-    """Whether every tp rank can hold a choice, and components that share parameters agree.
-
-    Args:
-        placing: the problem. choice: per component the number of its option.
-    """
+    """Whether every tp rank can hold a choice, and components that share parameters agree."""
     agree = all(bool(allowed[choice[one], choice[two]]) for (one, two), allowed in placing.allowed.items())
     return agree and bool(np.all(memory_of(placing, choice) <= placing.limit_bytes * (1 + 1e-12)))
 
@@ -338,9 +326,6 @@ def fits(placing: PlacementProblem, choice: Sequence[int]) -> bool:
 def why_infeasible(placing: PlacementProblem) -> str:
     """The reason why no choice fits: the device too small for the smallest options and the bytes it needs, or contradicting
     pins.
-
-    Args:
-        placing: a problem without a feasible choice.
     """
     for (one, two), allowed in placing.allowed.items():
         if not allowed.any():
@@ -370,17 +355,9 @@ MOST_CHOICES = 2**12
 
 
 def count_choices(options: Sequence[Sequence[Placement]]) -> int:
-    """Joint choices; 0 where they are too many to be listed.
-
-    Args:
-        options: per component the placements that it may have.
-    """
-    total = 1
-    for own in options:
-        total *= len(own)
-        if total > MOST_CHOICES:
-            return 0
-    return total
+    """Joint choices of these options per component; 0 where they are too many to be listed."""
+    total = math.prod(map(len, options))
+    return total if total <= MOST_CHOICES else 0
 
 
 def choices_by_bound(
@@ -393,7 +370,7 @@ def choices_by_bound(
 
     Args:
         prices: of one microbatch on the mesh. options: per component, all of `count_choices`.
-        places: per component its place on the pp axis. microbatches: per replica.
+        places: per component its place on the pp axis.
 
     Returns:
         Seconds that no step goes below, and [choice, component] the numbers of the options. Leaves out all communication.
@@ -405,7 +382,7 @@ def choices_by_bound(
     before = np.zeros(index.shape[1])
     for number, component in enumerate(prices.problem.model.components):
         seconds = np.zeros((len(options[number]), mesh.size))
-        phases = (Phase.FORWARD, Phase.BACKWARD) if component.name in prices.differentiable else (Phase.FORWARD,)
+        phases = prices.phases(component)
         for row, placement in enumerate(options[number]):
             for rank in mesh.stage_ranks(places[number]):
                 if placement.runs_on(rank % mesh.tp):
@@ -422,28 +399,11 @@ def choices_by_bound(
     return bounds[order], index.T[order]
 
 
-@dataclass
-class _Chain:
-    """Of one problem: whether its model is a chain."""
-
-    found: bool | None = None
-
-
+@once
 def is_chain(problem: PlanningProblem) -> bool:
-    """Whether every component waits for the one before it, forward and backward. Else stages may run beside one another.
-
-    Args:
-        problem: whose model is meant.
-    """
-    known = problem.remembered(_Chain)
-    if known.found is None:
-        known.found = _is_chain(problem.model)
-    return known.found
-
-
-def _is_chain(model: Model) -> bool:
-    backwards = model.differentiable_components
-    for one, two in zip(model.components, model.components[1:], strict=False):
+    """Whether every component waits for the one before it, forward and backward. Else stages may run beside one another."""
+    model, backwards = problem.model, problem.model.differentiable_components
+    for one, two in pairwise(model.components):
         shared = [model.value[name] for name in two.inputs if name in one.outputs]
         returns = any(value.differentiable for value in shared) and two.name in backwards
         if not shared or (one.name in backwards and not returns):

@@ -1,0 +1,38 @@
+"""The frame of a page that opens offline: its style, its data, plotly.js and its scripts stand in it once."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+from collections.abc import Sequence
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+"""Forbids every request."""
+
+
+def asset(name: str) -> str:
+    """A file of `parsim/report/assets`."""
+    return importlib.resources.files("parsim.report").joinpath("assets", name).read_text("utf-8")
+
+
+def standalone_page(
+    title: str, *, style: str, body: str, data: tuple[str, str], scripts: Sequence[str], colours: str = "light"
+) -> str:
+    """A whole HTML page.
+
+    Args:
+        title: a text, which is escaped. style, scripts: names of assets. body: HTML. data: id of the element that the scripts
+            read, and its JSON without "<". colours: colour schemes that the style knows.
+    """
+    from plotly.offline import get_plotlyjs
+
+    plotly_js = get_plotlyjs().replace("</script", "<\\/script")
+    code = "".join(f"<script>{text}</script>\n" for text in (plotly_js, *map(asset, scripts)))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="{colours}"><link rel="icon" href="data:,">'
+        f"<title>{html.escape(title)}</title><style>{asset(style)}</style></head>\n"
+        f'<body>{body}<script type="application/json" id="{data[0]}">{data[1]}</script>\n{code}</body></html>\n'
+    )
