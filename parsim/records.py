@@ -223,7 +223,7 @@ def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:
 
 
 Kept = TypeVar("Kept")
-Arguments = ParamSpec("Arguments")
+P = ParamSpec("P")
 
 
 class Remembering:
@@ -246,14 +246,14 @@ class Remembering:
         return {}
 
 
-Value = TypeVar("Value", bound=Remembering)
+_Owner = TypeVar("_Owner", bound=Remembering)
 
 
-def once(function: Callable[Concatenate[Value, Arguments], Kept]) -> Callable[Concatenate[Value, Arguments], Kept]:
+def once(function: Callable[Concatenate[_Owner, P], Kept]) -> Callable[Concatenate[_Owner, P], Kept]:
     """A function of a `Remembering` value and of hashable arguments that is worked out once for each of these."""
 
     @wraps(function)
-    def answer(value: Value, /, *args: Arguments.args, **settings: Arguments.kwargs) -> Kept:
+    def answer(value: _Owner, /, *args: P.args, **settings: P.kwargs) -> Kept:
         answers = value.answers(function)
         key = (args, tuple(settings.items())) if settings else args
         if key not in answers:

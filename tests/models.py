@@ -20,6 +20,18 @@ def matmul(flop: float) -> Operator:
     )
 
 
+def layer(name: str, inputs: tuple[str, ...], parameters: tuple[Parameter, ...], kept_bytes: int, flop: float) -> Component:
+    """One product of `flop` per sample; its value is name:0."""
+    return Component(
+        name=name,
+        inputs=inputs,
+        outputs=(f"{name}:0",),
+        parameters=parameters,
+        saved_activation_bytes=kept_bytes,
+        operators=(matmul(flop),),
+    )
+
+
 def chain_model(flops: tuple[float, ...] = (1e6, 2e6, 3e6, 2e6), *, elements: int = 1000, width: int = 64) -> Model:
     """A chain c0 -> c1 -> ... -> loss; component i does flops[i] per sample and holds one array of `elements`."""
     values = [Value(name="input:0", producer=None, bytes_per_sample=4 * width, differentiable=False)]
@@ -28,16 +40,8 @@ def chain_model(flops: tuple[float, ...] = (1e6, 2e6, 3e6, 2e6), *, elements: in
     for number, flop in enumerate(flops):
         name = f"c{number}"
         values.append(Value(name=f"{name}:0", producer=name, bytes_per_sample=4 * width))
-        components.append(
-            Component(
-                name=name,
-                inputs=(previous,),
-                outputs=(f"{name}:0",),
-                parameters=(Parameter(name=f"{name}.weight", elements=elements),),
-                saved_activation_bytes=4 * width,
-                operators=(matmul(flop),),
-            )
-        )
+        weight = Parameter(name=f"{name}.weight", elements=elements)
+        components.append(layer(name, (previous,), (weight,), 4 * width, flop))
         previous = f"{name}:0"
     return _with_loss("chain", components, values, previous)
 
@@ -51,16 +55,7 @@ def residual_model(*, tied: bool = False) -> Model:
     for name, inputs in reads.items():
         values.append(Value(name=f"{name}:0", producer=name, bytes_per_sample=128))
         parameters = (weights[name], weights["a"]) if tied and name == "d" else (weights[name],)
-        components.append(
-            Component(
-                name=name,
-                inputs=inputs,
-                outputs=(f"{name}:0",),
-                parameters=parameters,
-                saved_activation_bytes=128,
-                operators=(matmul(1e6),),
-            )
-        )
+        components.append(layer(name, inputs, parameters, 128, 1e6))
     return _with_loss("residual", components, values, "d:0")
 
 
@@ -81,26 +76,10 @@ def sharded_model(*, width: int = 64, elements: int = 1024) -> Model:
             operators=(OperatorShard(number=0, dim="n" if column else "k", activation_bytes=256),),
             saved_activation_bytes=0 if column else 4 * width,
         )
-        components.append(
-            Component(
-                name=name,
-                inputs=inputs,
-                outputs=(f"{name}:0",),
-                parameters=(Parameter(name=f"{name}.weight", elements=elements), Parameter(name=f"{name}.bias", elements=16)),
-                saved_activation_bytes=4 * width,
-                operators=(
-                    Operator(
-                        kind="matmul",
-                        shape=(("m", 1), ("n", 64), ("k", 64)),
-                        batch="rows",
-                        forward_flop=2e6,
-                        activation_bytes=512,
-                        parameter_bytes=4 * elements,
-                    ),
-                ),
-                shardings=(sharding,),
-            )
-        )
+        parameters = (Parameter(name=f"{name}.weight", elements=elements), Parameter(name=f"{name}.bias", elements=16))
+        whole = layer(name, inputs, parameters, 4 * width, 2e6)
+        product = replace(whole.operators[0], shape=(("m", 1), ("n", 64), ("k", 64)), parameter_bytes=4 * elements)
+        components.append(replace(whole, operators=(product,), shardings=(sharding,)))
     return _with_loss("sharded", components, values, "d:0")
 
 

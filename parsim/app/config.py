@@ -442,7 +442,7 @@ def _check_agreement(question: Question) -> None:
 def _check_words(plan: PlanSection) -> None:
     """The strategy, ZeRO stage and recomputation are ones that exist, and the order takes the chunks."""
     if is_reference(plan.strategy):
-        from parsim.search.families import FAMILIES
+        from parsim.search.families import FAMILIES  # loads the engines
 
         try:
             FAMILIES[plan.strategy]

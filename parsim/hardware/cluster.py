@@ -115,33 +115,17 @@ def _split(topology: Topology) -> tuple[list[Link], list[Link]]:
 
 def _groups(links: list[Link]) -> list[tuple[list[str], list[Link], list[str]]]:
     """Per node its devices in the order of their numbers, its links and its cards; parts without a device are left out."""
-    root: dict[str, str] = {}
-
-    def find(end: str) -> str:
-        top = root.setdefault(end, end)
-        while top != root[top]:
-            top = root[top]
-        root[end] = top
-        return top
-
+    parts = Topology(tuple(links)).parts()
+    part_of = {end: number for number, part in enumerate(parts) for end in part}
+    joined: list[list[Link]] = [[] for _ in parts]
     for link in links:
-        a, b = find(link.a), find(link.b)
-        if a != b:
-            root[b] = a
-    nodes: dict[str, tuple[list[str], list[Link], list[str]]] = {}
-    for end in root:
-        role = role_of(end)
-        devices, _, nics = nodes.setdefault(find(end), ([], [], []))
-        if role in DEVICE_ROLES:
-            devices.append(end)
-        elif role == NIC_ROLE:
-            nics.append(end)
-    for link in links:
-        nodes[find(link.a)][1].append(link)
-    for devices, _, nics in nodes.values():
-        devices.sort(key=_number)
-        nics.sort(key=_number)
-    return sorted((node for node in nodes.values() if node[0]), key=lambda node: _number(node[0][0]))
+        joined[part_of[link.a]].append(link)
+    nodes: list[tuple[list[str], list[Link], list[str]]] = []
+    for part, inside in zip(parts, joined, strict=True):
+        devices = sorted((end for end in part if role_of(end) in DEVICE_ROLES), key=_number)
+        if devices:
+            nodes.append((devices, inside, sorted((end for end in part if role_of(end) == NIC_ROLE), key=_number)))
+    return sorted(nodes, key=lambda node: _number(node[0][0]))
 
 
 def _leaves(outside: list[Link]) -> dict[str, Leaf]:

@@ -20,7 +20,6 @@ GPUs of which only bursts were published are held at what those of their family 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,7 +33,7 @@ from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts import FORM, GpuPart, LinkPart, PartFit, load_gpu, load_link
+from parsim.hardware.parts import GpuPart, LinkPart, PartFit, load_gpu, load_link, shorthand
 from parsim.hardware.profile import (
     Communication,
     DeviceEntry,
@@ -108,7 +107,10 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
         sources |= {_key(piece, key): source for key, source in piece.sources.items()}
     direct = joined if joined.form != "host" else host
     links, slots, kinds = _links(direct, host, number)
-    launch = part.launch_s  # nothing else of a host is known of parts
+    overhead = None
+    if part.launch_s is not None:  # nothing else of a host is known of parts
+        launch_source = _key(part, part.launch_s.source)
+        overhead = HostOverhead(task_s=0.0, step_s=0.0, launch_s=part.launch_s.value, source=launch_source)
     return Profile(
         schema_version=1,
         name=f"{number}x{part.name}" if link is None else f"{number}x{part.name}-{joined.name}",
@@ -138,11 +140,9 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
             operator_fits=[fit for kernel in part.fits for fit in _operator_fits(part, kernel)],
             efficiencies=[
                 Efficiency(
+                    **reached.model_dump(exclude={"precisions", "source"}),
                     precision=precision,
                     device_type=part.name,
-                    factor=reached.factor,
-                    spread=reached.spread,
-                    points=reached.points,
                     source=_key(part, reached.source),
                 )
                 for reached in part.efficiencies
@@ -150,9 +150,7 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
             ],
         ),
         noise=Noise(drift_sigma=DRIFT_SIGMA, source=COMPOSED),
-        host=None
-        if launch is None
-        else HostOverhead(task_s=0.0, step_s=0.0, launch_s=launch.value, source=_key(part, launch.source)),
+        host=overhead,
     )
 
 
@@ -262,8 +260,9 @@ def load_profile(name_or_path: str) -> Profile:
     path = Path(name_or_path)
     if path.suffix == SUFFIX:
         return read_parts_file(path)
-    if node := FORM.fullmatch(name_or_path):
-        return profile_from_parts(node["gpu"], int(re.sub("[_,]", "", node["count"])), node["link"])
+    if node := shorthand(name_or_path):
+        count, gpu, link = node
+        return profile_from_parts(gpu, count, link)
     if is_path(name_or_path):
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")

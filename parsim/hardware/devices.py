@@ -29,10 +29,9 @@ class Spread(NamedTuple):
 
 
 def _ascending(spread: Spread) -> Spread:
-    if not 0 <= spread.p05 <= spread.median <= spread.p95 < math.inf:
-        raise ValueError(
-            f"p05 {spread.p05:g}, median {spread.median:g}, p95 {spread.p95:g} must be finite, >= 0 and in ascending order"
-        )
+    low, median, high = spread
+    if not 0 <= low <= median <= high < math.inf:
+        raise ValueError(f"p05 {low:g}, median {median:g}, p95 {high:g} must be finite, >= 0 and in ascending order")
     return spread
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError
-from parsim.hardware.profile import DeviceNumbers, LinkProtocol, LinkRates, Sourced, SourcedFile, SourceEntry
+from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import Count, HeldOut, KernelFit, Positive, ProfileRecord, WholeModels, load_record, shipped
 
 LinkForm = Literal["switch", "mesh", "pairs", "cube", "host"]
@@ -78,7 +78,7 @@ class GpuPart(DeviceNumbers, SourcedFile):
         return self
 
 
-class LinkPart(LinkRates, SourcedFile):
+class LinkPart(LinkNumbers, SourcedFile):
     """One way of joining the GPUs of a node.
 
     Attributes:
@@ -161,7 +161,6 @@ ALIASES: dict[str, dict[str, str]] = {
 # Machines in one word: `8xh100-sxm` is a node of eight, `8xa100-pcie-80gb@nvlink-bridge-3` names the link as well, and
 # `1024xh100-sxm` is as many whole nodes as it takes.
 
-
 FORM = re.compile(r"\s*(?P<count>\d[\d_,]*)\s*x\s*(?P<gpu>[^@\s][^@]*)(@(?P<link>.+))?")
 
 
@@ -180,9 +179,15 @@ class Machines:
         return f"{self.gpus_per_node}x{self.gpu}" + (f"@{self.link}" if self.link else "")
 
 
+def shorthand(text: str) -> tuple[int, str, str | None] | None:
+    """Count, GPU and link of a text of the form COUNTxGPU or COUNTxGPU@LINK; None for another form."""
+    form = FORM.fullmatch(text)
+    return None if form is None else (int(re.sub("[_,]", "", form["count"])), form["gpu"].strip(), form["link"])
+
+
 def is_shorthand(text: str) -> bool:
     """Whether a text has the form COUNTxGPU."""
-    return FORM.fullmatch(text) is not None
+    return shorthand(text) is not None
 
 
 def machines_of(text: str, per_node: int | None = None) -> Machines:
@@ -194,10 +199,10 @@ def machines_of(text: str, per_node: int | None = None) -> Machines:
     Raises:
         ProfileError: another form, an unknown GPU, or a number that is not a whole number of nodes.
     """
-    form = FORM.fullmatch(text)
-    if form is None:
+    parts = shorthand(text)
+    if parts is None:
         raise ProfileError(f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm")
-    count, gpu, link = int(re.sub("[_,]", "", form["count"])), form["gpu"].strip(), form["link"]
+    count, gpu, link = parts
     usual = per_node or load_gpu(gpu).gpus_per_node
     if count < 1:
         raise ProfileError(f"{text!r}: at least one GPU is needed")

@@ -151,14 +151,12 @@ def load_record(
             return parse_record(record, read_text(Path(name_or_path)), name_or_path, what)
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read {what} {name_or_path}: {error}; {describe}") from error
-    known = shipped(*folder)
-    name = name_or_path.lower()
-    name = aliases.get(name, name)
-    if name not in known:
-        near = near_matches(name, [*known, *aliases])
-        raise ProfileError(
-            f"unknown {what} {name_or_path!r}{near if 'did you mean' in near else ''}; known: {', '.join(known)}; or {describe}"
-        )
+    names = shipped(*folder)
+    name = aliases.get(name_or_path.lower(), name_or_path.lower())
+    if name not in names:
+        near = near_matches(name, [*names, *aliases])
+        near = near if "did you mean" in near else ""
+        raise ProfileError(f"unknown {what} {name_or_path!r}{near}; known: {', '.join(names)}; or {describe}")
     return parse_record(record, shipped_text(*folder, name), name, what)
 
 

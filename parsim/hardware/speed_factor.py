@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import ProbePace, ProbeSeconds, Profile
+from parsim.hardware.profile import ProbePace, Profile
 from parsim.numeric import Floats
 from parsim.units import format_percent
 
@@ -42,12 +42,11 @@ class SpeedFactor:
 
     @classmethod
     def uniform(cls, factor: float) -> SpeedFactor:
-        """The same on every rank, at any moment."""
+        """One factor for every rank and moment."""
         return cls(np.full((1, 1), factor))
 
     @property
     def mean(self) -> float:
-        """Over ranks and moments."""
         return float(self.by_rank.mean())
 
     @property
@@ -66,11 +65,10 @@ def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
     Args:
         active: how many cores compute at once (None: all).
     """
-    known = _calibrated(profile)
-    if known is None or profile.today is None:
+    calibrated = None if profile.noise is None else profile.noise.probe
+    if calibrated is None or profile.today is None:
         return SpeedFactor.uniform(1.0)
-    share = _share(profile, active)
-    return SpeedFactor.uniform(_between(profile.today, share) / _between(known, share))
+    return SpeedFactor.uniform(_seconds(profile, profile.today, active) / _seconds(profile, calibrated, active))
 
 
 def speed_beside(profile: Profile, probe_s: Floats, ranks: int) -> SpeedFactor | None:
@@ -89,21 +87,14 @@ def speed_beside(profile: Profile, probe_s: Floats, ranks: int) -> SpeedFactor |
 def probe_seconds(profile: Profile, active: int | None = None) -> float | None:
     """Seconds of the probe at which everything takes what the prices say, with so many cores computing at once (None: all): by
     the last look that the profile keeps. None where it was never timed."""
-    known = _calibrated(profile)
-    if known is None:
-        return None
-    return _between(profile.today or known, _share(profile, active))
+    calibrated = None if profile.noise is None else profile.noise.probe
+    return None if calibrated is None else _seconds(profile, profile.today or calibrated, active)
 
 
-def _calibrated(profile: Profile) -> ProbeSeconds | None:
-    return None if profile.noise is None else profile.noise.probe
-
-
-def _share(profile: Profile, active: int | None) -> float:
-    """0 with one core, 1 with all."""
+def _seconds(profile: Profile, pace: ProbePace, active: int | None) -> float:
+    """In proportion to the active cores, from one alone to all together."""
     cores = len(set(cluster_from_profile(profile).core_of_rank(len(profile.devices))))
-    return 0.0 if cores <= 1 else 1.0 if active is None else min(1.0, (active - 1) / (cores - 1))
-
-
-def _between(known: ProbePace, share: float) -> float:
-    return known.alone + share * (known.together - known.alone)
+    if cores <= 1:
+        return pace.alone
+    share = 1.0 if active is None else min(1.0, (active - 1) / (cores - 1))
+    return pace.alone + share * (pace.together - pace.alone)

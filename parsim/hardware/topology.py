@@ -40,7 +40,7 @@ class Link:
 
     @property
     def capacity_bytes_per_s(self) -> float:
-        """Of all lanes together, in each direction."""
+        """Bytes per second of all lanes together, in each direction."""
         return self.lanes * self.bandwidth_bytes_per_s
 
     def other(self, end: str) -> str:
@@ -69,11 +69,11 @@ class Topology:
 
     @cached_property
     def _at(self) -> Mapping[str, tuple[Link, ...]]:
-        found: dict[str, list[Link]] = {}
+        links: dict[str, list[Link]] = {}
         for link in self.links:
-            found.setdefault(link.a, []).append(link)
-            found.setdefault(link.b, []).append(link)
-        return {end: tuple(links) for end, links in found.items()}
+            links.setdefault(link.a, []).append(link)
+            links.setdefault(link.b, []).append(link)
+        return {end: tuple(here) for end, here in links.items()}
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -135,34 +135,27 @@ class Topology:
 
         Devices join here as well: two GPUs with a common neighbour are connected even where no traffic passes through it.
         """
-        left = dict.fromkeys(self.ends)
-        found: list[frozenset[str]] = []
-        while left:
-            part, frontier = set[str](), [next(iter(left))]
+        parts: list[frozenset[str]] = []
+        seen: set[str] = set()
+        for first in self.ends:
+            if first in seen:
+                continue
+            part, frontier = set[str](), [first]
             while frontier:
                 part.update(frontier)
                 frontier = list({link.other(end) for end in frontier for link in self.at(end)} - part)
-            for end in part:
-                del left[end]
-            found.append(frozenset(part))
-        return tuple(sorted(found, key=len, reverse=True))
+            seen |= part
+            parts.append(frozenset(part))
+        return tuple(sorted(parts, key=len, reverse=True))
 
 
 def role_of(end: str) -> str:
-    """The role of an endpoint: "gpu" of gpu3, "pcie" of node7/pcie0.
-
-    Args:
-        end: name of the endpoint.
-    """
+    """The role of an endpoint: "gpu" of gpu3, "pcie" of node7/pcie0."""
     return end.rpartition("/")[2].rstrip("0123456789")
 
 
 def walk_of(path: tuple[Link, ...], start: str) -> tuple[tuple[str, str, Link], ...]:
-    """The links of a path, each as (from, to, link).
-
-    Args:
-        path: links in order. start: the endpoint where it begins.
-    """
+    """The links of a path that begins at `start`, each as (from, to, link)."""
     steps: list[tuple[str, str, Link]] = []
     here = start
     for link in path:

@@ -14,6 +14,7 @@ gradient can have another layout than its value: a shard that reads a full value
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -148,35 +149,31 @@ class ValueAndGradientLayout(NamedTuple):
 
 def input_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
     """The layout in which a component reads an input, and that in which it makes the gradient."""
-    if placement.kind == "shard":
-        sharding = component.sharding(placement.rule)
-        needs = sharding.inputs[number]
-        if needs == FULL:
-            return ValueAndGradientLayout(ValueLayout("full", placement.ways), ValueLayout("partial", placement.ways))
-        both = _sharded(needs, placement.ways, sharding.size)
-        return ValueAndGradientLayout(both, both)
-    return _unsharded(placement, tp)
+    if placement.kind != "shard":
+        return _unsharded(placement, tp)
+    sharding = component.sharding(placement.rule)
+    return _ends(sharding.inputs[number], placement.ways, sharding.size, {FULL: ("full", "partial")})
 
 
 def output_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """The layout in which a component makes an output, and that in which it needs the gradient."""
-    if placement.kind == "shard":
-        sharding = component.sharding(placement.rule)
-        makes = sharding.outputs[number]
-        if makes == FULL:  # shard 0 alone uses the gradient
-            full = ValueLayout("full", placement.ways)
-            return ValueAndGradientLayout(full, full)
-        if makes == PARTIAL:
-            return ValueAndGradientLayout(ValueLayout("partial", placement.ways), ValueLayout("full", placement.ways))
-        if makes == MAXIMUM:  # without a gradient
-            return ValueAndGradientLayout(ValueLayout("maximum", placement.ways), ValueLayout("full", placement.ways))
-        both = _sharded(makes, placement.ways, sharding.size)
-        return ValueAndGradientLayout(both, both)
-    return _unsharded(placement, tp)
+    """The layout in which a component makes an output, and that in which it needs the gradient.
+
+    Of a full output shard 0 alone uses the gradient, and maxima have none.
+    """
+    if placement.kind != "shard":
+        return _unsharded(placement, tp)
+    sharding = component.sharding(placement.rule)
+    forms = {FULL: ("full", "full"), PARTIAL: ("partial", "full"), MAXIMUM: ("maximum", "full")}
+    return _ends(sharding.outputs[number], placement.ways, sharding.size, forms)
 
 
-def _sharded(content: str, ways: int, size: int) -> ValueLayout:
-    return ValueLayout("shard", ways, dim=int(content.removeprefix("shard:")), size=size if size % ways else 0)
+def _ends(content: str, ways: int, size: int, forms: Mapping[str, tuple[str, str]]) -> ValueAndGradientLayout:
+    """The layouts of what a shard reads or makes; in none of the forms it is a piece of a dim of that size, as its gradient."""
+    if content in forms:
+        value, gradient = forms[content]
+        return ValueAndGradientLayout(ValueLayout(value, ways), ValueLayout(gradient, ways))
+    piece = ValueLayout("shard", ways, dim=int(content.removeprefix("shard:")), size=size if size % ways else 0)
+    return ValueAndGradientLayout(piece, piece)
 
 
 def _unsharded(placement: Placement, tp: int) -> ValueAndGradientLayout:

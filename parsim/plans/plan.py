@@ -246,10 +246,8 @@ class Plan:
         zero_stage: arrays sharded over the ranks that hold the same parameters, or over those of their sharding group
             (`Mesh.dp_shard`). 1: the optimizer state and its step. 2: the gradients too, summed after the backward of every
             microbatch. 3: the parameters too, gathered where they are used.
-        recompute: the components that keep only their inputs and run their forward again before their backward: "none",
-            "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
-        segments: runs of consecutive components of a stage that keep only the inputs of the run. Before the backward of its
-            last component, the whole run is recomputed, and its conversions on the tp axis are sent again.
+        recompute: the components whose forward runs again: "none", "full", "selective" (all by operator), or their names,
+            "selective:NAME" for one by operator. segments: runs of components of a stage that are recomputed as a whole.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
             use, and not at its end.
         blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
@@ -264,10 +262,8 @@ class Plan:
             beforehand, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered during the preceding backward. False: after it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
-        optimizer_offload: the optimizer's state and master weights are in the host's memory. A rank's gradients are copied
-            there, the host updates, and the new parameters are copied back.
-        activation_offload: the components whose saved activations are copied to the host after their forward, and fetched
-            before their backward: True (all), False (none) or their names.
+        optimizer_offload: state and master weights lie in the host's memory, and the host updates. activation_offload: so do
+            the saved activations of all components (True), none (False) or those that are named.
         clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
         synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """
@@ -372,12 +368,7 @@ class Plan:
             )
         if self.synchronisation.kind == "stale":
             self._check_stale()
-        parts = self.mesh.dp * self.microbatches
-        if self.global_batch < 1 or self.global_batch % parts:
-            raise PlanError(
-                f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
-                f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
-            )
+        check_batch(self.global_batch, self.mesh, self.microbatches)
 
     def _check_stale(self) -> None:
         """In every step each stage works on one batch, and keeps those of which the backward is still to come."""
@@ -587,6 +578,16 @@ class Plan:
             raise PlanError(f"no plan file {path}; write one with `parsim plan RUN.toml`")
         with reading(f"{path} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
             return cls.from_json(read_text(path), str(path))
+
+
+def check_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
+    """Raise PlanError unless a batch divides over the replicas, and theirs into microbatches."""
+    parts = mesh.dp * microbatches
+    if global_batch < 1 or global_batch % parts:
+        raise PlanError(
+            f"global_batch ({global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = {parts}; "
+            f"the nearest that is: {max(1, round(global_batch / parts)) * parts}"
+        )
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:

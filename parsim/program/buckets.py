@@ -12,6 +12,7 @@ from parsim.model.component import Component, Parameter, ParameterShard, share_o
 from parsim.model.model import Model
 from parsim.plans.layouts import Placement
 from parsim.plans.plan import Plan, holding
+from parsim.records import once
 
 
 class HeldParameter(NamedTuple):
@@ -212,24 +213,17 @@ class _Held(NamedTuple):
     kind: tuple[object, ...]
 
 
-class _HeldBy:
-    """How components hold their parameters under their placements. A Model keeps it, for it depends on nothing else."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, Placement], dict[str, _Held]] = {}
-
-    def of(self, component: Component, placement: Placement) -> Mapping[str, _Held]:
-        """By parameter of the component."""
-        key = component.name, placement
-        if key not in self._held:
-            by_name = self._held[key] = {}
-            for parameter in component.parameters:
-                first = hold(component, placement, parameter, 0)
-                is_cut = first.part is not None
-                kind = ("shard", placement.ways) if is_cut else holding(component, placement, parameter.name)[:2]
-                kind = (*kind, parameter.expert_ways, parameter.group)
-                by_name[parameter.name] = _Held(parameter, component, first, first.size_bytes, kind)
-        return self._held[key]
+@once
+def _held_by(model: Model, name: str, placement: Placement) -> Mapping[str, _Held]:
+    """How a component holds each of its parameters under a placement."""
+    component, by_name = model.component(name), dict[str, _Held]()
+    for parameter in component.parameters:
+        first = hold(component, placement, parameter, 0)
+        is_cut = first.part is not None
+        kind = ("shard", placement.ways) if is_cut else holding(component, placement, parameter.name)[:2]
+        kind = (*kind, parameter.expert_ways, parameter.group)
+        by_name[parameter.name] = _Held(parameter, component, first, first.size_bytes, kind)
+    return by_name
 
 
 class _Closed:
@@ -306,12 +300,12 @@ def gradient_buckets(
         frozen: group the frozen parameters instead, by the ranks that hold them.
     """
     chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
-    places, held_by = plan.stage_places, model.remembered(_HeldBy)
+    places = plan.stage_places
     first: dict[tuple[str, int], _Held] = {}
     chunks: dict[str, dict[int, None]] = {}
     for component in model.components:
         chunk = chunk_of[component.name]
-        for name, held in held_by.of(component, placements[component.name]).items():
+        for name, held in _held_by(model, component.name, placements[component.name]).items():
             if held.parameter.trainable is not frozen:
                 chunks.setdefault(name, {})[chunk] = None
                 first.setdefault((name, places[chunk]), held)

@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, get_type_hints
 
 from parsim.errors import GraphError, PlanError
@@ -117,7 +116,6 @@ def work_text(work: Work) -> str:
     return _FIELD.sub(written, _OPTIONAL.sub(optional, WORK_FORMS[type(work)]))
 
 
-@cache
 def _pattern(kind: type[Work]) -> re.Pattern[str]:
     """The form of a kind of work as an expression with a group for each field."""
     types = get_type_hints(kind)
@@ -130,10 +128,13 @@ def _pattern(kind: type[Work]) -> re.Pattern[str]:
     return re.compile(_FIELD.sub(group, _OPTIONAL.sub(r"(?:\1)?", WORK_FORMS[kind])))
 
 
+_PATTERNS = {kind: _pattern(kind) for kind in WORK_FORMS}
+
+
 def parse_work(text: str) -> Work:
     """The inverse of `work_text`. Raises GraphError for any other text."""
-    for kind in WORK_FORMS:
-        if match := _pattern(kind).fullmatch(text):
+    for kind, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(text):
             types, fields = get_type_hints(kind), dict[str, Any]()
             for name, value in match.groupdict().items():
                 if name in _WORDS:

@@ -23,27 +23,17 @@ from parsim.engines.noise import FEWEST_DRAWS
 from parsim.model.component import Component, Value
 from parsim.model.shard.narrow import ways_of
 from parsim.numeric import Floats
-from parsim.plans.layouts import (
-    BATCH,
-    LOCAL_HOPS,
-    POINT_TO_POINT_HOPS,
-    Placement,
-    ValueLayout,
-    conversion,
-    hop_groups,
-    hop_pairs,
-)
+from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import few_rounds, pipeline_actions
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
 from parsim.program.passes.compute import computations
-from parsim.program.passes.convert import hop_collective, hop_message
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.records import once
-from parsim.search.prices import Prices, device_kinds
+from parsim.search.prices import Prices, device_kinds, hop_works
 from parsim.units import divisors
 from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
 
@@ -246,16 +236,10 @@ def _hops_s(
     target: ValueLayout,
 ) -> float:
     """A conversion on the tp ranks from `base` on: of every hop the message or group that takes least."""
-    total, size_bytes, tp = 0.0, value.size_bytes(samples), mesh.tp
-    for hop in conversion(source, target, tp):
-        if hop.operation in LOCAL_HOPS:
-            continue
-        if hop.operation in POINT_TO_POINT_HOPS:
-            works: list[Work] = [hop_message(hop, base + a, base + b, size_bytes, tp) for a, b in hop_pairs(hop, tp)]
-        else:
-            groups = [tuple(base + rank for rank in group) for group in hop_groups(hop, tp)]
-            works = [hop_collective(hop, group, size_bytes, tp) for group in groups]
-        total += min(problem.price([(work, base)], mesh)[0].median_s for work in works)
+    total, size_bytes = 0.0, value.size_bytes(samples)
+    for hop in conversion(source, target, mesh.tp):
+        works = hop_works(hop, base, size_bytes, mesh.tp)
+        total += min((problem.price([(work, base)], mesh)[0].median_s for work in works), default=0.0)
     return total
 
 

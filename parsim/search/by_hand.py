@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from parsim.errors import ConfigError, ModelError, PlanError, near_matches
+from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -26,6 +26,7 @@ from parsim.plans.plan import (
     ActivationOffload,
     Plan,
     Recompute,
+    check_batch,
     check_plan,
     tied_apart,
 )
@@ -229,12 +230,7 @@ def custom_plan(
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
         CostError: stages cannot be balanced where a component has no cost.
     """
-    parts = mesh.dp * microbatches
-    if problem.global_batch % parts:
-        raise PlanError(
-            f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
-            f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
-        )
+    check_batch(problem.global_batch, mesh, microbatches)
     problem = problem.on(mesh)
     plan = balanced_plan(
         problem,

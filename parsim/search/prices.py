@@ -36,9 +36,9 @@ from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.plans.stages import Groups, concurrent_with
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
-from parsim.program.passes.convert import hop_collective
+from parsim.program.passes.convert import hop_collective, hop_message
 from parsim.records import once
-from parsim.work import Collective, Compute, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, Phase, Work
 
 
 def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Sequence[int] = ()) -> tuple[Placement, ...]:
@@ -99,6 +99,16 @@ def narrowed(problem: PlanningProblem, name: str, rule: str, ways: int) -> tuple
     """One shard of a component, and the bytes of its weights in another precision."""
     shard = narrow(component_in(problem.model.component(name), problem.numerics.precision), rule, ways)
     return shard, shard.cast_bytes
+
+
+def hop_works(hop: Hop, base: int, size_bytes: int, tp: int) -> list[Work]:
+    """What a hop over the tp ranks from `base` on sends: its messages, or a collective per group; nothing if it is local."""
+    if hop.operation in LOCAL_HOPS:
+        return []
+    if hop.operation in POINT_TO_POINT_HOPS:
+        return [hop_message(hop, base + source, base + target, size_bytes, tp) for source, target in hop_pairs(hop, tp)]
+    groups = (tuple(base + rank for rank in group) for group in hop_groups(hop, tp))
+    return [hop_collective(hop, group, size_bytes, tp) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -186,30 +196,24 @@ class Prices:
         return (Phase.FORWARD, Phase.BACKWARD) if component.name in self.differentiable else (Phase.FORWARD,)
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
-        """One microbatch of a value from one layout to another, in the first replica."""
+        """One microbatch of a value from one layout to another, in the first replica.
+
+        Messages of a hop go one after another, and its groups at the same time.
+        """
         if source == target:
             return 0.0
         key = (value.bytes_per_sample, value.fixed_bytes, source, target)
         if key not in self._converted:
-            self._converted[key] = sum(self._hop_s(value, hop) for hop in conversion(source, target, self.mesh.tp))
+            total, size_bytes, tp = 0.0, value.size_bytes(self.samples), self.mesh.tp
+            for hop in conversion(source, target, tp):
+                seconds = [self.work_s(work, 0) for work in hop_works(hop, 0, size_bytes, tp)]
+                total += sum(seconds) if hop.operation in POINT_TO_POINT_HOPS else max(seconds, default=0.0)
+            self._converted[key] = total
         return self._converted[key]
 
     @cached_property
     def _converted(self) -> dict[tuple[int, int, ValueLayout, ValueLayout], float]:
         return {}
-
-    def _hop_s(self, value: Value, hop: Hop) -> float:
-        if hop.operation in LOCAL_HOPS:
-            return 0.0
-        tp = self.mesh.tp
-        size_bytes = value.size_bytes(self.samples)
-        if hop.operation in POINT_TO_POINT_HOPS:
-            piece = size_bytes if hop.operation == "move" else size_bytes // tp
-            return sum(
-                self.work_s(SendRecv(source=source, destination=target, size_bytes=piece), 0)
-                for source, target in hop_pairs(hop, tp)
-            )
-        return max(self.work_s(hop_collective(hop, group, size_bytes, tp), 0) for group in hop_groups(hop, tp))
 
     def synchronisation_s(self, component: Component, placement: Placement) -> float:
         """Summing the component's gradients over all ranks that hold them alike, with ZeRO gathering its parameters once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,3 +83,18 @@ def assert_equal_to_module(module: nn.Module, inputs: tuple[Tensor, ...], granul
             if x.grad is not None:
                 assert torch.equal(x.grad, found_gradients[f"input:{number}"])
                 assert torch.equal(x.grad, uncut.grad)
+
+
+def bytes_kept(run: Callable[[], object], without: Iterable[Tensor]) -> int:
+    """Bytes of the storages that autograd keeps of a forward, each once, but for those of some tensors such as weights."""
+    others = {tensor.untyped_storage()._cdata for tensor in without}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+    assert output is not None, "the graph lives until here"
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in others)

@@ -11,7 +11,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,21 +29,12 @@ REQUEST = CalibrationRequest(models=((MLP, (4, 8)),), quick=True, compute_budget
 PATIENCE_S = 120.0
 
 
-def turn(section: str, number: int, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    ranks = [{section: entries}, {section: []}]
-    return {
-        "section": section,
-        "round": number,
-        "time_s": 1.0,
-        "seconds": 0.5,
-        "ranks": ranks,
-    }
-
-
 def leave_turns(path: Path, count: int = 3) -> None:
     (path / START).write_text(json.dumps({"ranks": [{"device": {}}, {"device": {}}], "cases": [], "environment": {}}))
     for number in range(count):
-        (path / f"turn-{number:05d}.json").write_text(json.dumps(turn("sweeps", number, [{"value": number}])))
+        ranks = [{"sweeps": [{"value": number}]}, {"sweeps": []}]
+        turn = {"section": "sweeps", "round": number, "time_s": 1.0, "seconds": 0.5, "ranks": ranks}
+        (path / f"turn-{number:05d}.json").write_text(json.dumps(turn))
 
 
 # --- what lies on disk ------------------------------------------------------------------------------------------------

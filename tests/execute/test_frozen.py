@@ -24,7 +24,7 @@ from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.predict.memory import plan_memory  # noqa: E402
 from parsim.program.placed import PlanIndex  # noqa: E402
 from tests.execute import frozen_modules  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
+from tests.execute.bitwise import assert_equal_to_module, bytes_kept  # noqa: E402
 from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E402
 
 KINDS = ("adapters", "parametrized_adapters", "frozen_start", "frozen_middle", "biases_only")
@@ -77,33 +77,18 @@ def test_saved_bytes_are_those_of_torch(kind: str) -> None:
     """What autograd keeps in a real forward, by its hooks; weights apart."""
     torch.manual_seed(0)
     module = getattr(frozen_modules, kind)()
-    known = {tensor.untyped_storage().data_ptr() for tensor in module.parameters()}
-    saved: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        if tensor.untyped_storage().data_ptr() not in known:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(torch.randn(6, 8, 8))
+    kept = bytes_kept(lambda: module(torch.randn(6, 8, 8)), module.parameters())
     model = trace(module, torch.randn(2, 8, 8)).model
     fixed = sum(component.saved_fixed_bytes for component in model.components)
-    assert 6 * model.saved_activation_bytes + fixed == sum(saved.values())
+    assert 6 * model.saved_activation_bytes + fixed == kept
 
 
 def test_a_model_keeps_what_is_frozen_and_one_without_is_written_as_before() -> None:
     frozen = load_model(spec("adapters"))
     again = Model.from_json(frozen.to_json())
     assert again == frozen
-    assert {p.name for p in again.trainable_parameters} == {p.name for p in again.parameters if ".base." not in p.name} - {
-        "1.weight",
-        "1.bias",
-        "9.weight",
-        "9.bias",
-    }
+    ends = {"1.weight", "1.bias", "9.weight", "9.bias"}
+    assert {p.name for p in again.trainable_parameters} == {p.name for p in again.parameters if ".base." not in p.name} - ends
     plain = json.loads(load_model(ModelSpec(name="mlp")).to_json())
     assert all("trainable" not in entry for component in plain["components"] for entry in component.get("parameters", ()))
     assert all("gradients" not in entry for component in plain["components"] for entry in component.get("operators", ()))

@@ -14,13 +14,17 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from parsim.errors import ModelError  # noqa: E402
+import parsim as ps  # noqa: E402
+from parsim.app.launch import check_loss  # noqa: E402
+from parsim.app.question import loss_note  # noqa: E402
+from parsim.errors import ModelError, PlanError  # noqa: E402
 from parsim.model.build import build_fake, build_module  # noqa: E402
 from parsim.model.interface import example_batch, interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
-from parsim.model.model import Model  # noqa: E402
+from parsim.model.model import COUPLED, Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.total_loss import total_loss  # noqa: E402
+from tests.execute.bitwise import bytes_kept  # noqa: E402
 from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 
@@ -98,17 +102,16 @@ def test_published_number_of_parameters(name: str, tmp_path: Path) -> None:
 
 
 def test_inputs_and_lengths(tmp_path: Path) -> None:
-    found = {}
-    for name in ("llama-3-8b", "gpt2", "t5-base", "whisper-small", "vit-base"):
-        kind = interface_of(written(_folder(tmp_path, name), FULL[name][0]))
-        found[name] = ({entry.name: entry.shape for entry in kind.inputs}, kind.loss)
-    assert found == {
-        "llama-3-8b": ({"input_ids": (2048,)}, "cross_entropy"),
-        "gpt2": ({"input_ids": (1024,)}, "cross_entropy"),
-        "t5-base": ({"input_ids": (512,), "decoder_input_ids": (512,)}, "cross_entropy"),
-        "whisper-small": ({"input_features": (80, 3000), "decoder_input_ids": (448,)}, "cross_entropy"),
-        "vit-base": ({"pixel_values": (3, 224, 224)}, "cross_entropy"),
+    expected = {
+        "llama-3-8b": {"input_ids": (2048,)},
+        "gpt2": {"input_ids": (1024,)},
+        "t5-base": {"input_ids": (512,), "decoder_input_ids": (512,)},
+        "whisper-small": {"input_features": (80, 3000), "decoder_input_ids": (448,)},
+        "vit-base": {"pixel_values": (3, 224, 224)},
     }
+    for name, shapes in expected.items():
+        kind = interface_of(written(_folder(tmp_path, name), FULL[name][0]))
+        assert ({each.name: each.shape for each in kind.inputs}, kind.loss) == (shapes, "cross_entropy")
 
 
 def _folder(parent: Path, name: str) -> Path:
@@ -123,6 +126,8 @@ def test_seq_is_an_argument(tmp_path: Path) -> None:
         interface_of(written(tmp_path, SMALL["llama"], seq=17))
     with pytest.raises(ModelError, match="seq must be a whole number"):
         interface_of(written(tmp_path, SMALL["llama"], seq=0))
+    with pytest.raises(ModelError, match="one token at a time"):
+        interface_of(written(tmp_path, SMALL["mamba"], seq=4096))
 
 
 def _contrastive(folder: Path) -> ModelSpec:
@@ -147,18 +152,8 @@ def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
 
 def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     """And run refuses to divide its batch."""
-    import parsim as ps
-    from parsim.app.launch import check_loss
-    from parsim.app.question import loss_note
-    from parsim.errors import PlanError
-    from parsim.model.model import COUPLED
-
-    answer = ps.plan(
-        _contrastive(tmp_path).name,
-        cluster="dgx1-v100-16gb",
-        global_batch=64,
-        settings={"plan.strategy": "dp", "cluster.devices": 2},
-    )
+    name = _contrastive(tmp_path).name
+    answer = ps.plan(name, cluster="dgx1-v100-16gb", global_batch=64, strategy="dp", devices=2)
     model = answer.problem.model
     assert model.loss == "own"
     assert model.loss_form == COUPLED
@@ -171,9 +166,7 @@ def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     loss = model.components[-1]
     assert loss.pair_bytes[0] > 0
     at = [loss.at_samples(samples) for samples in (8, 16)]
-    saved = [
-        found.saved_activation_bytes * samples + found.saved_fixed_bytes for found, samples in zip(at, (8, 16), strict=True)
-    ]
+    saved = [one.saved_activation_bytes * samples + one.saved_fixed_bytes for one, samples in zip(at, (8, 16), strict=True)]
     assert saved[1] - 2 * saved[0] == loss.pair_bytes[0] * (256 - 128) - loss.saved_fixed_bytes
 
 
@@ -181,24 +174,10 @@ def test_what_a_contrastive_loss_saves_equals_a_real_forward(tmp_path: Path) -> 
     spec = _contrastive(tmp_path)
     model, module = load_model(spec), build_module(spec)
     for samples in (5, 9):
-        kept = _saved_bytes(module, example_batch(spec, samples)[0])
+        inputs = example_batch(spec, samples)[0]
+        kept = bytes_kept(lambda inputs=inputs: module(**inputs)["loss"] * 1, (*module.parameters(), *module.buffers()))  # type: ignore[misc]
         whole = [entry.at_samples(samples) for entry in model.components]
         assert kept == sum(entry.saved_activation_bytes * samples + entry.saved_fixed_bytes for entry in whole)
-
-
-def _saved_bytes(module: Any, inputs: Any) -> int:
-    """Of the storages that autograd keeps, without parameters and buffers."""
-    state = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-    kept: dict[int, Any] = {}
-
-    def pack(tensor: Any) -> Any:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = module(**inputs)["loss"] * 1
-    assert loss.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in state)
 
 
 def test_another_loss_over_pairs_is_refused(tmp_path: Path) -> None:
@@ -211,11 +190,6 @@ def test_another_loss_over_pairs_is_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(ModelError, match="not a sum over samples"):
         interface_of(written(tmp_path, config))
-
-
-def test_a_long_scan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="one token at a time"):
-        interface_of(written(tmp_path, SMALL["mamba"], seq=4096))
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -243,6 +217,11 @@ def test_bad_configs(name: str, tmp_path: Path) -> None:
         interface_of(written(tmp_path, config))
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no Hugging Face config at"):
+        build_module(ModelSpec(name=str(tmp_path / "config.json")))
 
 
 def test_a_changed_file_is_another_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 
 HERE = "tests.execute.described_modules"
 CONTRASTIVE = ModelSpec(name=f"{HERE}:Contrastive", input_shape=(6,))
+CENTRED = ModelSpec(name="tests.execute.test_loss_forms:Centred", input_shape=(6,))
 
 
 class Noisy(nn.Module):
@@ -80,17 +81,6 @@ class Centred(nn.Module):
         return self.other(y - y.mean(0) if self.norm is None else self.norm(y))
 
 
-class Squeezing(nn.Module):
-    """Loses the dim of a batch of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).unsqueeze(-1).squeeze()
-
-
 class Graph(nn.Module):
     """Nodes are the batch, and edges number them: no part of the batch runs."""
 
@@ -111,7 +101,6 @@ class Graph(nn.Module):
         (Centred(), torch.randn(5, 6), MIXING),
         (Centred(norm=True), torch.randn(5, 6), ""),
         (Graph(), (torch.randn(6, 6), torch.tensor([[0, 1, 2, 5], [5, 4, 0, 1]])), MIXING),
-        (Squeezing(), torch.randn(5, 6), ""),
     ],
 )
 def test_forms_of_modules_under_cross_entropy(module: nn.Module, batch: object, form: str) -> None:
@@ -159,21 +148,18 @@ def test_the_answer_says_what_was_assumed() -> None:
     assert any("not checked" in line for line in asked(Noisy()).lines())
 
 
-def test_a_coupled_loss_is_refused_where_the_batch_is_divided() -> None:
-    model = load_model(CONTRASTIVE)
-    divided = even_plan(CONTRASTIVE, Mesh(dp=2), strategy="custom", batch=8)
-    with pytest.raises(PlanError, match=r"4 of 8 samples at a time.*allow_coupled_loss"):
-        check_loss(model, divided, allowed=False)
-    check_loss(model, divided, allowed=True)
-    check_loss(model, even_plan(CONTRASTIVE, Mesh(), strategy="custom", batch=8), allowed=False)
-
-
-def test_a_module_that_mixes_samples_is_refused_where_the_batch_is_divided() -> None:
-    spec = ModelSpec(name="tests.execute.test_loss_forms:Centred", input_shape=(6,))
+@pytest.mark.parametrize(
+    ("spec", "form", "message"),
+    [
+        (CONTRASTIVE, COUPLED, r"4 of 8 samples at a time.*allow_coupled_loss"),
+        (CENTRED, MIXING, r":Centred mixes the samples.*4 of 8 samples at a time.*strategy = 'single'"),
+    ],
+)
+def test_a_loss_that_does_not_add_up_is_refused_where_the_batch_is_divided(spec: ModelSpec, form: str, message: str) -> None:
     model = load_model(spec)
-    assert model.loss_form == MIXING
+    assert model.loss_form == form
     divided = even_plan(spec, Mesh(dp=2), strategy="custom", batch=8)
-    with pytest.raises(PlanError, match=r":Centred mixes the samples.*4 of 8 samples at a time.*strategy = 'single'"):
+    with pytest.raises(PlanError, match=message):
         check_loss(model, divided, allowed=False)
     check_loss(model, divided, allowed=True)
     check_loss(model, even_plan(spec, Mesh(), strategy="custom", batch=8), allowed=False)
@@ -226,10 +212,9 @@ global_batch = 8
 steps = 2
 dataset = "digits"
 '''
-    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
-        steps_per_epoch(parse_config(text))
-    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
-        check_images_suit(parse_config(text))
+    for check in (steps_per_epoch, check_images_suit):
+        with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
+            check(parse_config(text))
     check_images_suit(parse_config(text.replace("digits", "synthetic")))
 
 
@@ -260,8 +245,7 @@ class Squeezes(nn.Module):
         self.layer, self.mixes = nn.Linear(64, 10), mixes
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.layer(x - x.mean(0) if self.mixes else x).squeeze()
-        return found
+        return self.layer(x - x.mean(0) if self.mixes else x).squeeze()
 
 
 def _judged(module: nn.Module, samples: int) -> str:
@@ -322,8 +306,7 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
-        found: Tensor = Pulling.apply(y.square().mean(), y, self.scaled)
-        return found
+        return Pulling.apply(y.square().mean(), y, self.scaled)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,10 @@ from experiments.common.equality import even_plan  # noqa: E402
 from parsim.app.launch import check_loss  # noqa: E402
 from parsim.app.question import loss_note  # noqa: E402
 from parsim.errors import ModelError, ParsimError, PlanError  # noqa: E402
-from parsim.model.load import (  # noqa: E402
-    load_model,
-    model_from_module,
-)
+from parsim.model.load import load_model, model_from_module  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
+from tests.hugging_face_configs import SMALL  # noqa: E402
 
 HERE = "tests.execute.test_refused_models"
 EXAMPLE = torch.zeros(4, 6)
@@ -167,16 +165,7 @@ def test_inputs_by_shape_of_a_forward_with_two() -> None:
         model_from_module(Two(), {"x": EXAMPLE, "tt": EXAMPLE})
 
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-}
+LLAMA = {**SMALL["llama"], "num_hidden_layers": 1}
 
 
 @pytest.mark.hf

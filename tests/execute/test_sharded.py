@@ -27,6 +27,7 @@ from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow  # noqa: E402
+from tests.execute.bitwise import bytes_kept  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 
 SMALL = ("mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small")
@@ -101,18 +102,8 @@ def test_narrow_is_what_a_shard_does(name: str) -> None:
 def saved_bytes(runnable: Runnable, inputs: list[torch.Tensor], counted: Sequence[bool]) -> int:
     """What autograd keeps of one real forward, each storage once, without parameters and inputs that are not counted."""
     given = [x.clone().requires_grad_(flows) for x, flows in zip(inputs, runnable.input_differentiable, strict=True)]
-    state = (*runnable.module.parameters(), *runnable.module.buffers())
-    known = {t.untyped_storage()._cdata for t in (*state, *(x for x, count in zip(given, counted, strict=True) if not count))}
-    seen: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-        outputs = runnable(given)
-    assert any(y.requires_grad for y in outputs)
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in seen.items() if key not in known)
+    uncounted = [x for x, count in zip(given, counted, strict=True) if not count]
+    return bytes_kept(lambda: runnable(given), (*runnable.module.parameters(), *runnable.module.buffers(), *uncounted))
 
 
 @pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "vgg_small", "gpt_small"))

@@ -48,15 +48,8 @@ def _spec(
 
 
 def _zoo() -> list[Row]:
-    small: dict[str, ModelSpec] = {
-        "mlp": ModelSpec(name="mlp"),
-        "resnet_small": ModelSpec(name="resnet_small"),
-        "vgg_small": ModelSpec(name="vgg_small"),
-        "vit_small": ModelSpec(name="vit_small"),
-        "gpt_small": ModelSpec(name="gpt_small"),
-        "bert_small": ModelSpec(name="bert_small"),
-    }
-    return [Row(name=name, group="zoo", spec=spec) for name, spec in small.items()]
+    names = ("mlp", "resnet_small", "vgg_small", "vit_small", "gpt_small", "bert_small")
+    return [Row(name=name, group="zoo", spec=ModelSpec(name=name)) for name in names]
 
 
 _VISION = {

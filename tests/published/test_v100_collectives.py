@@ -6,7 +6,6 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from parsim.costs.communication.collectives import estimate_collective
@@ -139,15 +138,3 @@ def test_missing_tables_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["--data", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert "datasheet.csv" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_points_are_a_spread_not_a_line(profile: Profile) -> None:
-    """The reason for regimes: the best single line through 1-16 MiB at 8 GPUs misses a point by more than 10%."""
-    points = [
-        p for p in profile.communication.points if p.source == "vtrain" and len(p.group) == 8 and p.size_bytes <= 16 * MIB
-    ]
-    size = np.array([point.size_bytes for point in points], dtype=float)
-    seconds = np.array([point.seconds for point in points])
-    columns = np.column_stack([np.ones(len(size)), size]) / seconds[:, None]
-    line, *_ = np.linalg.lstsq(columns, np.ones(len(size)), rcond=None)
-    assert np.abs(columns @ line - 1).max() > 0.10

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
+from parsim.hardware.devices import DEVICE_KINDS, NO_ALLOCATOR, Allocator, DeviceType, Spread
 from parsim.model.component import Component, Footprint, Operator, Parameter, Value
 from parsim.model.formats import Numerics, component_in
 from parsim.model.load import load_model
@@ -22,23 +22,8 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.memory import NCCL_COMMUNICATOR_BYTES, RankMemory, plan_memory
 from parsim.program.placed import PlanIndex
 
-CPU = DeviceType(
-    name="cpu",
-    kind="cpu",
-    memory_bytes=1_000_000,
-    peak_flop_per_s={"fp32": 1e10},
-    memory_bandwidth_bytes_per_s=1e10,
-    context_bytes=5_000,
-)
-V100 = DeviceType(
-    name="v100",
-    kind="cuda",
-    memory_bytes=34_359_738_368,
-    peak_flop_per_s={"fp32": 15.7e12},
-    memory_bandwidth_bytes_per_s=900e9,
-    context_bytes=700_000_000,
-    allocator=DEVICE_KINDS["cuda"].allocator,
-)
+V100 = cluster_from_profile(load_profile("dgx1-v100-32gb")).devices[0].type
+CPU = replace(V100, kind="cpu", memory_bytes=1_000_000, context_bytes=5_000, allocator=NO_ALLOCATOR)
 TABLE = Parameter(name="embed.weight", elements=100)
 
 

@@ -69,12 +69,8 @@ def test_a_unet_is_not_trained_by_a_cross_entropy_over_its_width() -> None:
 
     with pytest.raises(ModelError, match=r"UNet returns \[3, 32, 32\] per sample"):
         parsim.plan(UNet(), cluster="dgx1-v100-32gb", global_batch=64, example_inputs=torch.randn(2, 3, 32, 32))
-    answer = parsim.plan(
-        UNet(),
-        cluster="dgx1-v100-32gb",
-        global_batch=64,
-        example_inputs=torch.randn(2, 3, 32, 32),
-        settings={"model.loss": "mse", "plan.strategy": "dp"},
-    )
+    chosen = {"model.loss": "mse", "plan.strategy": "dp"}
+    images = torch.randn(2, 3, 32, 32)
+    answer = parsim.plan(UNet(), cluster="dgx1-v100-32gb", global_batch=64, example_inputs=images, settings=chosen)
     assert answer.to_dict()["loss"] == "mse"
     assert "loss: mse" in answer.lines()

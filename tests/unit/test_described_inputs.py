@@ -98,12 +98,7 @@ KINDS = {"a": OutputKind((2, 10), "float32"), "b": OutputKind((2, 3), "float32")
     ("outputs", "objective", "wanted", "message"),
     [
         (KINDS, None, None, r'returns 2 tensors, "a" float32 \[2, 10\].*output = "a"'),
-        (
-            {**KINDS, "b": OutputKind((), "float32")},
-            None,
-            None,
-            r'or another.*output = "b" is one number: the loss',
-        ),
+        ({**KINDS, "b": OutputKind((), "float32")}, None, None, r'or another.*output = "b" is one number: the loss'),
         (KINDS, None, "c", r'returns no "?\'?c.*it returns "a"'),
         ({}, None, None, "returns no tensor"),
         ({"": OutputKind((2,), "float32")}, Objective("cross_entropy"), None, "one number per sample.*bce"),
@@ -140,17 +135,11 @@ def test_losses_nobody_chose(outputs: dict[str, OutputKind], loss: str, shape: t
     assert str(found.objective) == loss
     assert (None if found.target is None else found.target.shape) == shape
 
-
-def test_an_output_that_is_one_number_is_the_loss() -> None:
     pair = {"0": OutputKind((2, 7, 40), "float32"), "1": OutputKind((), "float32")}
-    found = settle("net", pair, 2, None, tokens=True, output="1")
-    assert found.objective == Objective("own", output="1")
-    assert found.target is None
-
-
-def test_maps_of_classes() -> None:
-    found = settle("net", {"": OutputKind((2, 4, 8, 9), "float32")}, 2, Objective("cross_entropy", classes_dim=0), tokens=False)
-    assert found.target == ModelInput("target", (8, 9), dtype="int64", high=4)
+    number = settle("net", pair, 2, None, tokens=True, output="1")
+    assert (number.objective, number.target) == (Objective("own", output="1"), None)
+    maps = settle("net", {"": OutputKind((2, 4, 8, 9), "float32")}, 2, Objective("cross_entropy", classes_dim=0), tokens=False)
+    assert maps.target == ModelInput("target", (8, 9), dtype="int64", high=4)
 
 
 def test_the_run_file_describes_inputs_and_loss(tmp_path: Path) -> None:

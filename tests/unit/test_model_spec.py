@@ -12,9 +12,10 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
-from parsim.model.catalogue.zoo import PRESETS, ZOO, preset_lines
+from parsim.model.build import build_module
+from parsim.model.catalogue.zoo import PRESETS, preset_lines
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import interface_of, loss_of
+from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.model import GRANULARITIES
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
@@ -85,12 +86,8 @@ def test_narrow_keeps_what_there_is(stem: str, granularity: str) -> None:
             ways = sharding.limit
             part = narrow(component, sharding.rule, ways)
             assert part.fingerprint != component.fingerprint
-            for of_part, of_whole in (
-                (part.forward_flop, component.forward_flop),
-                (part.parameter_bytes, component.parameter_bytes),
-                (part.saved_activation_bytes, component.saved_activation_bytes),
-                (part.saved_fixed_bytes, component.saved_fixed_bytes),
-            ):
+            for number in ("forward_flop", "parameter_bytes", "saved_activation_bytes", "saved_fixed_bytes"):
+                of_part, of_whole = getattr(part, number), getattr(component, number)
                 assert of_whole // ways <= of_part <= of_whole, (component.name, sharding.rule)
             for whole, local in zip(component.operators, part.operators, strict=True):
                 assert whole.activation_bytes // ways <= local.activation_bytes <= whole.activation_bytes
@@ -109,10 +106,6 @@ def test_shardings_leave_the_fingerprint_alone() -> None:
     listed = replace(apart, operators=apart.operators + apart.operators)
     assert operator.count == 1
     assert twice.fingerprint == listed.fingerprint != apart.fingerprint
-
-
-def test_every_zoo_model_has_a_preset() -> None:
-    assert set(ZOO) == {name for name, args in PRESETS.values() if not args}
 
 
 def test_presets_need_no_torch() -> None:
@@ -181,11 +174,8 @@ def test_resolve_fills_in() -> None:
 def test_bad_specs(spec: ModelSpec, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(spec)
-
-
-def test_bad_granularity() -> None:
     with pytest.raises(ModelError, match="one of block, sublayer, layer, got 'operator'"):
-        load_model(ModelSpec(name="mlp"), granularity="operator")
+        load_model(spec, granularity="operator")
 
 
 def test_interfaces() -> None:
@@ -222,9 +212,6 @@ class TestWithTorch:
     def test_factories(self, factories: str) -> None:
         import torch
 
-        from parsim.model.build import build_module
-        from parsim.model.interface import example_batch
-
         spec = ModelSpec(name=f"{factories}:classifier", args=(("width", 16),), input_shape=(6,))
         assert load_model(spec).parameter_count == 6 * 16 + 16 + 16 * 4 + 4
         assert [c.name for c in load_model(spec).components] == ["0", "2", "loss"]
@@ -255,12 +242,7 @@ class TestWithTorch:
             ("own_factories:classifier", (("depth", 2),), (6,), "refuses its arguments"),
             ("own_factories:nothing", (), (6,), "not a torch module"),
             ("own_factories:classifier", (), None, "needs an input_shape"),
-            (
-                "own_factories:Pair",
-                (),
-                None,
-                r"takes x, label\. In \[model\] write inputs = { x = { shape = \[...\] }, label",
-            ),
+            ("own_factories:Pair", (), None, r"takes x, label\. In \[model\] write inputs = { x = { shape = \[...\] }, label"),
             ("own_factories:classifier", (), (5,), "failed on the example inputs"),
         ],
     )
@@ -272,8 +254,6 @@ class TestWithTorch:
 
     def test_batches_depend_on_the_seed_alone(self) -> None:
         import torch
-
-        from parsim.model.interface import example_batch
 
         spec = ModelSpec(name="resnet_small")
         one, target = example_batch(spec, 4, seed=3)
@@ -289,8 +269,6 @@ class TestWithTorch:
         wide = load_model(ModelSpec(name="mlp", args=(("width", 32), ("depth", 2))))
         assert wide.parameter_count == 1024 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
         assert [c.name for c in wide.components] == ["layers.0", "layers.3", "layers.6", "loss"]
-        deeper = load_model(ModelSpec(name="mlp"), granularity="layer")
-        assert deeper.granularity == "layer"
 
     @pytest.mark.parametrize("stem", ["mlp", "resnet_small", "gpt_small", pytest.param("vit_b_16", marks=pytest.mark.slow)])
     def test_presets_are_current(self, stem: str) -> None:
@@ -302,6 +280,4 @@ class TestWithTorch:
         """nn.TransformerEncoder copies a layer in its `__init__`; without memory for weights, too."""
         name = "tests.matrix.sequence_modules:transformer_encoder"
         spec = ModelSpec(name=name, input_shape=(6, 16), loss="cross_entropy")
-        from parsim.model.build import build_module
-
         assert load_model(spec).parameter_count == sum(p.numel() for p in build_module(spec).parameters())

@@ -15,6 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 from parsim.model import Model, trace  # noqa: E402
 from parsim.model.component import Component, Operator  # noqa: E402
 from parsim.model.objective import LOSSES  # noqa: E402
+from tests.execute.bitwise import bytes_kept  # noqa: E402
 
 F32 = 4
 
@@ -56,20 +57,8 @@ def test_sequence_linear_has_rows_per_sample() -> None:
 def test_convolution() -> None:
     (component,) = model_of(nn.Conv2d(4, 6, (3, 5), stride=(2, 1), padding=(1, 2), groups=2), 4, 8, 10).components
     (conv,) = operators(component, "convolution")
-    sizes = {
-        "c": 4,
-        "h": 8,
-        "w": 10,
-        "k": 6,
-        "r": 3,
-        "s": 5,
-        "stride_h": 2,
-        "stride_w": 1,
-        "groups": 2,
-        "out_h": 4,
-        "out_w": 10,
-    }
-    assert dict(conv.shape) == sizes
+    sizes = {"c": 4, "h": 8, "w": 10, "k": 6, "r": 3, "s": 5, "out_h": 4, "out_w": 10}
+    assert dict(conv.shape) == {**sizes, "stride_h": 2, "stride_w": 1, "groups": 2}
     assert conv.batch == "batch"
     assert conv.forward_flop == 2 * (4 * 10) * 6 * (4 // 2) * 3 * 5
     assert conv.activation_bytes == (4 * 8 * 10 + 6 * 4 * 10) * F32
@@ -159,41 +148,19 @@ def test_attention_and_batched_matmul() -> None:
 def test_saved_activations_agree_with_real_autograd() -> None:
     """Bytes that saved-tensor hooks see in a real forward, at another batch."""
     torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(36, 8),
-        nn.GELU(),
-        nn.Linear(8, 3),
-    )
+    features = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    module = nn.Sequential(*features, nn.Linear(36, 8), nn.GELU(), nn.Linear(8, 3))
     model = model_of(module, 1, 8, 8)
     batch = 7
-    state = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
-    seen: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-        output = module(torch.randn(batch, 1, 8, 8))
-    assert output.requires_grad
-    real = sum(tensor.untyped_storage().nbytes() for key, tensor in seen.items() if key not in state)
+    kept = bytes_kept(lambda: module(torch.randn(batch, 1, 8, 8)), (*module.parameters(), *module.buffers()))
     fixed = sum(component.saved_fixed_bytes for component in model.components)
-    assert batch * model.saved_activation_bytes + fixed == real
-
-
-def layers(widths: list[int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
+    assert batch * model.saved_activation_bytes + fixed == kept
 
 
 @settings(max_examples=15, deadline=None)
 @given(widths=st.lists(st.integers(1, 9), min_size=3, max_size=6), batch=st.integers(1, 6))
 def test_independent_of_batch_and_consistent(widths: list[int], batch: int) -> None:
-    module = layers(widths)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
     model = model_of(module, widths[0], batch=batch, loss="mse")
     assert model == model_of(module, widths[0], batch=batch + 1, loss="mse")
     assert model.forward_flop == sum(2 * a * b for a, b in itertools.pairwise(widths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,13 @@ def changed(path: str, value: Any) -> str:
     """The minimal document with one value replaced (or, for None, removed), as JSON."""
     document = json.loads(json.dumps(minimal()))
     node: Any = document
-    *parents, last = path.split(".")
+    *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
     for part in parents:
-        node = node[int(part)] if isinstance(node, list) else node[part]
-    key: Any = int(last) if isinstance(node, list) else last
+        node = node[part]
     if value is None:
-        del node[key]
+        del node[last]
     else:
-        node[key] = value
+        node[last] = value
     return json.dumps(document)
 
 
@@ -79,16 +79,12 @@ def test_the_shipped_v100_profiles(name: str) -> None:
     assert len(profile.devices) == 8
     links = {f"{link.a[-1]}{link.b[-1]}": link.lanes for link in profile.links if link.kind == "nvlink"}
     assert links == PAIRS
+    assert all(sum(lanes for pair, lanes in links.items() if str(device) in pair) == 6 for device in range(8))
     switches = {link.a: link.b for link in profile.links if link.kind == "pcie" and link.a.startswith("gpu")}
     assert switches == {f"gpu{index}": f"pcie{index // 2}" for index in range(8)}
     assert profile.link_kinds["nvlink"].bandwidth_bytes_per_s.value == pytest.approx(22.4e9, rel=0.02)
     assert profile.link_kinds["pcie"].bandwidth_bytes_per_s.source == "pcie-rate"
     assert profile.sources["context"].kind == "assumption"
-
-
-def test_every_lane_of_a_v100_is_used() -> None:
-    for device in range(8):
-        assert sum(lanes for pair, lanes in PAIRS.items() if str(device) in pair) == 6
 
 
 def test_the_two_v100_profiles_differ_in_memory_only() -> None:
@@ -103,10 +99,11 @@ def test_the_two_v100_profiles_differ_in_memory_only() -> None:
 @pytest.mark.parametrize("name", V100)
 def test_a_profile_keeps_the_points_of_its_fits_and_stays_small(name: str) -> None:
     profile = load_profile(name)
-    by_source: dict[str, int] = {}
-    for point in profile.communication.points:
-        by_source[point.source] = by_source.get(point.source, 0) + 1
-    assert by_source == {"vtrain": 60, "nccl-log-8": 50, "nccl-log-4-pcie": 30}
+    assert Counter(point.source for point in profile.communication.points) == {
+        "vtrain": 60,
+        "nccl-log-8": 50,
+        "nccl-log-4-pcie": 30,
+    }
     assert all(point.measured_on for point in profile.communication.points if point.source.startswith("nccl-log"))
     kinds = {(fit.kind, fit.phase, fit.precision) for fit in profile.compute.operator_fits}
     assert ("matmul", "forward", "fp32") in kinds
@@ -128,28 +125,18 @@ def test_every_shipped_profile_is_read_and_written_unchanged(name: str, tmp_path
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_minimal_profile_is_one() -> None:
-    assert parse_profile(json.dumps(minimal()), "tiny").name == "tiny"
-
-
-def test_unknown_name_offers_near_matches() -> None:
+def test_a_file_or_name_that_is_no_profile(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"unknown profile 'dgx1-v100-32g'; did you mean .*dgx1-v100-32gb"):
         load_profile("dgx1-v100-32g")
-
-
-def test_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"no profile file .*mine\.json; write one with `parsim calibrate --out"):
         load_profile(str(tmp_path / "mine.json"))
-
-
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "binary.json"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProfileError, match=r"cannot read profile .*binary\.json"):
         load_profile(str(path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"name": nope}', "not json at all"])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"name": nope}', "not json at all", "[NaN]", "[Infinity]"])
 def test_text_that_is_not_json(text: str) -> None:
     with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; fix it"):
         parse_profile(text, "broken.json")
@@ -169,11 +156,7 @@ def test_json_that_is_not_an_object(text: str) -> None:
         ("communication.points.3.seconds", "fast", r"communication\.points\.3\.seconds: .*number.*\(got 'fast'\)"),
         ("device_types.toy.memory_bytes.source", None, r"device_types\.toy\.memory_bytes\.source: Field required"),
         ("device_types.toy.memory_bytes.source", "nowhere", r"source 'nowhere' is not listed under sources"),
-        (
-            "device_types.toy.memory_bytes.source",
-            "made upp",
-            r"source 'made upp' is not listed under sources; did you mean made up",
-        ),
+        ("device_types.toy.memory_bytes.source", "made upp", r"'made upp' is not listed under sources; did you mean made up"),
         ("links.0.kind", "shn", r"link cpu0-cpu1 has kind 'shn'; did you mean shm"),
         ("links.0.lanes", 0, r"links\.0\.lanes: .*greater than or equal to 1 \(got 0\)"),
         ("devices.1.type", "toi", r"device 1 has type 'toi'; did you mean toy"),
@@ -189,12 +172,6 @@ def test_json_that_is_not_an_object(text: str) -> None:
 def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=f"profile bad is broken: .*{message}.*or calibrate again"):
         parse_profile(changed(path, value), "bad")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_are_finite(value: float) -> None:
-    with pytest.raises(ProfileError, match=r"profile bad is not JSON: (NaN|Infinity) is not a JSON number"):
-        parse_profile(changed("communication.points.0.seconds", value), "bad")
 
 
 def test_link_models_name_a_known_link_kind() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,22 +12,57 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
+from experiments.published import predict as predictor
+from experiments.published.answer import answer
+from experiments.published.blanks import usual_chunks
+from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
+from experiments.published.machines import machine_of
+from experiments.published.predict import COLUMNS, main, predict
+from experiments.published.question import Asked, question_of
+from experiments.published.quoted import in_unit
+from experiments.published.rows import number, row_of
+from experiments.published.rules import framework_of
+from parsim.costs.compute.formula import KernelModel, component_kernels
+from parsim.costs.compute.launches import ComputeRequest
+from parsim.errors import PlanError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import profile_from_parts
+from parsim.model.catalogue.sublayers import EAGER, RULE, UNFUSED, SamplePart, Software, gpt
+from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import Numerics
+from parsim.model.load import model_from_module
+from parsim.model.model import Model
+from parsim.model.shard.narrow import narrow
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import Evaluation, evaluate
+from parsim.predict.problem import PlanningProblem
+from parsim.work import Collective, Phase
 from tests.published_row import row_with
-
-HEAD = (
-    "id,source,hardware,gpus,model,params,layers,hidden,heads,seq,global_batch,micro_batch,tp,pp,dp,cp,ep,vpp,zero_stage,"
-    "recompute,precision,value,unit,notes"
-)
 
 
 def row(**values: str) -> dict[str, str]:
     return row_with(**{"id": "megatron-x-0001"} | values)
 
 
-def test_numbers_as_sources_write_them() -> None:
-    from experiments.published.rows import number
+def question(without: str = "", **values: str) -> Asked:
+    return question_of(row_of(row(**values)), without=without)
 
+
+def with_and_without(question: Asked, key: str) -> tuple[Evaluation, Evaluation]:
+    """The plan of a question as its row has it, and without a kind of overlap; both are priced, not run, and saved."""
+    assert getattr(question.plan, key)
+    assert not question.plan.executable
+    assert Plan.from_json(question.plan.to_json()) == question.plan
+    numerics = Numerics(precision="bf16", optimizer="adamw_fused")
+    batch = question.plan.global_batch
+    problem = PlanningProblem(model=question.model, cluster=question.cluster, global_batch=batch, numerics=numerics)
+    plans = (question.plan, replace(question.plan, **{key: False}))
+    overlapped, alone = (evaluate(problem, plan, samples=0, fold=True) for plan in plans)
+    assert overlapped.result.step_s.median < alone.result.step_s.median
+    return overlapped, alone
+
+
+def test_numbers_as_sources_write_them() -> None:
     assert [number(text) for text in ("39.1e9", "1.7B", "2,048", "", None, "n/a", "56 (x)")] == [
         39.1e9, 1.7e9, 2048, None, None, None, 56,
     ]  # fmt: skip
@@ -37,9 +74,6 @@ def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: b
     """Parameters and flop of the zoo's GPT, whatever the components."""
     pytest.importorskip("torch")
     from parsim.model.catalogue.networks import GPT
-    from parsim.model.catalogue.sublayers import SamplePart, Software, gpt
-    from parsim.model.catalogue.transformer import transformer
-    from parsim.model.load import model_from_module
 
     module = GPT(hidden=128, layers=3, heads=4, vocab=512, seq=64, dropout=0.0)
     traced = model_from_module(module, input_shape=(64,))
@@ -47,10 +81,10 @@ def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: b
     made = transformer(gpt("gpt", 3, 128, 4, 512), software, SamplePart(tokens=64, context=64), granularity)
     assert made.parameter_count == traced.parameter_count
 
-    def products(model: object) -> float:
+    def products(model: Model) -> float:
         return sum(
             operator.forward_flop * operator.count
-            for component in model.components  # type: ignore[attr-defined]
+            for component in model.components
             for operator in component.operators
             if operator.kind in ("matmul", "attention")
         )
@@ -60,10 +94,6 @@ def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: b
 
 def test_shards_of_a_layer_hold_it_all() -> None:
     """tp shards together: the parameters once, but for the norms and biases that each holds whole."""
-    from parsim.model.catalogue.sublayers import RULE, SamplePart, Software, gpt
-    from parsim.model.catalogue.transformer import transformer
-    from parsim.model.shard.narrow import narrow
-
     model = transformer(gpt("gpt", 2, 256, 8), Software(), SamplePart(tokens=128, context=128), "sublayer")
     layer = model.component("h.1.mlp")
     shard = narrow(layer, RULE, 4)
@@ -74,32 +104,24 @@ def test_shards_of_a_layer_hold_it_all() -> None:
 
 
 def test_full_recomputation_sends_the_sums_again() -> None:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
-    asked = question_of(row_of(row(id="megatron-sc21-0001")))
-    assert len(asked.plan.segments) == 4
-    assert not asked.plan.executable
-    assert asked.plan.blocking_transfers
-    assert "micro-batch" not in " ".join(asked.assumed)
+    megatron = question(id="megatron-sc21-0001")
+    assert len(megatron.plan.segments) == 4
+    assert not megatron.plan.executable
+    assert megatron.plan.blocking_transfers
+    assert "micro-batch" not in " ".join(megatron.assumed)
 
 
 def test_flop_are_counted_as_megatron_counts_them() -> None:
     """Narayanan et al. (2021), equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
-    from experiments.published.question import question_of
-    from experiments.published.quoted import in_unit
-    from experiments.published.rows import row_of
-
-    asked = question_of(row_of(row(unit="TFLOP/s/GPU (hardware, incl. recompute)")))
     batch, seq, layers, hidden, vocab = 16, 1024, 4, 1024, 51200
     flop = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
-    assert in_unit(asked, 2.0) == pytest.approx(flop / 2 / 8 / 1e12, rel=1e-9)
+    assert in_unit(question(unit="TFLOP/s/GPU (hardware, incl. recompute)"), 2.0) == pytest.approx(
+        flop / 2 / 8 / 1e12, rel=1e-9
+    )
 
 
 def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
     """8 GPUs follow from dp; that "-4" or "many" stood there must not get lost."""
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
 
     for text in ("-4", "many", "1.5"):
         read = row_of(row(gpus=text))
@@ -121,9 +143,6 @@ def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
     ],
 )
 def test_a_row_that_cannot_be_expressed_says_why(broken: dict[str, str], reason: str) -> None:
-    from experiments.published.predict import predict
-    from experiments.published.rows import row_of
-
     found = predict(row_of(row(**broken)))
     assert found.value is None
     assert reason in found.why
@@ -131,13 +150,6 @@ def test_a_row_that_cannot_be_expressed_says_why(broken: dict[str, str], reason:
 
 def test_a_microbatch_adds_its_gradients_once_in_its_backward() -> None:
     """Three arrays of 16 bits per parameter, a share of them per tensor shard, and nothing in the forward."""
-    from parsim.costs.compute.formula import component_kernels
-    from parsim.costs.compute.launches import ComputeRequest
-    from parsim.model.catalogue.sublayers import RULE, SamplePart, Software, gpt
-    from parsim.model.catalogue.transformer import transformer
-    from parsim.model.shard.narrow import narrow
-    from parsim.work import Phase
-
     shape, part = gpt("gpt", 2, 256, 8), SamplePart(tokens=128, context=128)
 
     def added(phase: Phase, ways: int) -> float:
@@ -159,15 +171,6 @@ def test_a_microbatch_adds_its_gradients_once_in_its_backward() -> None:
 @pytest.mark.parametrize(("heads", "slower"), [(96, False), (128, True)])
 def test_heads_of_channels_that_are_not_aligned_lose_the_tensor_cores(heads: int, slower: bool) -> None:
     """13824 / 128 = 108 channels, no multiple of 8; 13824 / 96 = 144 is one. Fused attention pads and does not mind."""
-    from dataclasses import replace
-
-    from parsim.costs.compute.formula import KernelModel
-    from parsim.costs.compute.launches import ComputeRequest
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.compose import profile_from_parts
-    from parsim.model.catalogue.sublayers import EAGER, UNFUSED, SamplePart, gpt
-    from parsim.model.catalogue.transformer import transformer
-    from parsim.work import Phase
 
     profile = profile_from_parts("a100-sxm-80gb", 8)
     model = KernelModel(profile, cluster_from_profile(profile, [0]).devices[0].type, "bf16")
@@ -186,24 +189,14 @@ def test_heads_of_channels_that_are_not_aligned_lose_the_tensor_cores(heads: int
 
 
 def test_heads_that_a_row_does_not_state_are_those_of_its_framework() -> None:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
-    bloom = question_of(
-        row_of(row(id="bloom-tune-x-1", hidden="14400", heads="", layers="80", gpus="80", tp="8", pp="10", dp="1"))
-    )
+    sizes = {"id": "bloom-tune-x-1", "heads": "", "layers": "80", "gpus": "80", "tp": "8", "pp": "10", "dp": "1"}
+    bloom = question(**sizes, hidden="14400")
     assert bloom.shape.heads == 96
     assert "heads 96" in bloom.assumed
-    other = question_of(
-        row_of(row(id="bloom-tune-x-1", hidden="14336", heads="", layers="80", gpus="80", tp="8", pp="10", dp="1"))
-    )
-    assert other.shape.heads == 112
+    assert question(**sizes, hidden="14336").shape.heads == 112
 
 
 def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
-    from experiments.published.rows import row_of
-    from experiments.published.rules import framework_of
-
     bert = framework_of(row_of(row(id="nemo-launcher-x-1", model="BERT 4B")))
     assert (bert.tp, bert.micro, bert.batch, bert.recompute) == (1, 8, 2048, "selective")
     assert framework_of(row_of(row(id="nemo-launcher-x-1", model="GPT 175B"))).tp == 0
@@ -212,8 +205,6 @@ def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @drawn(errors=st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=60))
 def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: list[float]) -> None:
-    from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
-
     spread = spread_of(errors)
     reach = reach_of([spread.scales_away(error) for error in errors], spread)
     low, high = ends_of(spread, reach)
@@ -223,8 +214,6 @@ def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: li
 
 
 def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
-    from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
-
     errors = [-0.01 * number for number in range(40)]
     spread = spread_of(errors)
     low, high = ends_of(spread, reach_of([spread.scales_away(error) for error in [*errors, -2.0]], spread))
@@ -236,8 +225,6 @@ def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
 
 
 def test_few_rows_are_all_held_for_the_one_to_come() -> None:
-    from experiments.published.intervals import reach_of, spread_of
-
     spread = spread_of([0.0, 0.1, -0.3])
     assert reach_of([-3.0, 0.5, 4.0], spread) == (3.0, 4.0)
     many = [0.1 * number for number in range(-50, 50)]
@@ -246,9 +233,6 @@ def test_few_rows_are_all_held_for_the_one_to_come() -> None:
 
 
 def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
-    from experiments.published.machines import machine_of
-    from experiments.published.rows import row_of
-
     several = machine_of(row_of(row(hardware="A100-80GB SXM, 8/node, 4x Omni-Path 100Gb/s per node")))
     whole = machine_of(row_of(row(hardware="A100, 8/node, 800 Gb/s per node between nodes")))
     assert several is not None
@@ -261,46 +245,24 @@ def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
     ("layers", "pp", "chunks"), [(105, 35, 3), (128, 64, 2), (96, 16, 2), (45, 15, 3), (35, 35, 1), (70, 14, 5), (7, 3, 2)]
 )
 def test_chunks_that_a_row_does_not_state_cut_evenly(layers: int, pp: int, chunks: int) -> None:
-    from experiments.published.blanks import usual_chunks
-
     assert usual_chunks(2, layers, pp) == chunks
 
 
 @pytest.mark.parametrize("seq", [256, 4096])
 def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq: int) -> None:
     """Of n pieces one is always exposed; the step is shorter, and not by more than all of that communication."""
-    from dataclasses import replace
-
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-    from parsim.plans.plan import Plan
-    from parsim.predict.evaluate import evaluate
-    from parsim.predict.problem import PlanningProblem
 
     values = {"id": "megatron-h100-x", "tp": "4", "pp": "1", "dp": "2", "recompute": "none", "seq": str(seq), "hidden": "4096"}
-    asked = question_of(row_of(row(**values, heads="32")))
-    assert asked.plan.tensor_overlap
-    assert not asked.plan.executable
-    assert Plan.from_json(asked.plan.to_json()) == asked.plan
-    alone = replace(asked.plan, tensor_overlap=False)
-    problem = PlanningProblem(
-        model=asked.model,
-        cluster=asked.cluster,
-        global_batch=asked.plan.global_batch,
-        numerics=Numerics(precision="bf16", optimizer="adamw_fused"),
-    )
-    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+    overlapped, alone = with_and_without(question(**values, heads="32"), "tensor_overlap")
     terms = [
         (estimate.terms[-1].value, other.median_s, estimate.median_s)
-        for estimate, other in zip(beside.estimates, whole.estimates, strict=True)
+        for estimate, other in zip(overlapped.estimates, alone.estimates, strict=True)
         if estimate.terms[-1].name == "exposed share"
     ]
     assert terms
     for share, before_s, after_s in terms:
         assert 1 / 4 <= share <= 1
         assert after_s == pytest.approx(share * before_s)
-    gained = whole.result.step_s.median - beside.result.step_s.median
-    assert 0 < gained < whole.result.step_s.median
 
 
 @pytest.mark.parametrize(
@@ -309,33 +271,14 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
 )
 def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, operation: str, least: float) -> None:
     """Wide products hide all sums of the backward: 9 of 26 where the eight of the layers are sent twice forward, else half."""
-    from dataclasses import replace
-
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-    from parsim.errors import PlanError
-    from parsim.plans.plan import Plan
-    from parsim.predict.evaluate import evaluate
-    from parsim.predict.problem import PlanningProblem
-    from parsim.work import Collective
 
     values = {"id": "korthikanti-x", "tp": "4", "pp": "1", "dp": "1", "gpus": "4", "hidden": "8192", "micro_batch": "16"}
-    asked = question_of(row_of(row(**values, heads="64", recompute=recompute)))
-    assert asked.plan.tensor_backward_overlap
-    assert not asked.plan.executable
-    assert Plan.from_json(asked.plan.to_json()) == asked.plan
+    wide = question(**values, heads="64", recompute=recompute)
     with pytest.raises(PlanError, match="tensor_backward_overlap"):
-        replace(asked.plan, tensor_overlap=True)
-    problem = PlanningProblem(
-        model=asked.model,
-        cluster=asked.cluster,
-        global_batch=asked.plan.global_batch,
-        numerics=Numerics(precision="bf16", optimizer="adamw_fused"),
-    )
-    alone = replace(asked.plan, tensor_backward_overlap=False)
-    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+        replace(wide.plan, tensor_overlap=True)
+    overlapped, alone = with_and_without(wide, "tensor_backward_overlap")
     changed = {}
-    for unit, estimate, other in zip(beside.compiled.columns.units, beside.estimates, whole.estimates, strict=True):
+    for unit, estimate, other in zip(overlapped.compiled.columns.units, overlapped.estimates, alone.estimates, strict=True):
         work = unit.work
         if isinstance(work, Collective) and work.operation in ("all_reduce", "reduce_scatter") and other.median_s:
             changed[work.operation, work.size_bytes] = estimate.median_s / other.median_s
@@ -344,16 +287,10 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
     largest = max(size for name, size in changed if name == operation)
     assert changed[operation, largest] == pytest.approx(least)
     assert min(changed.values()) >= least - 1e-9
-    assert beside.result.step_s.median < whole.result.step_s.median
 
 
 def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
     """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
-    from experiments.published.answer import answer
-    from experiments.published.predict import predict
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
     values = {
         "hardware": "DGX-H100",
         "model": "LLAMA3_70B",
@@ -390,29 +327,21 @@ def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_rec
 )
 def test_sizes_that_no_run_has_are_refused(sizes: dict[str, str], reason: str) -> None:
     """A plan of 1e9 layers would fill the memory, and its process take the other rows with it."""
-    from experiments.published.predict import predict
-    from experiments.published.rows import row_of
-
     assert reason in predict(row_of(row(**sizes))).why
 
 
 def test_a_row_whose_process_ends_is_answered() -> None:
-    import os
 
-    from experiments.published import predict
-
-    found = predict._apart(os._exit, 3)  # type: ignore[arg-type]  # it ends as one that is out of memory: without an exception
+    found = predictor._apart(os._exit, 3)  # type: ignore[arg-type]  # it ends as one that is out of memory: without an exception
     assert "its process was ended" in found.why
 
 
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
-    from experiments.published.predict import COLUMNS, main
-
     source, out = tmp_path / "rows.csv", tmp_path / "out.csv"
     rows = [row(value="1"), row(id="megatron-x-0002", value=""), row(id="x-3", hardware="abacus"), {"id": "only"}]
     with source.open("w", newline="") as file:
-        writer = csv.DictWriter(file, HEAD.split(","))
+        writer = csv.DictWriter(file, list(row()))
         writer.writeheader()
         writer.writerows(rows)
     assert main([str(source), "--out", str(out), "--jobs", "1"]) == 0
@@ -440,32 +369,23 @@ def test_the_command_answers_every_row(tmp_path: Path) -> None:
     ],
 )
 def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: str, expected: str, element_bytes: int) -> None:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
-    asked = question_of(row_of(row(id=name, precision=precision, hardware="DGX-B200")))
-    assert asked.precision == expected
-    assert any(text.startswith("precision") for text in asked.assumed) == (precision in ("", "fp16?", "fp8"))
-    assert {parameter.element_bytes for parameter in asked.model.component("h.0.attn").parameters} <= {element_bytes}
+    low = question(id=name, precision=precision, hardware="DGX-B200")
+    assert low.precision == expected
+    assert any(text.startswith("precision") for text in low.assumed) == (precision in ("", "fp16?", "fp8"))
+    assert {parameter.element_bytes for parameter in low.model.component("h.0.attn").parameters} <= {element_bytes}
 
 
 def test_the_host_of_a_gh200_is_a_grace_and_can_be_left_out() -> None:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
-    given = row_of(row(id="sailor-x-1", hardware="GH-96 (4 per node, Alps Clariden)", precision="fp16?"))
-    grace, none = (question_of(given, without=piece).cluster.profile.host for piece in ("", "host launch rate"))
+    values = {"id": "sailor-x-1", "hardware": "GH-96 (4 per node, Alps Clariden)", "precision": "fp16?"}
+    grace, none = (question(piece, **values).cluster.profile.host for piece in ("", "host launch rate"))
     assert grace is not None
     assert none is not None
     assert (grace.launch_s, none.launch_s) == (33.17e-6, 0.0)
 
 
 def test_bf16_of_megatron_adds_gradients_up_in_fp32() -> None:
-    from experiments.published.question import question_of
-    from experiments.published.rows import row_of
-
     moved = []
     for precision, piece in (("fp16", ""), ("bf16", ""), ("bf16", "gradients of bf16 in fp32")):
-        asked = question_of(row_of(row(id="mtnlg-0001", precision=precision, tp="1", dp="4")), without=piece)
-        moved.append(sum(entry.activation_bytes for entry in asked.model.component("h.0").operators))
+        mtnlg = question(piece, id="mtnlg-0001", precision=precision, tp="1", dp="4")
+        moved.append(sum(operator.activation_bytes for operator in mtnlg.model.component("h.0").operators))
     assert moved[0] == moved[2] < moved[1]

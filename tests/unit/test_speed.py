@@ -50,9 +50,9 @@ def plan_of(problem: PlanningProblem, family: str) -> Plan:
 
 
 def slowness(profile: Profile, probe_s: Floats, ranks: int) -> Floats:
-    found = speed_beside(profile, probe_s, ranks)
-    assert found is not None
-    return found.by_rank
+    factor = speed_beside(profile, probe_s, ranks)
+    assert factor is not None
+    return factor.by_rank
 
 
 def paced_s(problem: PlanningProblem, plan: Plan, slow: Floats) -> float:
@@ -151,9 +151,6 @@ def test_a_pace_without_one_to_compare_changes_nothing() -> None:
     assert probe_seconds(profile_with(noise(THEN)), 1) == 2e-3
     assert probe_seconds(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3), 1) == 1e-3
     assert probe_seconds(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3)) == 5e-3
-
-
-def test_slowness_needs_both_probes() -> None:
     now = np.array([[3e-3]])
     assert speed_beside(profile_with(noise(THEN)), np.empty((0, 3)), 1) is None
     assert speed_beside(profile_with(noise(None)), now, 1) is None

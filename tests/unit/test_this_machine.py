@@ -37,15 +37,8 @@ def measured_profile(model: Model, samples: tuple[int, ...], optimizer: str) -> 
     base["device_types"][kind]["kind"] = "cpu"
     point = {"device_type": kind, "seconds": 0.001, "spread": 0.0, "repeats": 3, "source": next(iter(base["sources"]))}
     base["compute"]["components"] = [
-        {
-            "fingerprint": component.fingerprint,
-            "model": model.name,
-            "component": component.name,
-            "phase": phase,
-            "samples": count,
-            "precision": "fp32",
-            **point,
-        }
+        {"fingerprint": component.fingerprint, "model": model.name, "component": component.name, "phase": phase}
+        | {"samples": count, "precision": "fp32", **point}
         for component in model.components
         for phase in ("forward", "backward")
         for count in samples

@@ -33,8 +33,6 @@ from parsim.model.component import (
 from parsim.registry import Registry
 from parsim.units import nearest_divisors
 
-# The sizes of a transformer.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -121,34 +119,20 @@ class Shape:
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:
     """GPT as Megatron trains it."""
-    return replace(Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab), **rest)
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
 
 
 def mpt(name: str, layers: int, hidden: int, heads: int) -> Shape:
     """MPT as its pretraining files have it: no biases, learned positions, tied output."""
-    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50368, bias=False)
+    return gpt(name, layers, hidden, heads, vocab=50368, bias=False)
+
+
+LLAMA = {"gated": True, "norm": "rms", "bias": False, "rotary": True, "tied": False}
 
 
 def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **rest: Any) -> Shape:
     """Llama and its relatives."""
-    base = Shape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        gated=True,
-        norm="rms",
-        bias=False,
-        rotary=True,
-        tied=False,
-    )
-    return replace(base, **rest)
-
-
-# What a framework runs besides the products of a transformer.
+    return gpt(name, layers, hidden, heads, vocab, kv_heads=kv_heads, ffn=ffn, **(LLAMA | rest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +198,7 @@ FUSED_SOFTMAX_KEYS = 2048
 def softmax_is_fused(heads: int, keys: int) -> bool:
     """Whether Megatron's kernel for scale, mask and softmax runs.
 
-    Args:
-        heads: of all samples of a microbatch on one rank. keys: that a query attends to.
+    `heads`: of all samples of a microbatch on one rank; `keys`: that a query attends to.
     """
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
 
@@ -264,16 +247,35 @@ class SamplePart:
 
 
 @dataclass
+class Amount:
+    """Bytes that every shard has whole, and those it has its share of."""
+
+    whole: int = 0
+    divided: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.whole + self.divided
+
+    def add(self, size: int, *, divided: bool) -> None:
+        if divided:
+            self.divided += size
+        else:
+            self.whole += size
+
+    def less(self, other: Amount) -> Amount:
+        return Amount(self.whole - other.whole, self.divided - other.divided)
+
+
+@dataclass
 class Layer:
     """What a component under construction does.
 
     Attributes:
         prefix: of its parameters' names. shape, software, part: of the model, and the tokens that a rank sees.
-        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
-        given, given_divided: of it what lies in the storage of the component's input.
-        again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
-        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
-            with `_divided` the part of them that is shared likewise.
+        saved: bytes per sample kept for the backward; given: of them, what lies in the storage of the component's input.
+        again: of the saved ones, what runs again where the component is recomputed by operator; by the operators `repeated`.
+        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples.
     """
 
     prefix: str
@@ -284,17 +286,12 @@ class Layer:
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
     cut_parameters: list[ParameterShard] = field(default_factory=list)
-    saved: int = 0
-    saved_divided: int = 0
-    given: int = 0
-    given_divided: int = 0
-    again: int = 0
-    again_divided: int = 0
+    saved: Amount = field(default_factory=Amount)
+    given: Amount = field(default_factory=Amount)
+    again: Amount = field(default_factory=Amount)
     repeated: list[int] = field(default_factory=list)
-    peak: int = 0
-    peak_divided: int = 0
-    peak_fixed: int = 0
-    peak_fixed_divided: int = 0
+    peak: Amount = field(default_factory=Amount)
+    peak_fixed: Amount = field(default_factory=Amount)
 
     def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
         """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
@@ -309,21 +306,10 @@ class Layer:
         if dim is not None:
             self.cut_parameters.append(ParameterShard(name=full, dim=dim))
 
-    def keep(self, size: int, *, divided: bool) -> None:
-        """Bytes per sample that the backward needs."""
-        self.saved += size
-        self.saved_divided += size if divided else 0
-
-    def reads(self, size: int, *, divided: bool) -> None:
-        """Bytes per sample of what is kept that are the component's input."""
-        self.given += size
-        self.given_divided += size if divided else 0
-
     def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
         """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
         self.repeated += range(begin, len(self.operators))
-        self.again += size
-        self.again_divided += size if divided else 0
+        self.again.add(size, divided=divided)
 
     def stop_early(self) -> None:
         """Everything up to the last product runs again, and makes all that is kept beside the component's input.
@@ -332,7 +318,7 @@ class Layer:
         """
         last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
         self.repeated = list(range(last))
-        self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
+        self.again = self.saved.less(self.given)
 
     def linear(
         self,
@@ -352,31 +338,31 @@ class Layer:
         `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
         the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
         """
-        whole = problems * rows
+        every = problems * rows
         shape = (("m", rows), ("n", outputs), ("k", inputs))
         operator = Operator(
             kind="matmul",
             shape=shape if problems == 1 else (*shape, ("problems", problems)),
             batch="rows",
-            forward_flop=2.0 * whole * outputs * inputs,
-            activation_bytes=FULL_BYTES * whole * (outputs + inputs),
+            forward_flop=2.0 * every * outputs * inputs,
+            activation_bytes=FULL_BYTES * every * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
             function="" if low else NOT_LOW,
         )
         if self.software.casts and low:
-            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
+            self.moved(every * inputs, CAST_ARRAYS, divided=split == "row")
         part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
-        self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
+        self.add(operator, *((part[0], FULL_BYTES * every * part[1]) if part else ()))
         self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
         gradient = self.part.element_bytes * problems * outputs * inputs
         if split:
-            self.peak_fixed_divided = max(self.peak_fixed_divided, gradient)
+            self.peak_fixed.divided = max(self.peak_fixed.divided, gradient)
         else:
-            self.peak_fixed = max(self.peak_fixed, gradient)
+            self.peak_fixed.whole = max(self.peak_fixed.whole, gradient)
         if bias:
             self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
             if split == "column":
-                self.bias_kernel(whole * outputs, added, divided=True)
+                self.bias_kernel(every * outputs, added, divided=True)
 
     def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
         """The product that makes queries, keys and values; its bias has no other kernel that could add it.
@@ -425,7 +411,7 @@ class Layer:
         cut = {part.name for part in self.cut_parameters}
         for divided in (True, False):
             elements = sum(
-                entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
+                each.elements for each in self.parameters if (each.name in cut) == divided and ".experts." not in each.name
             )
             if elements:
                 self.moved(elements, self.software.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
@@ -453,16 +439,16 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
     if shape.key_rank:
         _latent_products(layer)
         width = shape.heads * (d + shape.rope_dim)
-        layer.keep(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
+        layer.saved.add(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
     else:
         layer.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
-        layer.keep(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
+        layer.saved.add(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
         width = queries
     begin = len(layer.operators)
     if shape.qk_norm:
         layer.norm("q_norm", n * shape.heads, d, divided=True, kind="rms", arrays=software.norm_arrays)
         layer.norm("k_norm", n * shape.keys, d, divided=True, kind="rms", arrays=software.norm_arrays)
-        layer.keep(part.element_bytes * n * (queries + keys), divided=True)
+        layer.saved.add(part.element_bytes * n * (queries + keys), divided=True)
     if shape.sinks:
         layer.weight("sinks", shape.heads, 0)
     if shape.rotary:
@@ -471,7 +457,7 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
         layer.repeat(begin, part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
     scores_of(layer, width // shape.heads)
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
-    layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
+    layer.peak = Amount(part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys))
     if residual:
         residual_of(layer, n * h, divided=False)
 
@@ -481,9 +467,9 @@ def _entering_norm(layer: Layer, name: str) -> None:
     shape, software, part = layer.shape, layer.software, layer.part
     n, h, begin = part.tokens, shape.hidden, len(layer.operators)
     layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-    layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
-    if name != "norm2" or not layer.given:  # a layer's second norm reads what its own attention has made
-        layer.reads(part.element_bytes * n * h, divided=False)
+    layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    if name != "norm2" or not layer.given.total:  # a layer's second norm reads what its own attention has made
+        layer.given.add(part.element_bytes * n * h, divided=False)
     if software.flash:
         layer.repeat(begin, part.operand_bytes(software) * n * h, divided=False)
 
@@ -518,22 +504,22 @@ def scores_of(layer: Layer, dim: int) -> None:
             function="causal" if shape.causal else "",
         )
         layer.add(operator, "heads", operator.activation_bytes)
-        layer.keep(FULL_BYTES * shape.heads * n, divided=True)
+        layer.saved.add(FULL_BYTES * shape.heads * n, divided=True)
         return
     begin = len(layer.operators)
-    whole = not software.aligned or dim % software.aligned == 0
-    first = _batched(heads, n, keys, dim, whole)
+    aligned = not software.aligned or dim % software.aligned == 0
+    first = _batched(heads, n, keys, dim, aligned)
     layer.add(first, "problems", first.activation_bytes)
     layer.moved(scores, software.score_arrays, divided=True)
     if software.dropout:
         layer.moved(scores, 2.5, divided=True)
-    second = _batched(heads, n, dim, keys, whole)
+    second = _batched(heads, n, dim, keys, aligned)
     layer.add(second, "problems", second.activation_bytes)
     layer.moved(heads * n * dim, 2, divided=True)
     size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
-    layer.keep(size, divided=True)
+    layer.saved.add(size, divided=True)
     layer.repeat(begin, size, divided=True)
-    layer.peak_divided = part.element_bytes * 2 * scores
+    layer.peak.divided = part.element_bytes * 2 * scores
 
 
 def _batched(problems: int, m: int, n: int, k: int, aligned: bool) -> Operator:
@@ -555,11 +541,11 @@ def residual_of(layer: Layer, elements: int, *, divided: bool) -> None:
     if shape.bias:
         layer.bias_kernel(elements, BIAS_GRADIENT, divided=divided)
     if software.dropout:
-        layer.keep(elements, divided=divided)
+        layer.saved.add(elements, divided=divided)
 
 
 def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
-    """From the stream to the product after the MLP; likewise."""
+    """From the stream to the product after the MLP; with the norm before and the residual after it, if they belong here."""
     shape, part = layer.shape, layer.part
     n, h = part.tokens, shape.hidden
     if norm:
@@ -569,7 +555,7 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
         visits = n * shape.active
         layer.moved(visits * h, 4, divided=False)
         _feed(layer, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
-        layer.keep(2 * part.element_bytes * visits * h, divided=False)
+        layer.saved.add(2 * part.element_bytes * visits * h, divided=False)
         if shape.shared_ffn:
             _feed(layer, n, shape.shared_ffn, "shared")
     else:
@@ -590,13 +576,13 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
     saved = software.activation_saved - 1 + (1 if shape.gated else 0)
     size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
-    layer.keep(size, divided=True)
+    layer.saved.add(size, divided=True)
     if software.flash:
         layer.repeated += activation
         again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
-        layer.again, layer.again_divided = layer.again + again, layer.again_divided + again
-    layer.peak = max(layer.peak, part.element_bytes * problems * rows * shape.hidden)
-    layer.peak_divided = max(layer.peak_divided, part.element_bytes * problems * rows * inner * (arms + 1))
+        layer.again.add(again, divided=True)
+    layer.peak.whole = max(layer.peak.whole, part.element_bytes * problems * rows * shape.hidden)
+    layer.peak.divided = max(layer.peak.divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
 
 def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
@@ -618,11 +604,11 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
         layer.moved(n * h, 3, divided=False)
     if software.dropout:
         layer.moved(n * h, 2.5, divided=False)
-        layer.keep(n * h, divided=False)
+        layer.saved.add(n * h, divided=False)
     if shape.embedding_norm:
         layer.norm("embedding_norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-        layer.keep(part.element_bytes * n * h, divided=False)
-    layer.peak_fixed_divided = part.element_bytes * shape.vocab * h
+        layer.saved.add(part.element_bytes * n * h, divided=False)
+    layer.peak_fixed.divided = part.element_bytes * shape.vocab * h
     return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
 
 
@@ -641,15 +627,15 @@ def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm
     if norm:
         begin = len(layer.operators)
         layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-        layer.keep(part.element_bytes * n * h, divided=False)
-        layer.reads(part.element_bytes * n * h, divided=False)
+        layer.saved.add(part.element_bytes * n * h, divided=False)
+        layer.given.add(part.element_bytes * n * h, divided=False)
         if software.flash:
             layer.repeat(begin, part.element_bytes * n * h, divided=False)
-    layer.keep(part.element_bytes * n * h, divided=False)
+    layer.saved.add(part.element_bytes * n * h, divided=False)
     layer.moved(n * v, software.loss_arrays, divided=True)
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
-    layer.keep((software.loss_bytes + wider) * n * v, divided=True)
-    layer.peak, layer.peak_divided = part.element_bytes * n * h, (software.loss_peak + wider) * n * v
+    layer.saved.add((software.loss_bytes + wider) * n * v, divided=True)
+    layer.peak = Amount(part.element_bytes * n * h, (software.loss_peak + wider) * n * v)
     return component_of(
         "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
     )
@@ -670,8 +656,7 @@ def component_of(
     limit: int,
 ) -> Component:
     layer.sum_gradients()
-    peak = (layer.peak + layer.peak_divided, layer.peak_fixed + layer.peak_fixed_divided)
-    forward = (layer.saved + layer.peak + layer.peak_divided, 0)
+    saved, peak, fixed = layer.saved, layer.peak, layer.peak_fixed
     selective, shard_selective = _by_operator(layer, inputs)
     shardings = tuple(
         Sharding(
@@ -681,11 +666,9 @@ def component_of(
             outputs=makes,
             parameters=tuple(layer.cut_parameters) if rule == RULE else (),
             operators=tuple(layer.cut),
-            saved_activation_bytes=layer.saved_divided,
-            forward_peaks=(
-                DividedSize(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
-            ),
-            backward_peaks=(DividedSize(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
+            saved_activation_bytes=saved.divided,
+            forward_peaks=(DividedSize(saved.whole + peak.whole, 0, saved.divided + peak.divided, 0),),
+            backward_peaks=(DividedSize(peak.whole, fixed.whole, peak.divided, fixed.divided),),
             selective=shard_selective,
         )
         for rule, (needs, makes) in rules.items()
@@ -695,9 +678,9 @@ def component_of(
         inputs=inputs,
         outputs=outputs,
         parameters=tuple(layer.parameters),
-        saved_activation_bytes=layer.saved,
-        forward_peaks=(forward,),
-        backward_peaks=(peak,),
+        saved_activation_bytes=saved.total,
+        forward_peaks=((saved.total + peak.total, 0),),
+        backward_peaks=((peak.total, fixed.total),),
         operators=tuple(layer.operators),
         shardings=shardings,
         selective=selective,
@@ -705,27 +688,23 @@ def component_of(
 
 
 def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size] | None, Selective[DividedSize] | None]:
-    """With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do.
+    """What runs again by operator, of the whole component and of its shards.
 
-    A second forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
+    With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do. A second
+    forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
 
     Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
     """
-    if layer.software.early_stop and layer.given:
+    if layer.software.early_stop and layer.given.total:
         layer.stop_early()
-    if not layer.again:
+    if not layer.again.total:
         return None, None
-    kept = DividedSize(
-        layer.saved - layer.saved_divided - (layer.given - layer.given_divided) - (layer.again - layer.again_divided),
-        0,
-        layer.saved_divided - layer.given_divided - layer.again_divided,
-        0,
-    )
-    again = DividedSize(layer.again - layer.again_divided, 0, layer.again_divided, 0)
-    first = DividedSize(kept.bytes_per_sample + layer.peak, 0, kept.divided_bytes_per_sample + layer.peak_divided, 0)
+    stays = layer.saved.less(layer.given).less(layer.again)
+    kept, again = (DividedSize(amount.whole, 0, amount.divided, 0) for amount in (stays, layer.again))
+    first = DividedSize(stays.whole + layer.peak.whole, 0, stays.divided + layer.peak.divided, 0)
     shard = Selective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
     whole = Selective(
-        values=inputs[:1] if layer.given else (),
+        values=inputs[:1] if layer.given.total else (),
         kept=kept.at(ALONE),
         again=again.at(ALONE),
         first_peaks=(first.at(ALONE),),

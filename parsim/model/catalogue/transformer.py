@@ -235,9 +235,9 @@ def _attention_steps(shape: Shape, software: Software, part: SamplePart) -> list
     before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
     scores_of(inside, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
-    inside.keep(part.element_bytes * n * (queries + 2 * keys), divided=True)
-    inside.reads(part.element_bytes * n * (queries + 2 * keys), divided=True)
-    after.keep(part.element_bytes * n * queries, divided=True)
+    inside.saved.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
+    inside.given.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
+    after.saved.add(part.element_bytes * n * queries, divided=True)
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
     third = component_of("h", after, ("c",), ("a",), {RULE: (("shard:2",), ("partial",))}, limit=limit)
@@ -251,8 +251,8 @@ def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins
     if joins:
         residual_of(layer, n * h, divided=True)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
-    layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
-    layer.peak_divided = 2 * part.element_bytes * n * h
+    layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
+    layer.peak.divided = 2 * part.element_bytes * n * h
     names, divided = (("a", "b"), ("shard:1", "shard:1")) if joins else (("a",), ("shard:1",))
     made = tuple(f"{name}'" for name in names)
     return component_of("h", layer, names, made, {SEQUENCE: (divided, divided)}, limit=part.tokens)
