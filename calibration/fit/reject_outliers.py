@@ -26,14 +26,6 @@ RawEntry = Mapping[str, Any]
 Point = TypeVar("Point", ComponentPoint, CollectivePoint)
 
 
-class Sifted(NamedTuple):
-    """An entry without the timings that cannot be, how many it held, and how many are left."""
-
-    entry: RawEntry
-    held: int
-    left: int
-
-
 # --- single timings ---------------------------------------------------------------------------------------------------
 
 
@@ -44,19 +36,31 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
     """
     bad: Counter[str] = Counter()
     total: Counter[str] = Counter()
-    usual = _usually_zero(raw)
+    zeros: dict[Hashable, list[list[bool]]] = {}  # tasks that took no time in most steps of a case did not run
+    for _, sweep in entries_of(raw, "sweeps"):
+        zeros.setdefault((sweep["model"], sweep["samples"]), []).append([value == 0 for value in sweep["seconds"]])
+    idle = {case: [sum(column) > len(rows) / 2 for column in zip(*rows, strict=True)] for case, rows in zeros.items()}
 
     def kept(entry: RawEntry, key: str) -> RawEntry | None:
         what = _what(entry, key, models)
-        sifted = SIFTERS[key](entry, usual)
-        left = sifted.left if all(map(_is_time, entry.get(PACE, ()))) else 0
-        total[what] += sifted.held
-        bad[what] += sifted.held - left
-        return sifted.entry if left else None
+        if key in LISTS:
+            place, can_be = LISTS[key]
+            values = list(filter(can_be, entry[place]))
+            held, left = len(entry[place]), len(values)
+            entry = {**entry, place: values}
+        else:
+            usual = idle[entry["model"], entry["samples"]] if key == "sweeps" else ()
+            held, left = 1, int(WHOLE[key](entry, usual))
+        left = left if all(map(_is_time, entry.get(PACE, ()))) else 0
+        total[what] += held
+        bad[what] += held - left
+        return entry if left else None
 
     ranks = [
         {
-            key: [found for entry in value if (found := kept(entry, key)) is not None] if key in SIFTERS else value
+            key: [found for entry in value if (found := kept(entry, key)) is not None]
+            if key in LISTS or key in WHOLE
+            else value
             for key, value in rank.items()
         }
         for rank in raw["ranks"]
@@ -66,14 +70,14 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
         for what, count in bad.items()
         if count
     ]
-    return _with_enough({**raw, "ranks": ranks}, models, [*warnings, *_refusals(raw)])
-
-
-def _refusals(raw: Mapping[str, Any]) -> list[str]:
-    """Operators that a GPU, or a library of it, did not run: they have no timings."""
-    refused = [entry for _, entry in entries_of(raw, "operators") if "refused" in entry]
-    why = {_what(entry, "operators", ()): entry["refused"] for entry in refused}
-    return [f"left out {what}: the device refused it ({said})" for what, said in why.items()]
+    refused = {  # operators that a GPU, or a library of it, did not run have no timings
+        _what(entry, "operators", ()): entry["refused"] for _, entry in entries_of(raw, "operators") if "refused" in entry
+    }
+    return _with_enough(
+        {**raw, "ranks": ranks},
+        models,
+        [*warnings, *(f"left out {what}: the device refused it ({said})" for what, said in refused.items())],
+    )
 
 
 def _is_time(value: object) -> bool:
@@ -100,66 +104,33 @@ def launch_text(kind: str, function: str, phase: str, sizes: Mapping[str, int]) 
     return f"{kind} {function} {phase} ({' '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
-def _usually_zero(raw: Mapping[str, Any]) -> dict[Hashable, list[bool]]:
-    """By case, which tasks took no time in most steps: those that did not run."""
-    zeros: dict[Hashable, list[list[bool]]] = {}
-    for _, sweep in entries_of(raw, "sweeps"):
-        zeros.setdefault((sweep["model"], sweep["samples"]), []).append([value == 0 for value in sweep["seconds"]])
-    return {case: [sum(column) > len(rows) / 2 for column in zip(*rows, strict=True)] for case, rows in zeros.items()}
-
-
-def _sift_sweep(entry: RawEntry, usual: Mapping[Hashable, Sequence[bool]]) -> Sifted:
-    idle = usual[entry["model"], entry["samples"]]
+def _sweep_can_be(entry: RawEntry, idle: Sequence[bool]) -> bool:
     ran = all(_is_time(value) or (value == 0 and zero) for value, zero in zip(entry["seconds"], idle, strict=True))
     beside = all(_is_time(entry[key]) or entry[key] == 0 for key in ("gap_s", "rest_s", "cpu_s")) and _is_time(entry["wall_s"])
-    return Sifted(entry, 1, int(ran and beside))
+    return ran and beside
 
 
-def _sift_optimizer(entry: RawEntry, usual: object) -> Sifted:
-    return Sifted(entry, 1, int(_is_time(entry["seconds"])))
-
-
-def _sift_shards(entry: RawEntry, usual: object) -> Sifted:
-    parts = [part for part in entry["parts"] if _is_time(part[-1]) and _is_time(part[-2])]
-    return Sifted({**entry, "parts": parts}, len(entry["parts"]), len(parts))
-
-
-def _sift_collective(entry: RawEntry, usual: object) -> Sifted:
-    repeats = [repeat for repeat in entry["seconds"] if all(map(_is_time, repeat))]
-    return Sifted({**entry, "seconds": repeats}, len(entry["seconds"]), len(repeats))
-
-
-def _sift_overlap(entry: RawEntry, usual: object) -> Sifted:
+def _overlap_can_be(entry: RawEntry, _: object) -> bool:
     """A factor that is None was not found, which is valid."""
     factors = [factor for factor in entry["computation"] if factor is not None]
-    return Sifted(entry, 1, int(all(map(_is_time, [*factors, *entry["communication_s"]]))))
+    return all(map(_is_time, [*factors, *entry["communication_s"]]))
 
 
-def _sift_operator(entry: RawEntry, usual: object) -> Sifted:
-    seconds = list(filter(_is_time, entry["seconds"]))
-    return Sifted({**entry, "seconds": seconds}, len(entry["seconds"]), len(seconds))
-
-
-def _sift_resume(entry: RawEntry, usual: object) -> Sifted:
-    # a difference, which noise may make negative
-    return Sifted(entry, 1, int(math.isfinite(entry["seconds"])))
-
-
-def _sift_core_sharing(entry: RawEntry, usual: object) -> Sifted:
-    return Sifted(entry, 1, int(_is_time(entry["ratio"])))
-
-
-SIFTERS: Mapping[str, Callable[[RawEntry, Mapping[Hashable, Sequence[bool]]], Sifted]] = {
-    "sweeps": _sift_sweep,
-    "optimizers": _sift_optimizer,
-    "shards": _sift_shards,
-    "collectives": _sift_collective,
-    "overlap": _sift_overlap,
-    "operators": _sift_operator,
-    "resume": _sift_resume,
-    "crowding": _sift_core_sharing,
+LISTS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "shards": ("parts", lambda part: _is_time(part[-1]) and _is_time(part[-2])),
+    "collectives": ("seconds", lambda repeat: all(map(_is_time, repeat))),
+    "operators": ("seconds", _is_time),
 }
-"""By kind of entry. Entries of other kinds pass as they are."""
+"""By kind of entry, the list of which some timings may be left out, and which are kept."""
+
+WHOLE: Mapping[str, Callable[[RawEntry, Sequence[bool]], bool]] = {
+    "sweeps": _sweep_can_be,
+    "optimizers": lambda entry, _: _is_time(entry["seconds"]),
+    "overlap": _overlap_can_be,
+    "resume": lambda entry, _: math.isfinite(entry["seconds"]),  # a difference, which noise may make negative
+    "crowding": lambda entry, _: _is_time(entry["ratio"]),
+}
+"""By kind of entry, whether one that is kept or left out whole can be. Entries of other kinds pass as they are."""
 
 
 def _with_enough(raw: dict[str, Any], models: Sequence[Model], warnings: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -202,26 +173,25 @@ def contradicted(points: Sequence[Timed]) -> list[int]:
     Among choices that discard equally many points, the one with the least superlinear growth between neighbours is taken. Of
     several, the one that discards the slowest points is, because disturbances make a measurement longer.
     """
+
+    def slower_with_less(less: Timed, more: Timed) -> bool:
+        margin = max(TOLERANCE, STANDARD_ERRORS * math.hypot(less.error, more.error))
+        return more.work > less.work and less.seconds > more.seconds * (1 + margin)
+
+    def superlinear(less: Timed, more: Timed) -> float:
+        return max(0.0, math.log(more.seconds / less.seconds) - math.log(SUPERLINEAR * more.work / less.work))
+
     best: list[tuple[tuple[int, float, float], list[int]]] = []
     for place, point in enumerate(points):
         options = [
-            ((score[0], score[1] - _superlinear(points[chain[-1]], point), score[2]), chain)
+            ((score[0], score[1] - superlinear(points[chain[-1]], point), score[2]), chain)
             for score, chain in best
-            if not _slower_with_less(points[chain[-1]], point)
+            if not slower_with_less(points[chain[-1]], point)
         ]
         score, chain = max(options, default=((0, 0.0, 0.0), []), key=lambda option: option[0])
         best.append(((score[0] + 1, score[1], score[2] - point.seconds), [*chain, place]))
     kept = max(best, key=lambda option: option[0])[1] if best else []
     return [place for place in range(len(points)) if place not in kept]
-
-
-def _slower_with_less(less: Timed, more: Timed) -> bool:
-    margin = max(TOLERANCE, STANDARD_ERRORS * math.hypot(less.error, more.error))
-    return more.work > less.work and less.seconds > more.seconds * (1 + margin)
-
-
-def _superlinear(less: Timed, more: Timed) -> float:
-    return max(0.0, math.log(more.seconds / less.seconds) - math.log(SUPERLINEAR * more.work / less.work))
 
 
 def consistent(

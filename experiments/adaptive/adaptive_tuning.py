@@ -1,6 +1,6 @@
 """Which parameters should the adaptive controller have? Tuned in simulated training that is disturbed, judged on other seeds.
 
-    python -m experiments.adaptive.adaptive_tuning [--quick] [--seed N] [--json] [--out DIR]
+    python -m experiments.adaptive.adaptive_tuning [--quick] [--seed N] [--json]
 
 Every case is a model on the 8 GPUs of a DGX-1V, a scenario of what happens to the machine, a noise level and a seed. The regret
 of a path is its time over the oracle's (which knows the future and pays for its switches), minus 1. Coordinate descent over one
@@ -10,13 +10,10 @@ is compared with the first values on held-out seeds, pair by pair.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 
 from experiments.adaptive.scenario import (
     Disturbance,
+    Path,
     PoolCourse,
     TuningScenario,
     best_static,
@@ -33,8 +31,7 @@ from experiments.adaptive.scenario import (
     oracle,
     stay,
 )
-from experiments.adaptive.scenario import Path as Drive
-from experiments.common import markdown
+from experiments.common.running import part_parser, show
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
@@ -101,7 +98,7 @@ class Case:
     def scenario(self) -> str:
         return self.course.scenario.name
 
-    def controlled(self, config: ControllerConfig) -> Drive:
+    def controlled(self, config: ControllerConfig) -> Path:
         first = self.course.pool[0]
         return drive(
             self.course,
@@ -116,8 +113,8 @@ class Case:
         )
 
 
-def scenarios(slowdown: float, shift: int) -> list[TuningScenario]:
-    """What may happen in 100 windows of 100 steps, 20 windows to an epoch; `shift` windows later, 0 to 19."""
+def scenarios(slowdown: float, shift: int, quick: bool) -> list[TuningScenario]:
+    """What may happen in 100 windows of 100 steps, 20 windows to an epoch; `shift` windows later, 0 to 19. Quick: four."""
     link = ("gpu0", "gpu3")
 
     def slow(first: int, end: int | None = None, *, factor: float = slowdown) -> Disturbance:
@@ -139,17 +136,18 @@ def scenarios(slowdown: float, shift: int) -> list[TuningScenario]:
         "rank 5 takes 2.5 from 10": (tired(5, 2.5, 10),),
         "rank 2 takes 2.5 5-45, link slow from 45": (tired(2, 2.5, 5, 45), slow(45)),
     }
+    shown = [list(happenings)[place] for place in (0, 3, 4, 9)] if quick else happenings
     return [
         TuningScenario(
             name=name,
             windows=100,
             steps_per_window=100,
             windows_per_epoch=20,
-            disturbances=disturbances,
+            disturbances=happenings[name],
             planning_s=PLANNING_S,
             probe_s=PROBE_S,
         )
-        for name, disturbances in happenings.items()
+        for name in shown
     ]
 
 
@@ -175,11 +173,6 @@ def pool_of(problem: PlanningProblem, courses: Sequence[TuningScenario], top: in
     return [priced(problem, plan) for plan in plans]
 
 
-def chosen(slowdown: float, shift: int, quick: bool) -> list[TuningScenario]:
-    found = scenarios(slowdown, shift)
-    return [found[place] for place in (0, 3, 4, 9)] if quick else found
-
-
 @dataclass(frozen=True)
 class Question:
     """A model, how slow its links get, the plans worth having in its scenarios, and what switching costs."""
@@ -196,7 +189,7 @@ def questions(quick: bool) -> list[Question]:
     for name, batch, slowdown in QUESTIONS[: 1 if quick else None]:
         cluster = cluster_from_profile(load_profile(PROFILE), DEVICES)
         problem = PlanningProblem(model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch)
-        pool = pool_of(problem, chosen(slowdown, 0, quick), top=3 if quick else 5)
+        pool = pool_of(problem, scenarios(slowdown, 0, quick), top=3 if quick else 5)
         cost_s = switch_cost(problem, rebuild_s=REBUILD_S)
         made.append(Question(problem=problem, slowdown=slowdown, quick=quick, pool=tuple(pool), cost_s=cost_s))
     return made
@@ -207,7 +200,7 @@ def cases(asked: Sequence[Question], noises: Sequence[float], seeds: Sequence[in
     for question, noise, seed in itertools.product(asked, noises, seeds):
         start = question.pool[0].plan
         shift = int(np.random.default_rng(seed).integers(0, 20))
-        for scenario in chosen(question.slowdown, shift, question.quick):
+        for scenario in scenarios(question.slowdown, shift, question.quick):
             course = course_of(question.problem, replace(scenario, noise_sigma=noise), question.pool, seed)
             made.append(
                 Case(
@@ -236,14 +229,10 @@ class Judged:
     def mean(self) -> float:
         return float(self.weights @ self.regrets)
 
-    @property
     def summary(self) -> dict[str, float]:
         """Weighted means over the cases."""
-        return {
-            "regret": self.mean,
-            "switches": float(self.weights @ self.switches),
-            "plannings": float(self.weights @ self.plannings),
-        }
+        means = {"switches": float(self.weights @ self.switches), "plannings": float(self.weights @ self.plannings)}
+        return {"regret": self.mean, **means}
 
 
 def weights_of(judged_on: Sequence[Case]) -> NDArray[np.float64]:
@@ -278,16 +267,9 @@ def descend(judged_on: Sequence[Case], rounds: int) -> tuple[Judged, list[dict[s
         before = best
         for name, values in CHOICES.items():
             for value in values:
-                entry = ask(replace(best.config, **{name: value}))
-                tried.append(
-                    {
-                        "round": round_number,
-                        "parameter": name,
-                        "value": value,
-                        **entry.summary,
-                    }
-                )
-                best = min(best, entry, key=lambda judged: judged.mean)
+                judged = ask(replace(best.config, **{name: value}))
+                tried.append({"round": round_number, "parameter": name, "value": value, **judged.summary()})
+                best = min(best, judged, key=lambda judged: judged.mean)
         if best is before:
             break
     return best, tried
@@ -303,18 +285,17 @@ def difference(one: Judged, other: Judged, seed: int) -> dict[str, float]:
 
 def by_scenario(judged_on: Sequence[Case], policies: dict[str, Judged]) -> list[dict[str, Any]]:
     """Mean regret per scenario of the policies, of staying, and of the best single plan in hindsight."""
+    regrets = {
+        "stay": np.array([case.stay_s / case.oracle_s - 1 for case in judged_on]),
+        "best static": np.array([case.static_s / case.oracle_s - 1 for case in judged_on]),
+        **{policy: judged.regrets for policy, judged in policies.items()},
+    }
     rows = []
     for name in dict.fromkeys(case.scenario for case in judged_on):
-        places = [place for place, case in enumerate(judged_on) if case.scenario == name]
-        row: dict[str, Any] = {"scenario": name}
-        row["stay"] = float(np.mean([judged_on[place].stay_s / judged_on[place].oracle_s - 1 for place in places]))
-        row["best static"] = float(np.mean([judged_on[place].static_s / judged_on[place].oracle_s - 1 for place in places]))
-        row |= {policy: float(judged.regrets[places].mean()) for policy, judged in policies.items()}
-        rows.append(row)
+        there = np.array([case.scenario == name for case in judged_on])
+        rows.append({"scenario": name, **{policy: float(values[there].mean()) for policy, values in regrets.items()}})
     weights = weights_of(judged_on)
-    row = {"scenario": "all, weighted", "stay": float(weights @ [case.stay_s / case.oracle_s - 1 for case in judged_on])}
-    row["best static"] = float(weights @ [case.static_s / case.oracle_s - 1 for case in judged_on])
-    return [*rows, row | {policy: judged.mean for policy, judged in policies.items()}]
+    return [*rows, {"scenario": "all, weighted", **{policy: float(weights @ values) for policy, values in regrets.items()}}]
 
 
 def probing(judged_on: Sequence[Case], probe_s: float | None, *, epoch_probes: bool) -> list[Case]:
@@ -349,7 +330,7 @@ def experiment(quick: bool, seed: int) -> dict[str, Any]:
         "tuned": asdict(best.config),
         "default": asdict(ControllerConfig()),
         "sweep": tried,
-        "held_out": {name: judged.summary for name, judged in policies.items()},
+        "held_out": {name: judged.summary() for name, judged in policies.items()},
         "tuned_minus_first": difference(policies["tuned"], policies["first values"], seed),
         "default_minus_first": difference(policies["default"], policies["first values"], seed),
         "by_scenario": by_scenario(held_out, policies),
@@ -361,50 +342,11 @@ def experiment(quick: bool, seed: int) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]], percent: Sequence[str]) -> str:
-    """Markdown; the columns named in `percent` are shares."""
-    names = list(rows[0])
-    cells = ([f"{100 * row[name]:.2f}%" if name in percent else f"{row[name]}" for name in names] for row in rows)
-    return markdown.table(names, cells)
-
-
-def as_text(found: dict[str, Any]) -> str:
-    kept = {name: value for name, value in found["tuned"].items() if name in CHOICES}
-    counts, gap = found["cases"], found["tuned_minus_first"]
-    policies = [{"policy": name, **_rounded(row)} for name, row in found["held_out"].items()]
-    return "\n\n".join(
-        (
-            f"{counts['tuning']} cases tuned on, {counts['held_out']} held out; {found['settings']} settings tried; "
-            f"{found['seconds']:.0f} s",
-            f"tuned: {kept}",
-            f"tuned minus first values, held out: {100 * gap['mean']:+.2f}% of the oracle's time "
-            f"(95%: {100 * gap['low']:+.2f}% to {100 * gap['high']:+.2f}%)",
-            table(policies, ("regret",)),
-            table(found["by_scenario"], ("stay", "best static", *found["held_out"])),
-            f"switches per run when nothing happens: {_rounded(found['switches_when_nothing_happens'])}",
-            table([_rounded(row) for row in found["sweep"]], ("regret",)),
-        )
-    )
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tune the adaptive controller in simulated training.")
-    parser.add_argument("--quick", action="store_true", help="one model, four scenarios, one noise level")
+    parser = part_parser(__doc__, "one model, four scenarios, one noise level")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--out", type=Path, help="folder for result.json and table.md")
-    asked = parser.parse_args()
-    found = experiment(asked.quick, asked.seed)
-    text = as_text(found)
-    if asked.out is not None:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "result.json").write_text(json.dumps(found, indent=1))
-        (asked.out / "table.md").write_text(text + "\n")
-    print(json.dumps(found, indent=1) if asked.json else text)
+    options = parser.parse_args()
+    show(experiment(options.quick, options.seed), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ until the machine is quiet).
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import shlex
 import subprocess
@@ -24,17 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from experiments.common.running import part_parser, show
 from experiments.common.slow_machines import Machine, after_run, error
 from parsim.app.judging import measured, reopen
 from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
-from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.plans.plan import Plan
 from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
@@ -71,8 +68,7 @@ PLANS = {"dp2": ("{ dp = 2 }", 1), "pp2": ("{ pp = 2 }", 2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model, one seed")
+    parser = part_parser(__doc__, "one model, one seed", out="runs/closed_loop")
     parser.add_argument("--models", default=",".join(MODELS), help="of the simulated runs")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
@@ -81,8 +77,6 @@ def main() -> None:
     parser.add_argument("--within", action="store_true", help="of one launch, 20 steps teach and the next 20 test")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="of the real runs")
     parser.add_argument("--through", default="", help="runs every measuring command of --real")
-    parser.add_argument("--out", type=Path, default=Path("runs/closed_loop"))
-    parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     if chosen.real:
@@ -92,13 +86,7 @@ def main() -> None:
         names = chosen.models.split(",")[: 1 if chosen.quick else None]
         seeds = range(chosen.seed, chosen.seed + (1 if chosen.quick else chosen.seeds))
         rows = [row for name in names for row in simulated(name, MODELS[name], seeds)]
-    write_csv(chosen.out / ("real.csv" if chosen.real else "simulated.csv"), rows)
-    shown = rows if chosen.real else list(summary(rows))
-    if chosen.json:
-        print(json.dumps(shown))
-        return
-    for row in shown:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    show({"rows": rows if chosen.real else list(summary(rows))}, as_json=chosen.json)
 
 
 def simulated(name: str, batch: int, seeds: range) -> Iterator[dict[str, object]]:
@@ -113,7 +101,14 @@ def simulated(name: str, batch: int, seeds: range) -> Iterator[dict[str, object]
             if plan is None:
                 continue
             causes = {f"rank {rank} slower": slowed(devices, rank) for rank in range(devices)}
-            causes |= {f"everything x{factor}": drifted(problem, plan, factor) for factor in (0.85, 1.1, 1.3)}
+            units = evaluate(problem, plan, samples=0, fold=False).compiled.columns.units
+            classes = dict.fromkeys(class_of(unit.work, unit.rank) for unit in units)
+            links = [key for key in classes if isinstance(key, CommunicationClass)]
+            for factor in (0.85, 1.1, 1.3):
+                causes[f"everything x{factor}"] = RunCorrections(
+                    ranks=tuple((rank, factor) for rank in range(devices)),
+                    communication=tuple((key, factor) for key in links),
+                )
             for cause, factors in causes.items():
                 for sigma in SIGMAS:
                     for seed in seeds:
@@ -127,21 +122,12 @@ def slowed(devices: int, slow: int) -> RunCorrections:
     return RunCorrections(ranks=tuple((rank, SLOWER if rank == slow else 1.0) for rank in range(devices)))
 
 
-def drifted(problem: PlanningProblem, plan: Plan, factor: float) -> RunCorrections:
-    """Computation and communication alike."""
-    units = evaluate(problem, plan, samples=0, fold=False).compiled.columns.units
-    links = dict.fromkeys(class_of(unit.work, unit.rank) for unit in units)
-    return RunCorrections(
-        ranks=tuple((rank, factor) for rank in range(plan.world_size)),
-        communication=tuple((key, factor) for key in links if isinstance(key, CommunicationClass)),
-    )
-
-
 def judged(machine: Machine, seed: int) -> dict[str, object]:
     """Errors before the update, after it, after the cause is gone, and after the update that this leads to."""
     profile = machine.problem.cluster.profile
     after = after_run(machine, seed).profile
-    healthy = replace(machine, factors=RunCorrections(), problem=on(machine.problem, after))
+    with_profile = replace(machine.problem, cluster=replace(machine.problem.cluster, profile=after))
+    healthy = replace(machine, factors=RunCorrections(), problem=with_profile)
     undone = after_run(healthy, seed + 1_000).profile
     return {
         "before": error(machine, profile),
@@ -150,10 +136,6 @@ def judged(machine: Machine, seed: int) -> dict[str, object]:
         "undone": error(healthy, undone),
         "left": len(updates_of(replace(machine.problem.cluster, profile=undone)).ranks),
     }
-
-
-def on(problem: PlanningProblem, profile: Any) -> PlanningProblem:
-    return replace(problem, cluster=replace(problem.cluster, profile=profile))
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
@@ -185,12 +167,17 @@ def real(out: Path, plans: list[str], scenarios: list[str], through: list[str]) 
         file = str(out / f"{name}.toml")
         yield step(name, "healthy", "as calibrated", [], through, file, update=True)
         for scenario in scenarios:
-            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
-            slow = [sys.executable, *competitor, "--"]
+            slow = competitor(scenario)
             yield step(name, scenario, "before the update", slow, through, file, update=True)
             yield step(name, scenario, "after the update", slow, through, file)
             yield step(name, scenario, "cause gone", [], through, file, update=True)
             yield step(name, scenario, "update undone", [], through, file)
+
+
+def competitor(scenario: str) -> list[str]:
+    """What is put before a command, so that it runs beside a competitor."""
+    script = str(Path(__file__).with_name("slowed.py"))
+    return [sys.executable, script, "--cores", SCENARIOS[scenario], "--factor", str(SLOWER), "--"]
 
 
 def within(out: Path, plans: list[str], scenarios: list[str], through: list[str]) -> Iterator[dict[str, object]]:
@@ -198,12 +185,10 @@ def within(out: Path, plans: list[str], scenarios: list[str], through: list[str]
 
     The machine has less time to drift between the two than between launches. The profile's file stays as it is.
     """
-    for name in plans:
-        for scenario in scenarios:
-            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
-            slow = [sys.executable, *competitor, "--"]
-            seen = parsim(slow, through, "validate", str(out / f"{name}.toml"), "--rounds", str(2 * ROUNDS))
-            yield split(Path(seen["folder"]), name, scenario)
+    for name, scenario in itertools.product(plans, scenarios):
+        rounds = str(2 * ROUNDS)
+        seen = parsim(competitor(scenario), through, "validate", str(out / f"{name}.toml"), "--rounds", rounds)
+        yield split(Path(seen["folder"]), name, scenario)
 
 
 def split(folder: Path, name: str, scenario: str) -> dict[str, object]:

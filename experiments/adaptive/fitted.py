@@ -82,9 +82,9 @@ def stages_of(paper: PaperModel, parts: list[Part]) -> list[list[Part]]:
     return found
 
 
-def boundary_bytes(stages: list[list[Part]]) -> int:
-    """Per image, forward and backward over all borders."""
-    return 2 * sum(stage[-1].output_bytes for stage in stages[:-1])
+def crossing_bytes(stages: list[list[Part]]) -> int:
+    """Of all images, forward and backward over all borders."""
+    return 2 * sum(stage[-1].output_bytes for stage in stages[:-1]) * IMAGES
 
 
 def solved(name: str) -> Constants:
@@ -94,7 +94,7 @@ def solved(name: str) -> Constants:
     weights = sum(part.weight_bytes for part in parts_of(traced(name)))
     moved = 2 * (GPUS - 1) / GPUS * weights * STEPS
     other = MODELS[LINK_FROM]
-    crossing = boundary_bytes(stages_of(other, parts_of(traced(LINK_FROM)))) * IMAGES
+    crossing = crossing_bytes(stages_of(other, parts_of(traced(LINK_FROM))))
     return Constants(
         single_h=single,
         inflation=data * (1 - share) * GPUS / single,
@@ -107,81 +107,60 @@ def fitted_rows() -> list[Row]:
     """Hours and shares by these constants. `used`: the row went into them."""
     rows = []
     for name in MODELS:
-        found = solved(name)
-        stages = stages_of(MODELS[name], parts_of(traced(name)))
-        data_h, data_share = MODELS[name].hours[1], MODELS[name].communication[1]
-        model_h, model_moved_h = _pipeline(found, stages, replicas=1)
-        hybrid_h, hybrid_moved_h = _pipeline(found, stages, replicas=2)
-        chosen_h, chosen_moved_h, _ = printed_objective(name)
-        link = name == LINK_FROM
-        for strategy, hours, share, used_hours, used_share in (
-            ("single", found.single_h, 0.0, True, True),
-            ("dp", data_h, data_share, True, True),
-            ("mp", model_h + model_moved_h, model_moved_h / (model_h + model_moved_h), link, link),
-            ("hp", hybrid_h + hybrid_moved_h, hybrid_moved_h / (hybrid_h + hybrid_moved_h), False, False),
-            ("adaptive", chosen_h + chosen_moved_h, chosen_moved_h / (chosen_h + chosen_moved_h), False, False),
-        ):
-            rows.append(_row(name, strategy, "hours", hours, used_hours))
-            if strategy != "single":
-                rows.append(_row(name, strategy, "communication", share, used_share))
+        used = ("single", "dp", "mp") if name == LINK_FROM else ("single", "dp")
+        for strategy, (computed_h, moved_h) in hours_by(name, solved(name)).items():
+            hours = computed_h + moved_h
+            for quantity, value in (("hours", hours), ("communication", moved_h / hours)):
+                if (quantity, strategy) != ("communication", "single"):
+                    row = {"model": name, "strategy": strategy, "quantity": quantity, "value": round(value, 4)}
+                    rows.append(row | {"used": strategy in used})
     return rows
 
 
-def _row(name: str, strategy: str, quantity: str, value: float, used: bool) -> Row:
-    return {"model": name, "strategy": strategy, "quantity": quantity, "value": round(value, 4), "used": used}
-
-
-def _pipeline(found: Constants, stages: list[list[Part]], *, replicas: int) -> tuple[float, float]:
+def _pipeline(constants: Constants, stages: list[list[Part]], *, replicas: int) -> tuple[float, float]:
     """Hours of computation, filling included, and of communication, of `replicas` pipelines of four stages."""
     slowest = max(sum(part.share for part in stage) for stage in stages)
-    compute = found.single_h * slowest * (MICROBATCHES + STAGES - 1) / MICROBATCHES / replicas
-    between = boundary_bytes(stages) * IMAGES / replicas / found.stage_bytes_per_s / HOUR_S
+    compute = constants.single_h * slowest * (MICROBATCHES + STAGES - 1) / MICROBATCHES / replicas
+    between = crossing_bytes(stages) / replicas / constants.stage_bytes_per_s / HOUR_S
     heaviest = max(sum(part.weight_bytes for part in stage) for stage in stages)
-    sums = 2 * (replicas - 1) / replicas * heaviest * STEPS / found.bus_bytes_per_s / HOUR_S
+    sums = 2 * (replicas - 1) / replicas * heaviest * STEPS / constants.bus_bytes_per_s / HOUR_S
     return compute, between + sums
 
 
-def printed_objective(name: str, constants: Constants | None = None) -> tuple[float, float, dict[str, str]]:
+def printed_objective(name: str, constants: Constants) -> tuple[float, float, dict[str, str]]:
     """The paper's objective with its own constants: hours of computation and communication, and the choice by component.
 
     t_comp does not depend on the strategy, as printed. Model parallelism hands a component's output on, forward and backward,
     for every image; hybrid does so for half of the images in each of two replicas, and sums gradients over these two.
-
-    Args:
-        name: of MODELS. constants: None: those solved from its rows.
     """
-    found, total, moved, choice = constants or solved(name), 0.0, 0.0, {}
+    total, moved, choice = 0.0, 0.0, {}
     for part in parts_of(traced(name)):
-        gradients = part.weight_bytes * STEPS / found.bus_bytes_per_s / HOUR_S
-        activations = 2 * part.output_bytes * IMAGES / found.stage_bytes_per_s / HOUR_S
+        gradients = part.weight_bytes * STEPS / constants.bus_bytes_per_s / HOUR_S
+        activations = 2 * part.output_bytes * IMAGES / constants.stage_bytes_per_s / HOUR_S
         ways = {
             "dp": 2 * (GPUS - 1) / GPUS * gradients,
             "mp": activations,
             "hp": gradients + activations / 2,
         }
         best = min(ways, key=lambda way: ways[way])
-        total += part.share * found.single_h / GPUS * found.inflation
+        total += part.share * constants.single_h / GPUS * constants.inflation
         moved += ways[best]
         choice[part.name] = best
     return total, moved, choice
 
 
-def hours_by(name: str, found: Constants) -> dict[str, float]:
-    """Hours of every strategy by some constants.
-
-    Args:
-        name: of MODELS. found: the constants.
-    """
+def hours_by(name: str, constants: Constants) -> dict[str, tuple[float, float]]:
+    """Hours of computation and of communication of every strategy, for a name of MODELS."""
     parts = parts_of(traced(name))
     stages = stages_of(MODELS[name], parts)
     weights = sum(part.weight_bytes for part in parts)
-    sums = 2 * (GPUS - 1) / GPUS * weights * STEPS / found.bus_bytes_per_s / HOUR_S
+    sums_h = 2 * (GPUS - 1) / GPUS * weights * STEPS / constants.bus_bytes_per_s / HOUR_S
     return {
-        "single": found.single_h,
-        "dp": found.single_h / GPUS * found.inflation + sums,
-        "mp": sum(_pipeline(found, stages, replicas=1)),
-        "hp": sum(_pipeline(found, stages, replicas=2)),
-        "adaptive": sum(printed_objective(name, found)[:2]),
+        "single": (constants.single_h, 0.0),
+        "dp": (constants.single_h / GPUS * constants.inflation, sums_h),
+        "mp": _pipeline(constants, stages, replicas=1),
+        "hp": _pipeline(constants, stages, replicas=2),
+        "adaptive": printed_objective(name, constants)[:2],
     }
 
 
@@ -189,10 +168,11 @@ def bandwidth_rows() -> list[Row]:
     """The same by other bandwidths, from those solved up to NVLink's: where do the paper's order and its 18% hold?"""
     rows = []
     for name in MODELS:
-        found = solved(name)
+        constants = solved(name)
         for bus in BUS_GB_PER_S:
             for stage in STAGE_GB_PER_S:
-                hours = hours_by(name, replace(found, bus_bytes_per_s=bus * 1e9, stage_bytes_per_s=stage * 1e9))
+                other = replace(constants, bus_bytes_per_s=bus * 1e9, stage_bytes_per_s=stage * 1e9)
+                hours = {strategy: sum(parts) for strategy, parts in hours_by(name, other).items()}
                 order = [hours[strategy] for strategy in ("adaptive", "hp", "dp", "mp", "single")]
                 rows.append(
                     {
@@ -212,7 +192,7 @@ def choice_rows() -> list[Row]:
     return [
         {"model": name, "component": component, "choice": choice}
         for name in MODELS
-        for component, choice in printed_objective(name)[2].items()
+        for component, choice in printed_objective(name, solved(name))[2].items()
     ]
 
 

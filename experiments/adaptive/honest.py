@@ -69,23 +69,20 @@ def scaling_rows(sizes: tuple[int, ...]) -> list[Row]:
             for strategy in STRATEGIES:
                 result = best.get(strategy)
                 if result is not None and (strategy == "single") == (devices == 1):
-                    rows.append(_row(name, strategy, devices, result, hours_of(single) / hours_of(result)))
-                    print(*list(rows[-1].values())[:5], file=sys.stderr, flush=True)
+                    row = {
+                        "model": name,
+                        "strategy": strategy,
+                        "gpus": devices,
+                        "hours": round(hours_of(result), 4),
+                        "speedup": round(hours_of(single) / hours_of(result), 3),
+                        "communication": round(result.communication_fraction, 5),
+                        "communication_busy": round(result.communication_busy_fraction, 5),
+                        "memory_gb": round(max(result.peak_memory_bytes) / 1e9, 3),
+                        "plan": result.plan.summary(),
+                    }
+                    rows.append(row)
+                    print(*list(row.values())[:5], file=sys.stderr, flush=True)
     return rows
-
-
-def _row(name: str, strategy: str, devices: int, result: PlanResult, speedup: float) -> Row:
-    return {
-        "model": name,
-        "strategy": strategy,
-        "gpus": devices,
-        "hours": round(hours_of(result), 4),
-        "speedup": round(speedup, 3),
-        "communication": round(result.communication_fraction, 5),
-        "communication_busy": round(result.communication_busy_fraction, 5),
-        "memory_gb": round(max(result.peak_memory_bytes) / 1e9, 3),
-        "plan": result.plan.summary(),
-    }
 
 
 def table_rows(scaling: list[Row], fitted: list[Row]) -> list[Row]:

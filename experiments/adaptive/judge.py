@@ -9,7 +9,7 @@ from typing import Any
 from experiments.adaptive.judge_parallelism import parallelism_claims, parallelism_tables
 from experiments.common.catalogue import recorded
 from experiments.common.claims import UNRESOLVED, Claim, Judge, Row, claim, of_every
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table, table
 
 
 def mixing_claims(document: dict[str, Any]) -> list[Claim]:
@@ -40,24 +40,16 @@ def gain(row: dict[str, Any]) -> float:
 
 def mixing_tables(document: dict[str, Any]) -> dict[str, str]:
     """The best simulated plan of each family as Markdown, milliseconds."""
-    head = (
-        "model",
-        "batch",
-        "memory per device",
-        "dp ms",
-        "mp ms",
-        "hp ms",
-        "adaptive ms",
-        "less than the best uniform",
-        "kinds",
+    columns = (
+        ("model", "{model}"),
+        ("batch", "{batch}"),
+        ("memory per device", "{memory_gib:g} GiB"),
+        *((f"{family} ms", f"{{{family}_ms}}") for family in ("dp", "mp", "hp", "adaptive")),
+        ("less than the best uniform", "{less_time_than_best_uniform}"),
+        ("kinds", lambda row: row["mixes"].replace("+", ", ")),
     )
-    lines = []
-    for row in document["rows"]:
-        times = [str(row[f"{family}_ms"]) for family in ("dp", "mp", "hp", "adaptive")]
-        kinds = row["mixes"].replace("+", ", ")
-        gained = row["less_time_than_best_uniform"]
-        lines.append((row["model"], str(row["batch"]), f"{row['memory_gib']:g} GiB", *times, gained, kinds))
-    return {"mixing": table(head, list(dict.fromkeys(lines)), words=1)}
+    cases = {(row["model"], row["batch"], row["memory_gib"]): row for row in document["rows"]}
+    return {"mixing": row_table(cases.values(), columns, words=1)}
 
 
 SHORT = "link slow for 4 windows"
@@ -90,11 +82,7 @@ def tuning_claims(document: dict[str, Any]) -> list[Claim]:
 
 
 def short(rows: list[Row]) -> Claim:
-    """The belief about durations where it is meant to help.
-
-    Args:
-        rows: regret by scenario and policy.
-    """
+    """The belief about durations where it is meant to help, from regret by scenario and policy."""
     text = f"The default controller loses less than half of what the tuned one does where a {SHORT}"
     found = next((row for row in rows if row["scenario"] == SHORT), None)
     if found is None:
@@ -145,11 +133,7 @@ def live_claims(document: dict[str, Any]) -> list[Claim]:
 
 
 def race(pairs: dict[str, dict[str, Row]], kind: str, skipped: str) -> Claim:
-    """Whether the adaptive runs end first under one kind of disturbance.
-
-    Args:
-        pairs: rows by name of the pair and way. kind: of KINDS. skipped: why there was no such race; "": there was.
-    """
+    """Whether the adaptive runs end first under a disturbance of KINDS. skipped: why there was no such race; "": there was."""
     text = f"A run that may change plan ends before the best fixed plan in {SOONER} of {PAIRS} pairs in which {KINDS[kind]}"
     races = [pair for name, pair in pairs.items() if name.startswith(kind) and {"adaptive", "start", "other"} <= pair.keys()]
     if len(races) < PAIRS:
@@ -162,8 +146,7 @@ def race(pairs: dict[str, dict[str, Row]], kind: str, skipped: str) -> Claim:
 def equality(pair: dict[str, Row], weights: float | None) -> Claim:
     """Whether a training that changed plan in float64 lost the same at every step, and ended with the same weights.
 
-    Args:
-        pair: its rows by way. weights: the largest difference of any at the end; None: not compared.
+    pair: its rows by way. weights: the largest difference of any at the end; None: not compared.
     """
     text = f"Losses and weights of a run that changed plan equal those of one that did not to {TOLERANCE:g} in float64"
     if not {"adaptive", "start"} <= pair.keys():
@@ -212,7 +195,7 @@ def live_tables(document: dict[str, Any]) -> dict[str, str]:
 
 
 def regrets(simulated: dict[str, Any]) -> str:
-    """Of the same controller in simulated training: time over the oracle's, minus 1. Args: simulated: its results.json."""
+    """The same controller in simulated training: time over the oracle's, minus 1."""
     head = ("simulated on 8 GPUs, held out", "stay", "best static", "default controller")
     keys = ("stay", "best static", "default")
     return table(head, [[row["scenario"], *(f"{100 * row[key]:.2f}%" for key in keys)] for row in simulated["by_scenario"]])

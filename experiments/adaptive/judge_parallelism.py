@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from experiments.adaptive.tables import tables
 from experiments.common.claims import UNRESOLVED, Claim, claim, of_every
+from experiments.common.markdown import row_table, table
 
 NEAR = 0.15
 """Of a printed figure: nearer counts as the same."""
@@ -40,17 +41,8 @@ def parallelism_claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def parallelism_tables(document: dict[str, Any]) -> dict[str, str]:
-    """All tables of the section, as one text."""
-    return {"adaptive_parallelism": tables(document, verdict_of)}
-
-
 def verdict_of(row: Row) -> str:
-    """Of one cell: whose figure is near the printed one.
-
-    Args:
-        row: of the table.
-    """
+    """Whose figure is near the printed one, of a cell of Table I."""
     honest, fit = (_near(row[source], row["paper"]) for source in ("honest", "fit"))
     if honest:
         return "honest"
@@ -188,16 +180,16 @@ def scaling_claims(speed: dict[tuple[str, str, int], float]) -> list[Claim]:
         for way in ("dp", "mp", "hp")
     )
     mp = {model: [speed[model, "mp", size] for size in sizes] for model in MODELS}
+
+    def shown(by_model: dict[str, list[float]]) -> str:
+        speeds = "; ".join(f"{model} {', '.join(f'{value:.2f}' for value in values)}" for model, values in by_model.items())
+        return f"{speeds} times at 2, 4 and 8"
+
     return [
-        claim(K07, diminishing, _speeds(dp)),
-        claim(K08, steadier and lower, _speeds(mp)),
+        claim(K07, diminishing, shown(dp)),
+        claim(K08, steadier and lower, shown(mp)),
         claim(K09, best, "at 2, 4 and 8 GPUs"),
     ]
-
-
-def _speeds(by_model: dict[str, list[float]]) -> str:
-    own = "; ".join(f"{model} {', '.join(f'{value:.2f}' for value in values)}" for model, values in by_model.items())
-    return f"{own} times at 2, 4 and 8"
 
 
 K07 = "K07: data parallelism is near-linear to 4 GPUs and has diminishing returns beyond, on honest V100s"
@@ -245,7 +237,10 @@ def learning_claims(rows: list[Row]) -> list[Claim]:
         return [claim(text, None, f"{len(rows)} of {SEEDS} seeds were run") for text in texts]
     own = rows[:SEEDS]
     gaps = {way: [row["accuracy"][way] - row["accuracy"]["single"] for row in own] for way in STRATEGIES[1:]}
-    low, high = zip(*(_interval(values) for values in gaps.values()), strict=True)
+    means = [statistics.mean(values) for values in gaps.values()]
+    halves = [2.093 * statistics.stdev(values) / SEEDS**0.5 for values in gaps.values()]  # Student's t, 19 degrees of freedom
+    low = [mean - half for mean, half in zip(means, halves, strict=True)]
+    high = [mean + half for mean, half in zip(means, halves, strict=True)]
     told = f"95% intervals of the mean differences to one process lie in {100 * min(low):+.2f}% to {100 * max(high):+.2f}%"
     if min(low) >= -SAME_ACCURACY and max(high) <= SAME_ACCURACY:
         same = claim(texts[0], True, told)
@@ -258,12 +253,6 @@ def learning_claims(rows: list[Row]) -> list[Claim]:
         same,
         claim(texts[1], apart > 1e-10, f"largest difference of a step's loss over {own[0]['steps']} steps: {apart:.1e}"),
     ]
-
-
-def _interval(values: list[float]) -> tuple[float, float]:
-    """The 95% interval of a mean (Student's t with 19 degrees of freedom, as SEEDS are fixed)."""
-    half = 2.093 * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.mean(values) - half, statistics.mean(values) + half
 
 
 def placement_claims(document: dict[str, Any]) -> list[Claim]:
@@ -326,9 +315,15 @@ def map_claims(rows: list[Row]) -> list[Claim]:
     uniform = [row for row in rows if (row["gain_over_uniform"] or 0.0) >= 0.18]
     largest = max(rows, key=lambda row: row["gain_over_uniform"] or 0.0)
     of = f"of {len(rows)} points"
+
+    def places(some: list[Row]) -> str:
+        point = "{model} batch {batch}, links 1/{slower:.0f}, {memory_gib:g} GiB"
+        shown = [point.format(**row, slower=1 / row["link"]) for row in some]
+        return f": {'; '.join(shown[:3])}{' and others' if len(some) > 3 else ''}" if some else ""
+
     return [
-        claim(texts[0], bool(ordered), f"{len(ordered)} {of}{_places(ordered)}"),
-        claim(texts[1], bool(gaining), f"{len(gaining)} {of}{_places(gaining)}"),
+        claim(texts[0], bool(ordered), f"{len(ordered)} {of}{places(ordered)}"),
+        claim(texts[1], bool(gaining), f"{len(gaining)} {of}{places(gaining)}"),
         claim(
             texts[2],
             bool(uniform),
@@ -354,10 +349,161 @@ def bandwidth_claims(rows: list[Row]) -> list[Claim]:
     return found
 
 
-def _places(rows: list[Row]) -> str:
+def parallelism_tables(document: dict[str, Any]) -> dict[str, str]:
+    """All tables of the section, as one text."""
+    parts = (
+        table_one(document.get("table", [])),
+        constants(document.get("constants", [])),
+        speed_up(document.get("scaling", [])),
+        choices(document.get("choices", [])),
+        reading(document.get("reading", [])),
+        region(document.get("map", [])),
+        bandwidths(document.get("bandwidths", [])),
+        learning(document.get("learning", [])),
+    )
+    return {"adaptive_parallelism": "\n\n".join(part for part in parts if part)}
+
+
+def table_one(rows: list[Row]) -> str:
+    """Table I, a section per quantity."""
+    quantities: dict[str, tuple[str, Callable[[float], str]]] = {
+        "hours": ("hours of 100 epochs (Figure 1)", lambda value: f"{value:.2f}"),
+        "communication": ("communication (Figure 3)", lambda value: f"{value:.1%}"),
+        "memory_gb": ("peak memory, GB (Figure 5)", lambda value: f"{value:.1f}"),
+    }
+    parts = []
+    for quantity, (title, shown) in quantities.items():
+        cells = [row for row in rows if row["quantity"] == quantity]
+        if not cells:
+            continue
+
+        def fit(row: Row, shown: Callable[[float], str] = shown) -> str:
+            return "" if row["fit"] is None else shown(row["fit"]) + (" (solved)" if row["fit_uses_it"] else "")
+
+        columns = (
+            ("model", "{model}"),
+            ("strategy", "{strategy}"),
+            ("paper", lambda row, shown=shown: shown(row["paper"])),
+            ("honest", lambda row, shown=shown: shown(row["honest"])),
+            ("fit", fit),
+            ("verdict", verdict_of),
+        )
+        parts.append(f"**{title}**\n\n{row_table(cells, columns)}")
+    return "\n\n".join(parts)
+
+
+def constants(rows: list[Row]) -> str:
+    """What had to be so for the fit."""
+    columns = (
+        ("model", "{model}"),
+        ("images/s on one GPU", "{images_per_s_on_one_gpu:g}"),
+        ("computation under dp, times as long", "{inflation_under_dp:g}"),
+        ("all_reduce, GB/s", "{bus_gb_per_s:g}"),
+        ("between stages, GB/s", "{stage_gb_per_s:g}"),
+        ("stages", "{stages:g}"),
+        ("microbatches", "{microbatches:g}"),
+    )
+    title = "**The paper's constants** (the last three are shared by both models)\n\n"
+    return title + row_table(rows, columns) if rows else ""
+
+
+def speed_up(rows: list[Row]) -> str:
+    """Figure 2."""
+    sizes = sorted({row["gpus"] for row in rows if row["gpus"] > 1})
+    at = {(row["model"], row["strategy"], row["gpus"]): f"{row['speedup']:.2f}" for row in rows}
+    ways = sorted({(row["model"], row["strategy"]) for row in rows if row["strategy"] != "single"})
+    lines = [(*way, *(at.get((*way, size), "") for size in sizes)) for way in ways]
+    head = ("model", "strategy", *(f"{size} GPUs" for size in sizes))
+    return "**Speed over one GPU, honest (Figure 2)**\n\n" + table(head, lines) if lines else ""
+
+
+def choices(rows: list[Row]) -> str:
+    """Figure 6: how often each strategy was chosen, by part of the network."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        kind = ".".join(part for part in row["component"].split(".") if not part.isdigit())
+        counts.setdefault((row["model"], kind), Counter()).update([row["choice"]])
+    lines = [
+        (*part, next(iter(own)) if len(own) == 1 else ", ".join(f"{count} {name}" for name, count in own.items()))
+        for part, own in counts.items()
+    ]
+    title = "**Chosen by the paper's objective with the paper's constants (Figure 6)**\n\n"
+    return title + table(("model", "components", "strategy"), lines) if lines else ""
+
+
+def reading(rows: list[Row]) -> str:
+    """Reading R beside the improved problem."""
+
+    def placements(row: Row) -> str:
+        return ", ".join(f"{count} `{name}`" for name, count in Counter(row["placements"].values()).items())
+
+    columns = (
+        ("model", "{model}"),
+        ("problem", "{problem}"),
+        ("dynamic programme, ms", lambda row: f"{1e3 * row['exact_s']:.1f}"),
+        ("MILP, ms", lambda row: f"{1e3 * row['milp_s']:.1f}"),
+        ("solvers", "{verdict}"),
+        ("placements", placements),
+    )
+    title = "**The paper's problem and the improved one, on honest V100s**\n\n"
+    return title + row_table(rows, columns) if rows else ""
+
+
+def region(rows: list[Row]) -> str:
+    """The map: per model and batch, the fastest uniform family and what adaptive gains, over links and memory."""
+
+    def point(row: Row) -> str:
+        if row["adaptive"] is None:
+            return "nothing fits"
+        over = "–" if row["gain_over_hp"] is None else f"{row['gain_over_hp']:.0%}"
+        uniform = "–" if row["gain_over_uniform"] is None else f"{row['gain_over_uniform']:.1%}"
+        return f"{row['fastest_uniform']} {over} / {uniform}{' *' if row['papers_order'] else ''}"
+
+    parts = []
+    for model, batch in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["batch"]) == (model, batch)]
+        links = sorted({row["link"] for row in own}, reverse=True)
+        lines = [
+            (f"{memory:g} GiB", *(point(row) for row in own if row["memory_gib"] == memory))
+            for memory in sorted({row["memory_gib"] for row in own}, reverse=True)
+        ]
+        head = ("memory", *(f"links 1/{1 / link:.0f}" if link < 1 else "links as they are" for link in links))
+        parts.append(f"{model}, batch {batch}:\n\n" + table(head, lines))
+    legend = (
+        "**The map: under which links, batch and memory would the paper's order and its 18% hold?** "
+        "A cell names the fastest uniform family. Two figures follow: what adaptive gains over hybrid, and over that family. "
+        "A star marks the paper's order."
+    )
+    return "\n\n".join([legend, *parts]) if parts else ""
+
+
+def bandwidths(rows: list[Row]) -> str:
+    """Where the paper's constants, but for the bandwidths, give its order: what adaptive gains over hybrid there."""
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        cells = {bus: [f"{bus:g}"] for bus in sorted({row["bus_gb_per_s"] for row in own})}
+        for row in own:
+            cells[row["bus_gb_per_s"]].append(f"{row['gain_over_hp']:+.0%}{' *' if row['papers_order'] else ''}")
+        stages = (f"stages {stage:g} GB/s" for stage in sorted({row["stage_gb_per_s"] for row in own}))
+        parts.append(f"{model}:\n\n" + table(("all_reduce, GB/s", *stages), cells.values()))
+    legend = (
+        "**The same by the paper's own constants, but for the two bandwidths.** A cell is what adaptive gains over hybrid; "
+        "* is the paper's order."
+    )
+    return "\n\n".join([legend, *parts]) if parts else ""
+
+
+def learning(rows: list[Row]) -> str:
+    """Figure 4: what the five strategies really learn."""
     if not rows:
         return ""
-    shown = [
-        f"{row['model']} batch {row['batch']}, links 1/{1 / row['link']:.0f}, {row['memory_gib']:g} GiB" for row in rows[:3]
-    ]
-    return ": " + "; ".join(shown) + (" and others" if len(rows) > 3 else "")
+    lines = []
+    for way in rows[0]["accuracy"]:
+        scores = [row["accuracy"][way] for row in rows]
+        apart = max(row["loss_difference"][way] for row in rows)
+        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+        lines.append((way, f"{statistics.mean(scores):.2%} ± {100 * spread:.2f}", f"{apart:.1e}"))
+    head = ("strategy", "test accuracy, mean ± deviation", "largest difference of a step's loss to one process")
+    title = f"**Five strategies really run on digits, {len(rows)} seeds, {rows[0]['steps']} steps (Figure 4)**\n\n"
+    return title + table(head, lines)

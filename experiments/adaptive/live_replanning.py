@@ -14,7 +14,6 @@ already is not run again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -35,13 +34,61 @@ from experiments.adaptive.disturbing import (
     AtStep,
     arena,
 )
-from experiments.adaptive.live_plans import BATCH, SPEC, WAYS, fixed_plans, problem_on
+from experiments.common.running import part_parser, show
+from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.job import AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.output import read_progress_line
 from parsim.files import read_json, write_json_atomically
-from parsim.plans.plan import Plan
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.plans.plan import NONE, Plan
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.search.adapt.planning import pool_planner, prepared_pool
+from parsim.search.search import search
+from parsim.work import Collective
+
+WAYS = ("adaptive", "start", "other")
+BATCH = 1024
+SPEC = ModelSpec(name="experiments.adaptive.network:narrow", input_shape=(1, 16, 16), loss="cross_entropy")
+
+
+def problem_on(profile: Path) -> PlanningProblem:
+    """What the plans are for. Args: profile: of the two ranks."""
+    return PlanningProblem(
+        model=load_model(SPEC),
+        cluster=cluster_from_profile(load_profile(str(profile)), RANKS),
+        global_batch=BATCH,
+        zero_stage=0,
+        recompute=NONE,
+    )
+
+
+def fixed_plans(problem: PlanningProblem, kinds: list[str]) -> dict[str, Plan]:
+    """`start`: the best for the machine as it is. `other KIND`: the best under the disturbance, from the first step on."""
+    start = next(
+        entry.result.plan
+        for entry in search(problem, ("adaptive", "dp", "mp"), samples=0).candidates
+        if entry.result.plan.world_size == RANKS
+    )
+    planner = pool_planner(prepared_pool(problem, start))
+    return {"start": start, **{f"other {kind}": planner(disturbed(problem, start, kind), start).plan for kind in kinds}}
+
+
+def disturbed(problem: PlanningProblem, plan: Plan, kind: str) -> RunCorrections:
+    """What a disturbance makes of the profile: a throttled rank, or all communication as slow as what the plan sends."""
+    if kind == "throttled":
+        return RunCorrections(ranks=tuple((rank, THROTTLE if rank == SLOW_RANK else 1.0) for rank in range(RANKS)))
+    sent = [work for task in lower(plan, problem.model).tasks if isinstance(work := task.work, Collective)]
+    usual_s = sum(problem.costs(RANKS).estimate(work, 0).median_s for work in sent)
+    shaped_s = sum(work.size_bytes for work in sent) / RATE_BYTES_PER_S
+    every = CommunicationClass("all_reduce", tuple(range(RANKS)))
+    return RunCorrections(communication=((every, max(1.0, shaped_s / usual_s)),))
+
 
 KINDS = ("link", "throttled")
 WINDOW = 5
@@ -50,15 +97,12 @@ STEPS = {"link": (200, 235), "throttled": (200, 230), "float64": (60, 110)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short pair of each kind: a check that all runs")
+    parser = part_parser(__doc__, "one short pair of each kind", out="runs/live_replanning")
     parser.add_argument("--pairs", type=int, default=10, help="of each kind, and undisturbed")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of disturbances")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no training after so many, and go on at the next call"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/live_replanning"))
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     asked = parser.parse_args()
     until = time.monotonic() + asked.seconds
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +130,7 @@ def main() -> None:
         "weights_differ_by": weights_differ_by(asked.out),
         "rows": rows,
     }
-    print(json.dumps(document) if asked.json else json.dumps(document, indent=1))
+    show(document, as_json=asked.json)
 
 
 SHOWN = ("pair", "way", "seconds", "disturbed_after", "switches", "plannings_s")
@@ -161,13 +205,16 @@ def trained(out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, s
     job.save(folder / "job.json")
     disturbance = AtStep(step=calm, begin=partial(ranks.disturbed, kind))
 
-    def heard(line: str) -> None:
+    def mean_s(rounds: list[list[float]]) -> float:
+        return sum(end - begin for begin, end, _ in rounds) / len(rounds)
+
+    def on_line(line: str) -> None:
         told = read_progress_line(line)
         if kind and isinstance(told, dict) and "step" in told:
             disturbance.seen(int(str(told["step"]).partition("/")[0]))
 
     try:
-        ranks.run(folder / "job.json", heard)
+        ranks.run(folder / "job.json", on_line)
     finally:
         disturbance.close()
     if kind and disturbance.since is None:
@@ -194,10 +241,6 @@ def trained(out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, s
     }
     write_json_atomically(kept, row)
     return row
-
-
-def mean_s(rounds: list[list[float]]) -> float:
-    return sum(end - begin for begin, end, _ in rounds) / len(rounds)
 
 
 def losses_of(folder: Path, *, ends: bool) -> list[float]:

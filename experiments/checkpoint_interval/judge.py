@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, Judge, of_every
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table
 from parsim.units import format_seconds
 
 AS_ASSUMED = "as the formulas assume"
@@ -32,13 +32,14 @@ def claims(document: dict[str, Any]) -> list[Claim]:
 
 def tables(document: dict[str, Any]) -> dict[str, str]:
     """Intervals of every case, and what the formulas' cost, as Markdown."""
-    head = ("case", "M", "d", "Young", "Daly", "simulated", "mean run", "Young's costs", "Daly's costs")
-    lines = []
-    for row in document["rows"]:
-        times = [format_seconds(row[key]) for key in ("M_s", "d_s", "young_s", "daly_s", "simulated_s", "run_s")]
-        costs = [f"{row[f'{name}_costs_percent']:+.2f}% ± {row[f'{name}_error_percent']:.2f}" for name in ("young", "daly")]
-        lines.append([row["case"], *times, *costs])
-    return {"checkpoint_interval": table(head, lines)}
+    times = {"M": "M_s", "d": "d_s", "Young": "young_s", "Daly": "daly_s", "simulated": "simulated_s", "mean run": "run_s"}
+    columns = (
+        ("case", "{case}"),
+        *((name, lambda row, key=key: format_seconds(row[key])) for name, key in times.items()),
+        ("Young's costs", "{young_costs_percent:+.2f}% ± {young_error_percent:.2f}"),
+        ("Daly's costs", "{daly_costs_percent:+.2f}% ± {daly_error_percent:.2f}"),
+    )
+    return {"checkpoint_interval": row_table(document["rows"], columns)}
 
 
 JUDGES = {"checkpoint_interval": Judge(claims=claims, tables=tables)}

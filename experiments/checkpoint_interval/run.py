@@ -1,6 +1,6 @@
 """How often should a run write a checkpoint, and when are Young's and Daly's formulas right?
 
-    python -m experiments.checkpoint_interval.run [--quick] [--seed N] [--json] [--out DIR]
+    python -m experiments.checkpoint_interval.run [--quick] [--seed N] [--json]
 
 Every case is a whole run simulated under many checkpoint intervals with the same failures for all. Shown: both formulas, the
 interval of the shortest mean run, and by how much the run grows when a formula's interval is taken instead.
@@ -8,16 +8,13 @@ interval of the shortest mean run, and by how much the run grows when a formula'
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
+from experiments.common.running import part_parser, show
 from parsim.engines.scenario.checkpointing import (
     daly_interval_s,
     interval_times,
@@ -27,7 +24,6 @@ from parsim.engines.scenario.checkpointing import (
 )
 from parsim.engines.scenario.scenario import FailureAt, Failures, Run, parse_scenario
 from parsim.engines.scenario.whole_run import Training
-from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
@@ -36,7 +32,6 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.forecast import Played
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
-from parsim.units import format_seconds
 
 HOUR_S = 3600.0
 
@@ -187,30 +182,11 @@ def candidates(young: float, daly: float, work_s: float, mtbf_s: float) -> Seque
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three cases, fewer draws")
+    parser = part_parser(__doc__, "three cases, fewer draws")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/checkpoint_interval"))
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    rows = [row(case, 100 if chosen.quick else 1000, chosen.seed) for case in cases(chosen.quick)]
-    write_csv(chosen.out / "intervals.csv", rows)
-    if chosen.json:
-        print(json.dumps(rows))
-        return
-    print("| case | M | d | Young | Daly | simulated | mean run | Young's costs | Daly's costs |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for line in rows:
-        times = [format_seconds(float(str(line[key]))) for key in ("M_s", "d_s", "young_s", "daly_s", "simulated_s", "run_s")]
-        costs = [
-            f"+{float(str(line[f'{name}_costs_percent'])):.2f}% ± {float(str(line[f'{name}_error_percent'])):.2f}"
-            for name in ("young", "daly")
-        ]
-        print(f"| {line['case']} | {' | '.join([*times, *costs])} |")
-    total = math.fsum(float(str(line["taken_s"])) for line in rows)
-    runs = sum(int(str(line["draws"])) * int(str(line["intervals"])) for line in rows)
-    print(f"\n{runs} runs simulated in {total:.1f} s")
+    options = parser.parse_args()
+    rows = [row(case, 100 if options.quick else 1000, options.seed) for case in cases(options.quick)]
+    show({"rows": rows}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,41 @@ VERSIONS = ("python", "torch", "numpy")
 PROGRESS_LOG = "progress.log"
 
 
-def add_parts(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
-    """`--parts A,B` of an experiment: a list of names, all of them where it is left out.
+def part_parser(doc: str | None, quick: str, *, out: str = "", parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options that every part has: `--quick` and `--json`.
 
     Args:
-        parser: of its run.py. known: the names. Others end the command with status 2.
+        doc: docstring of the module. quick: what the small version is. out: default of `--out`, for a part that keeps files.
+        parts: names for `--parts A,B`, by default all. Other names end the command with status 2.
     """
 
-    def parts(text: str) -> list[str]:
-        wanted = text.split(",")
-        if unknown := sorted(set(wanted) - set(known)):
-            raise argparse.ArgumentTypeError(f"unknown parts {', '.join(unknown)}; known: {', '.join(known)}")
-        return wanted
+    def names(text: str) -> list[str]:
+        if unknown := sorted(set(text.split(",")) - set(parts)):
+            raise argparse.ArgumentTypeError(f"unknown parts {', '.join(unknown)}; known: {', '.join(parts)}")
+        return text.split(",")
 
-    parser.add_argument("--parts", type=parts, default=list(known), help=f"of {', '.join(known)}")
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: a check that all runs, not a result")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    if out:
+        parser.add_argument("--out", type=Path, default=Path(out), help="folder of what the part keeps")
+    if parts:
+        parser.add_argument("--parts", type=names, default=list(parts), help=f"of {', '.join(parts)}")
+    return parser
+
+
+def show(document: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print the results of a part: as JSON, or every list of rows as a table, and every other value on a line."""
+    if as_json:
+        print(json.dumps(document))
+        return
+    for name, value in document.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"\n{name}", *value[0], sep="\t")
+            for row in value:
+                print(*(f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row.values()), sep="\t")
+        else:
+            print(f"{name}: {value}")
 
 
 class ExperimentError(Exception):
@@ -95,13 +116,14 @@ def documented(
         "wall_s": round(time.perf_counter() - began, 1),
         "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
     }
-    return {"run": run, **(found if isinstance(found, dict) else {"rows": found})}
+    own = found if isinstance(found, dict) else {"rows": found}
+    return {"run": run, **own} | {"run": own.get("run", {}) | run}
 
 
 def _out(script: str, out: Path) -> tuple[str, ...]:
     """--out DIR where the script has it."""
     source = (ROOT / script.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-    return ("--out", str(out)) if '"--out", type=Path, default' in source else ()
+    return ("--out", str(out)) if '"--out", type=Path, default' in source or 'out="runs/' in source else ()
 
 
 def commit() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.common.claims import Claim, Judge, Row, claim, of_every
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table, table
 
 TOLERANCE = 1e-10
 PLANS, LEAST_STEPS = 600, 100
@@ -35,11 +35,7 @@ def _holds(row: Row) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Counts and the largest difference, by model and number of processes, and how many plans have each feature.
-
-    Args:
-        rows: of drawn plans.
-    """
+    """Counts and the largest difference, by model and number of processes, and how many plans have each feature."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['model']} {row['processes']}", []).append(row)
@@ -62,11 +58,7 @@ def _outcome(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def run_of(rows: Sequence[Row], *, command: str) -> dict[str, Any]:
-    """With what the rows were made, over all the calls that made them: what differs among them, with commas between.
-
-    Args:
-        rows: of drawn plans, each with what its launch recorded. command: of the last call, which wrote them.
-    """
+    """With what the rows were made, over all the calls that made them: what differs among them, with commas between."""
     named = {
         key: ", ".join(dict.fromkeys(str(row.get(key, "not recorded")) for row in rows))
         for key in ("machine", "date", "commit")
@@ -154,27 +146,22 @@ def reference_finding(document: dict[str, Any]) -> str:
 
 def reference_tables(document: dict[str, Any]) -> dict[str, str]:
     """One plan per row, and how it was measured."""
-    ratio, recording = f"ratio (95%), wanted < {SLOWER}", f"recording, wanted < {RECORDING}"
-    head = ("case", "difference", "ours, ms", "native, ms", ratio, "CPU (95%)", recording, "A/A")
-    lines = [
-        (
-            row["case"],
-            f"{row['difference']:.0e}",
-            f"{row['parsim_ms']:.2f}",
-            f"{row['native_ms']:.2f}",
-            _interval(row["ratio"], SLOWER),
-            _interval(row["cpu_ratio"]) if "cpu_ratio" in row else "",
-            _interval(row["recording"], RECORDING),
-            _interval(row["floor"]),
-        )
-        for row in document["rows"]
-    ]
+    columns = (
+        ("case", "{case}"),
+        ("difference", "{difference:.0e}"),
+        ("ours, ms", "{parsim_ms:.2f}"),
+        ("native, ms", "{native_ms:.2f}"),
+        (f"ratio (95%), wanted < {SLOWER}", lambda row: _interval(row["ratio"], SLOWER)),
+        ("CPU (95%)", lambda row: _interval(row["cpu_ratio"]) if "cpu_ratio" in row else ""),
+        (f"recording, wanted < {RECORDING}", lambda row: _interval(row["recording"], RECORDING)),
+        ("A/A", lambda row: _interval(row["floor"])),
+    )
     told = (
         f"{document['equal_steps']} float64 steps are compared; {document['rounds']} rounds of {document['steps']} are timed. "
         f"{document['machine']}, torch {document['torch']}, {document['date']}, load average {document['load']} "
         "(two ranks make 2 of it)."
     )
-    return {"reference": f"{table(head, lines)}\n\n{told}"}
+    return {"reference": f"{row_table(document['rows'], columns)}\n\n{told}"}
 
 
 def _interval(ratio: dict[str, float], limit: float | None = None) -> str:

@@ -1,7 +1,7 @@
 """Do mixed plans, which place every component separately, train the same weights as one process?
 
-    python -m experiments.executor.mixed_plans [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B] [--seed N]
-                                          [--out DIR] [--json]
+    python -m experiments.executor.mixed_plans [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B]
+        [--seed N] [--json]
 
 Random plans (placement of every component, rules, ways, meshes, pipeline orders, microbatches, buckets, ZeRO, optimizers)
 run for real over gloo in float64; weights, optimizer state, running statistics and losses are compared with
@@ -10,8 +10,6 @@ single-process training.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -20,21 +18,18 @@ from pathlib import Path
 
 from experiments.common.equality import compare_case, run_cases
 from experiments.common.mixed import MODELS, random_case
-from parsim.files import write_csv
+from experiments.common.running import part_parser, show
 
 PLANS_PER_LAUNCH = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two plans of five steps")
+    parser = part_parser(__doc__, "two plans of five steps")
     parser.add_argument("--plans", type=int, default=50, help="per model and number of processes")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--nproc", default="2,4")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/mixed_plans"))
-    parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     plans, steps = (2, 5) if chosen.quick else (chosen.plans, chosen.steps)
     rows: list[dict[str, object]] = []
@@ -42,13 +37,7 @@ def main() -> None:
         for processes in (int(part) for part in chosen.nproc.split(",")):
             rows.append(compare(name, processes, plans, steps, chosen.seed))
             print(rows[-1], file=sys.stderr, flush=True)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    write_csv(chosen.out / "mixed_plans.csv", rows)
-    if chosen.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    show({"rows": rows}, as_json=chosen.json)
 
 
 def compare(name: str, processes: int, plans: int, steps: int, seed: int) -> dict[str, object]:

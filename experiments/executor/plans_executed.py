@@ -29,10 +29,9 @@ os.environ["PARSIM_ALLOW_CODE"] = "1"  # two of the five models are modules besi
 import torch
 
 from experiments.common.catalogue import record, recorded
-from experiments.common.running import commit
+from experiments.common.running import commit, part_parser
 from experiments.executor.comparing import TOLERANCE, Outcome, References, outcomes_of
-from experiments.executor.drawing import DrawnPlan, drawn
-from experiments.executor.features import features_of
+from experiments.executor.drawing import drawn, features_of
 from experiments.executor.judge import run_of, summary
 from experiments.executor.models import SUBJECTS
 from parsim.execute.processes.machine import describe_environment, machine_line
@@ -44,8 +43,7 @@ AT_ONCE = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two plans of five steps each")
+    parser = part_parser(__doc__, "two plans of five steps each", out="runs/plans_executed")
     parser.add_argument("--plans", type=int, default=50, help="per model and number of processes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--nproc", default="2,4")
@@ -55,10 +53,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="plans of one launch at most")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one plan may take")
-    parser.add_argument("--out", type=Path, default=Path("runs/plans_executed"))
     parser.add_argument("--write", action="store_true", help="keep the results in results.json")
     parser.add_argument("--go-on", action="store_true", help="run no row again of which results.json records the commit")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if torch.backends.cuda.is_built():
         parser.error(f"forks processes that differentiate, which torch {torch.__version__} refuses: use a CPU build of torch")
@@ -88,84 +84,47 @@ def main() -> None:
 def compared(
     name: str, processes: int, numbers: Sequence[int], references: References, asked: argparse.Namespace, until: float
 ) -> list[dict[str, Any]]:
-    """Rows of some plans of one model on one number of processes, in one launch; known ones are not run again.
-
-    Args:
-        name: of the model. numbers: of the plans. references: trainings in one process. asked: the command line.
-        until: when to begin no more.
-    """
+    """Rows of some plans of one model, by number, in one launch; known ones are not run again. None begins after `until`."""
     folder = asked.out / f"{references.steps}-steps"
     paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
     if asked.go_on:
         keep_recorded(paths, name, processes)
     plans = {number: drawn(name, processes, asked.seed, number) for number in numbers} if time.monotonic() < until else {}
-    some = [plan for number, plan in plans.items() if asked.only or not is_known(paths[number], plan)]
+    rows = {number: json.loads(path.read_text()) for number, path in paths.items() if path.is_file()}
+    known = {number for number, row in rows.items() if "commit" in row}  # of the plan that is drawn under the number now
+    some = [
+        plan
+        for number, plan in plans.items()
+        if asked.only or number not in known or rows[number]["plan"] != plan.plan.summary()
+    ]
     if some:
-        began = launch_began()
+        launch = {
+            "machine": machine_line(describe_environment()),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "load": round(os.getloadavg()[0], 1),
+        }
+        began_s, cpu_began_s = time.monotonic(), processor_s()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as place:
             found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
-        with_what = launch_ended(began, len(some))
+        passed_s = {"wall_s": time.monotonic() - began_s, "cpu_s": processor_s() - cpu_began_s}
+        launch |= {key: round(seconds / len(some), 2) for key, seconds in passed_s.items()}  # an equal share of each plan
         for outcome in found:
             if not outcome.holds:
                 print(outcome.describe(), file=sys.stderr, flush=True)
-            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved) | with_what))
-        print(f"{len(some)} plans to {some[-1].name}: {len(some) * with_what['wall_s']:.0f} s", file=sys.stderr, flush=True)
+            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved) | launch))
+        print(f"{len(some)} plans to {some[-1].name}: {passed_s['wall_s']:.0f} s", file=sys.stderr, flush=True)
     return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
 
 
-def recorded_rows() -> list[dict[str, Any]]:
-    """The committed rows."""
-    rows: list[dict[str, Any]] = (recorded(NAME) or {}).get("rows", [])
-    return rows
-
-
 def keep_recorded(paths: dict[int, Path], name: str, processes: int) -> None:
-    """Put rows of results.json that record their commit where those of this call are kept, as far as none lie there.
-
-    Args:
-        paths: by number. name: of the model. processes: of the launch.
-    """
-    for row in recorded_rows():
+    """Put rows of results.json that record their commit where those of this call are kept, as far as none lie there."""
+    for row in (recorded(NAME) or {}).get("rows", []):
         path = paths.get(row["number"]) if (row["model"], row["processes"]) == (name, processes) else None
         if path is not None and "commit" in row and not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomically(path, json.dumps(row))
-
-
-def with_earlier(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of results.json, and in place of those that were run again their new ones: a call that ends early loses none.
-
-    Args:
-        rows: of this call.
-    """
-
-    def key(row: dict[str, Any]) -> tuple[str, int, int]:
-        return row["model"], row["processes"], row["number"]
-
-    return list(({key(row): row for row in recorded_rows()} | {key(row): row for row in rows}).values())
-
-
-def launch_began() -> dict[str, Any]:
-    """With what a launch begins: machine, date, commit and load, and what the clocks of this process and its children show."""
-    return {
-        "machine": machine_line(describe_environment()),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "load": round(os.getloadavg()[0], 1),
-        "wall_s": time.monotonic(),
-        "cpu_s": processor_s(),
-    }
-
-
-def launch_ended(began: dict[str, Any], plans: int) -> dict[str, Any]:
-    """The same for the rows of its plans, each with an equal share of the seconds that have passed.
-
-    Args:
-        began: of its begin. plans: of the launch.
-    """
-    passed = {"wall_s": time.monotonic() - began["wall_s"], "cpu_s": processor_s() - began["cpu_s"]}
-    return began | {key: round(seconds / plans, 2) for key, seconds in passed.items()}
 
 
 def processor_s() -> float:
@@ -174,22 +133,17 @@ def processor_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def is_known(path: Path, plan: DrawnPlan) -> bool:
-    """Whether a row of this very plan is there, and says with what it was made.
+def with_earlier(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of results.json, and in place of those that were run again their new ones: a call that ends early loses none."""
 
-    Args:
-        path: of the row of its number. plan: that is drawn under it now.
-    """
-    row = json.loads(path.read_text()) if path.is_file() else {}
-    return "commit" in row and row["plan"] == plan.plan.summary()
+    def key(row: dict[str, Any]) -> tuple[str, int, int]:
+        return row["model"], row["processes"], row["number"]
+
+    return list(({key(row): row for row in (recorded(NAME) or {}).get("rows", [])} | {key(row): row for row in rows}).values())
 
 
 def row_of(outcome: Outcome, moved: float) -> dict[str, Any]:
-    """What results.json keeps of one plan.
-
-    Args:
-        outcome: of its run. moved: by how much training moved the weights at least.
-    """
+    """What results.json keeps of one plan. moved: by how much training moved the weights at least."""
     plan, difference = outcome.drawn, outcome.difference
     return {
         "model": plan.subject,

@@ -10,7 +10,6 @@ of steps tell what recording costs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,26 +22,26 @@ from typing import Any
 import numpy as np
 
 from experiments.common.catalogue import ROOT
+from experiments.common.running import part_parser, show
 from experiments.executor.reference_cases import CASES, QUICK, RANKS, Case
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
+from parsim.numeric import Floats
 
 EQUAL_STEPS, ROUNDS, STEPS = 20, 24, 10
 DRAWS = 4000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four rounds, of four cases unless --only names others")
+    parser = part_parser(__doc__, "four rounds, of four cases unless --only names others")
     parser.add_argument("--only", default="", help="regular expression on the case")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    among = QUICK if asked.quick and not asked.only else CASES
-    cases = [case for case in among if re.search(asked.only, case.name)]
+    options = parser.parse_args()
+    among = QUICK if options.quick and not options.only else CASES
+    cases = [case for case in among if re.search(options.only, case.name)]
     if not cases:
-        parser.error(f"--only {asked.only!r} matches none of: {', '.join(case.name for case in CASES)}")
-    rounds = 4 if asked.quick else asked.rounds
+        parser.error(f"--only {options.only!r} matches none of: {', '.join(case.name for case in CASES)}")
+    rounds = 4 if options.quick else options.rounds
     rows = []
     for case in cases:
         rows.append(row_of(case, measured(case, rounds)))
@@ -58,7 +57,7 @@ def main() -> None:
         "equal_steps": EQUAL_STEPS,
         "rows": rows,
     }
-    print(json.dumps(results, indent=None if asked.json else 1))
+    show(results, as_json=options.json)
 
 
 def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
@@ -74,6 +73,7 @@ def row_of(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """A step takes as long as on its slowest rank, and the processor seconds of all."""
     seconds = {name: np.max([rank["seconds"][name] for rank in ranks], axis=0) for name in ranks[0]["seconds"]}
     cpu_s = {name: np.sum([rank["cpu_s"][name] for rank in ranks], axis=0) for name in ranks[0]["cpu_s"]}
+    switched = np.max([rank["switched"] for rank in ranks], axis=0)  # [rounds, 2, pairs], steps that record first
     return {
         "case": case.name,
         "difference": max(rank["difference"] for rank in ranks),
@@ -81,29 +81,15 @@ def row_of(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "native_ms": round(1e3 * float(np.median(seconds["native"])), 3),
         "ratio": interval(seconds["parsim"] / seconds["native"]),
         "cpu_ratio": interval(cpu_s["parsim"] / cpu_s["native"]),
-        "recording": pooled(np.max([rank["switched"] for rank in ranks], axis=0)),
+        "recording": interval(switched[:, 0] / switched[:, 1]),
         "floor": interval(seconds["native again"] / seconds["native"]),
     }
 
 
-def interval(ratios: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    """The median of paired ratios, with its 95% interval by the bootstrap over rounds (percentiles)."""
-    rng = np.random.default_rng(0)
-    drawn = np.median(rng.choice(ratios, (DRAWS, len(ratios))), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return {"median": round(float(np.median(ratios)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
-
-
-def pooled(switched_s: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    """The median ratio of pairs of steps, with its 95% interval by the bootstrap over whole rounds.
-
-    Args:
-        switched_s: float64 [rounds, 2, pairs] seconds of steps, those that record first.
-    """
-    rng = np.random.default_rng(0)
-    ratios = switched_s[:, 0] / switched_s[:, 1]
-    drawn = np.median(ratios[rng.integers(len(ratios), size=(DRAWS, len(ratios)))].reshape(DRAWS, -1), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+def interval(ratios: Floats) -> dict[str, float]:
+    """The median of paired ratios [rounds, ...], with its 95% interval by the bootstrap over rounds (percentiles)."""
+    drawn = ratios[np.random.default_rng(0).integers(len(ratios), size=(DRAWS, len(ratios)))].reshape(DRAWS, -1)
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return {"median": round(float(np.median(ratios)), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
 

@@ -53,20 +53,18 @@ class Case:
                 microbatches=self.microbatches,
                 pipeline_order=self.order,
             )
-        sharded = self.backend == "fsdp2"
+        bucket_bytes, zero_stage = BUCKET_MIB * 2**20, 0
+        if self.backend == "fsdp2":  # a bucket of one byte less is full with one block, which is what FSDP2 gathers at once
+            blocks = (sum(parameter.size_bytes for parameter in component.parameters) for component in model.components)
+            bucket_bytes, zero_stage = max(blocks) - 1, 3
         return Plan(
             strategy="custom",
             mesh=Mesh(dp=RANKS),
             stages=(Stage(components=names, ranks=(0, 1)),),
             global_batch=BATCH,
-            bucket_bytes=_largest_block_bytes(model) - 1 if sharded else BUCKET_MIB * 2**20,
-            zero_stage=3 if sharded else 0,
+            bucket_bytes=bucket_bytes,
+            zero_stage=zero_stage,
         )
-
-
-def _largest_block_bytes(model: Model) -> int:
-    """A bucket of one byte less is full with one block, which is what FSDP2 gathers at once."""
-    return max(sum(parameter.size_bytes for parameter in component.parameters) for component in model.components)
 
 
 CASES = (

@@ -7,8 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.common.claims import Claim, Judge, claim, of_every
-from experiments.common.markdown import table
-from experiments.memory.lines import LINES
+from experiments.common.markdown import row_table, table
+
+LINES: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer state": ("optimizer_state",),
+    "buffers": ("buffers",),
+    "activations and boundary values": ("activations", "boundary_values", "casts"),
+    "receive buffers": ("receive_buffers",),
+    "inputs not yet read": ("inputs",),
+    "workspace": ("workspace", "unsharded"),
+}
+"""By the name in the table. One value can be saved by its maker and kept by its reader: of storages these are not two."""
+
+
+def by_line(lines: Mapping[str, int]) -> list[int]:
+    """Bytes of lines of tensors, in the order of `LINES`. Raises KeyError for a line that belongs to none."""
+    place = {line: number for number, lines_of in enumerate(LINES.values()) for line in lines_of}
+    found = [0] * len(LINES)
+    for line, size in lines.items():
+        found[place[line]] += size
+    return found
+
 
 Row = Mapping[str, Any]
 AIM_MEAN, AIM_WORST = 0.5, 3.0
@@ -96,9 +117,8 @@ def by_line_table(rows: Sequence[Row]) -> str:
 
 def furthest(rows: Sequence[Row], count: int = 8) -> str:
     """The cases that are furthest off."""
-    worst = sorted(rows, key=lambda row: -abs(row["error_percent"]))[:count]
-    lines = [(f"{row['error_percent']:+.2f}%", row["model"], row["plan"].replace("|", " ")) for row in worst]
-    return table(("error", "model", "plan"), lines)
+    columns = (("error", "{error_percent:+.2f}%"), ("model", "{model}"), ("plan", lambda row: row["plan"].replace("|", " ")))
+    return row_table(sorted(rows, key=lambda row: -abs(row["error_percent"]))[:count], columns)
 
 
 def tables(document: dict[str, Any]) -> dict[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from experiments.memory.cases import QUESTIONS, SMALL_BUCKET_BYTES, Case, Question, cases, names_of, staged
-from experiments.memory.drawn import drawn
+from experiments.memory.cases import QUESTIONS, SMALL_BUCKET_BYTES, Case, Question, cases, drawn, names_of, staged
 from experiments.memory.kind_modules import LENGTH, VOCABULARY, WIDTH
 from parsim.errors import PlanError
 from parsim.execute.job import EmaRule, TrainingRecipe

@@ -33,9 +33,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from experiments.common.catalogue import record, recorded
 from experiments.memory.autocast_step import autocast_peak_bytes
 from experiments.memory.cases import BATCH_SAMPLES, Case, Question, processes, staged
-from experiments.memory.judge import SMALLEST_BYTES, summary
+from experiments.memory.judge import SMALLEST_BYTES, by_line, summary
 from experiments.memory.kinds import ALL, cases_of
-from experiments.memory.lines import by_line
 from experiments.memory.ranks import is_measured, measure, measured
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
@@ -65,7 +64,13 @@ def main() -> None:
     questions = [question for question in ALL if names is None or question.label.rpartition("-")[0] in names]
     questions = questions[: 2 if asked.quick else None]
     until = 0.0 if asked.predict else time.monotonic() + asked.seconds
-    before = peaks_before((recorded("memory") or {}).get("rows", ()))
+    before = {  # the peaks of all ranks, and the lines of the one of which the row has them
+        (row["model"], row["case"], row["plan"]): [
+            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
+            for _, _, _, peak in row["ranks"]
+        ]
+        for row in (recorded("memory") or {}).get("rows", ())
+    }
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
@@ -87,14 +92,11 @@ Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
 
 
 def measure_some(question: Question, out: Path, failed: set[str], known: Peaks, ranks: int | None = None) -> int:
-    """Measure the next few cases, in an order that mixes their kinds.
+    """Measure the next few cases, in an order that mixes their kinds, and return how many are left.
 
     Args:
         out: with a folder per question. failed: names of runs that failed; the next one is added.
         known: cases that are not measured. ranks: of plans that are measured; None: all.
-
-    Returns:
-        How many are left.
     """
     models, folder = _traced(question, out)
     asked = [case for case in cases_of(question, models) if (question.label, case.label, plan_text(case)) not in known]
@@ -111,23 +113,12 @@ def measure_some(question: Question, out: Path, failed: set[str], known: Peaks, 
         print(f"{question.label}: {fault.plan.summary()} in {fault.precision} failed\n{error}", flush=True)
     if not known and not question.kind:
         for samples in AUTOCAST_SAMPLES:
-            path = _autocast_path(folder, samples)
+            path = folder / f"autocast-{samples}.json"
             if not path.is_file():
                 write_text_atomically(path, json.dumps(autocast_peak_bytes(question.spec, samples)))
     left = len(open_) - len(now)
     print(f"{time.strftime('%H:%M:%S')} {question.label}: {left} left", flush=True)
     return left
-
-
-def peaks_before(rows: Sequence[Mapping[str, Any]]) -> Peaks:
-    """Of rows of results.json: the peaks of all ranks, and the lines of the one of which the row has them."""
-    return {
-        (row["model"], row["case"], row["plan"]): [
-            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
-            for _, _, _, peak in row["ranks"]
-        ]
-        for row in rows
-    }
 
 
 def answers(question: Question, out: Path, before: Peaks) -> list[dict[str, Any]]:
@@ -160,12 +151,10 @@ def _traced(question: Question, out: Path) -> tuple[dict[str, Model], Path]:
 
 def models_of(question: Question) -> dict[str, Model]:
     """The Model of a question by torch's name of the weights' type."""
-    named = RECORDED_WEIGHTS.values()
-    return {weights: load_model(question.spec, granularity=question.granularity, weights=weights) for weights in named}
-
-
-def _autocast_path(folder: Path, samples: int) -> Path:
-    return folder / f"autocast-{samples}.json"
+    return {
+        weights: load_model(question.spec, granularity=question.granularity, weights=weights)
+        for weights in RECORDED_WEIGHTS.values()
+    }
 
 
 def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
@@ -226,7 +215,7 @@ def under_autocast(question: Question, model: Model, folder: Path, before: Peaks
     """One plain step in this process under the CPU's autocast to bfloat16, at two batches, without the executor."""
     rows = []
     for samples in AUTOCAST_SAMPLES:
-        path, key = _autocast_path(folder, samples), (question.label, f"autocast, {samples} samples", "one plain step")
+        path, key = folder / f"autocast-{samples}.json", (question.label, f"autocast, {samples} samples", "one plain step")
         if path.is_file() or key in before:
             peak = json.loads(path.read_text()) if path.is_file() else before[key][0]["peak_bytes"]
             problem = PlanningProblem(

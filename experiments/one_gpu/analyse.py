@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from predictions import digest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.common.accuracy import accuracy
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table
 from parsim.predict.compare import aa_floor
 from parsim.program.taskgraph import parse_work
 from parsim.units import format_bytes, format_seconds
@@ -27,6 +28,7 @@ from tools.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
 
 DRAWS = 4000
 AGAIN = " again"
+RATIO = "{ratio:.3f} ({low:.3f} to {high:.3f})"
 LINES: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
     "gradients": ("gradients",),
@@ -53,9 +55,17 @@ def analyse(all_rows: Sequence[JournalRow]) -> tuple[dict[str, Any], str]:
     steps = [step_of(row, predictions) for name, row in done.items() if name.startswith("step ")]
     results: dict[str, Any] = {
         "machine": {key: value for key, value in done.get("machine", {}).items() if key not in ("case", "status", "headline")},
-        "costs": {name: costs_of(row) for name, row in done.items() if name.startswith("cost of ")},
+        "costs": {
+            name: {key: row[key] for key in row if key.endswith("_s") and key not in ("sustained_s", "mean_s", "best_s")}
+            for name, row in done.items()
+            if name.startswith("cost of ")
+        },
         "products": products_of(done.values()),
-        "copies": [copy_of(row) for row in done.values() if "route" in row],
+        "copies": [
+            {key: row[key] for key in ("route", "size_bytes", "bytes_per_s", "beyond_cache", "sets", "sustained_s")}
+            for row in done.values()
+            if "route" in row
+        ],
         "predictions": {
             precision: {
                 "sha256": row["sha256"],
@@ -68,8 +78,8 @@ def analyse(all_rows: Sequence[JournalRow]) -> tuple[dict[str, Any], str]:
         "accuracy": accuracy_of(steps),
         "memory": [memory_of(row, predictions) for name, row in done.items() if name.startswith("memory ")],
         "kinds": [kinds_of(row, predictions) for name, row in done.items() if name.startswith("memory ") and "tasks_s" in row],
-        "kernels": [
-            kernels_of(step)
+        "kernels": [  # without their names, which stay in the rows
+            {key: value for key, value in step.items() if key != "csv"}
             for name, row in done.items()
             if name.startswith("kernels ")
             for step in row["steps"]
@@ -89,10 +99,6 @@ def analyse(all_rows: Sequence[JournalRow]) -> tuple[dict[str, Any], str]:
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
-
-
-def costs_of(row: JournalRow) -> dict[str, float]:
-    return {key: row[key] for key in row if key.endswith("_s") and key not in ("sustained_s", "mean_s", "best_s")}
 
 
 def products_of(rows: Iterable[JournalRow]) -> dict[str, Any]:
@@ -125,10 +131,6 @@ def shape_of(row: JournalRow, peak: float, bandwidth: float | None) -> dict[str,
     }
 
 
-def copy_of(row: JournalRow) -> dict[str, Any]:
-    return {key: row[key] for key in ("route", "size_bytes", "bytes_per_s", "beyond_cache", "sets", "sustained_s")}
-
-
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +138,7 @@ def step_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> di
     """The executor's step beside its prediction, its A/A floor, and the other programs."""
     rounds = row["rounds_s"]
     own, again = rounds["executor"], rounds["executor" + AGAIN]
+    others = {name: values for name, values in rounds.items() if not name.startswith("executor")}
     measured_s = statistics.mean([*own, *again])
     floor = aa_floor([[one, other] for one, other in zip(own, again, strict=True)])
     found: dict[str, Any] = {
@@ -148,11 +151,9 @@ def step_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> di
         "executor_again": ratio_interval(again, own),
         "board": row.get("board_of_rounds", {}),
         "loss_difference": loss_difference(row["losses"]),
-        "not_built": {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()},
-        "others_s": {name: statistics.mean(values) for name, values in rounds.items() if not name.startswith("executor")},
-        "executor_over": {
-            name: ratio_interval(own, values) for name, values in rounds.items() if not name.startswith("executor")
-        },
+        "not_built": not_built(row),
+        "others_s": {name: statistics.mean(values) for name, values in others.items()},
+        "executor_over": {name: ratio_interval(own, values) for name, values in others.items()},
     }
     said = predictions.get(row["question"])
     if said is not None and row["predicted"] is not None:
@@ -223,19 +224,18 @@ def kinds_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> d
     return {"question": row["question"], "measured_s": measured, "predicted_s": said.get("kinds_s", {})}
 
 
-def kernels_of(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Without their names, which stay in the rows."""
-    return {key: value for key, value in step.items() if key != "csv"}
-
-
 def compiled_of(row: JournalRow) -> dict[str, Any]:
     rounds = row["rounds_s"]
     found: dict[str, Any] = {"question": row["question"], "eager_s": statistics.mean(rounds["eager"])}
     if "torch.compile" in rounds:
         found["compiled_s"] = statistics.mean(rounds["torch.compile"])
         found["compiled_over_eager"] = ratio_interval(rounds["torch.compile"], rounds["eager"])
-    found["not_built"] = {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()}
+    found["not_built"] = not_built(row)
     return found
+
+
+def not_built(row: JournalRow) -> dict[str, str]:
+    return {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def text_of(results: Mapping[str, Any]) -> str:
     lines += _memory_text(results)
     for entry in results["compile"]:
         if "compiled_s" in entry:
-            lines.append(f"torch.compile, {entry['question']}: {_ratio(entry['compiled_over_eager'])} of eager")
+            lines.append(f"torch.compile, {entry['question']}: {RATIO.format_map(entry['compiled_over_eager'])} of eager")
     for what in ("failed", "skipped"):
         if results[what]:
             lines += ["", f"## {what.capitalize()}", ""]
@@ -298,75 +298,69 @@ def text_of(results: Mapping[str, Any]) -> str:
 def _steps_text(results: Mapping[str, Any]) -> list[str]:
     if not results["steps"]:
         return []
-    names = list(dict.fromkeys(name for step in results["steps"] for name in step["executor_over"]))
     lines = ["## Steps", ""]
     for precision, entry in results["predictions"].items():
         changed = "" if entry["unchanged"] else ", CHANGED since"
         lines += [f"Predictions in {precision} frozen before, sha256 {entry['sha256']}{changed}.", ""]
-    header = [
-        "step",
-        "predicted",
-        "90% interval",
-        "measured",
-        "error",
-        "A/A median",
-        "A/A p95",
-        *(f"executor / {n}" for n in names),
+    columns: list[tuple[str, str | Callable[[Any], str]]] = [
+        ("step", "{question}"),
+        ("predicted", lambda step: format_seconds(step["predicted_s"]) if "predicted_s" in step else "none"),
+        ("90% interval", lambda step: " to ".join(map(format_seconds, step.get("interval_s", ()))) + _missed(step, "inside")),
+        ("measured", lambda step: format_seconds(step["measured_s"])),
+        ("error", lambda step: _percent(step, "error")),
+        ("A/A median", lambda step: f"{100 * step['aa_floor_median']:.1f}%"),
+        ("A/A p95", lambda step: f"{100 * step['aa_floor_p95']:.1f}%"),
     ]
-    rows = []
-    for step in results["steps"]:
-        said = ["none", "", format_seconds(step["measured_s"]), ""]
-        if "predicted_s" in step:
-            low_s, high_s = (format_seconds(value) for value in step["interval_s"])
-            said = [
-                format_seconds(step["predicted_s"]),
-                f"{low_s} to {high_s}{'' if step['inside'] else ' (missed)'}",
-                format_seconds(step["measured_s"]),
-                f"{100 * step['error']:+.1f}%",
-            ]
-        floors = [f"{100 * step[key]:.1f}%" for key in ("aa_floor_median", "aa_floor_p95")]
-        ratios = [_ratio(step["executor_over"][name]) if name in step["executor_over"] else "" for name in names]
-        rows.append([step["question"], *said, *floors, *ratios])
-    lines.append(table(header, rows, words=1))
+    for name in dict.fromkeys(name for step in results["steps"] for name in step["executor_over"]):
+        columns.append((f"executor / {name}", partial(_ratio, name)))
+    lines.append(row_table(results["steps"], columns, words=1))
     for step in results["steps"]:
         far = {name: off for name, off in step["loss_difference"].items() if off > SAME_LOSS}
         lines += [f"\n- {step['question']}: the loss of {name} differs by {100 * off:.2g}%" for name, off in far.items()]
     if results["accuracy"]:
-        header = ["steps of", "n", "median error", "p95", "worst", "bias", "A/A median", "A/A p95", "inside 90%"]
-        keys = ("median", "p95", "worst", "bias", "aa_floor_median", "aa_floor_p95", "coverage")
+        shown = {
+            "median error": "median",
+            "p95": "p95",
+            "worst": "worst",
+            "bias": "bias",
+            "A/A median": "aa_floor_median",
+            "A/A p95": "aa_floor_p95",
+            "inside 90%": "coverage",
+        }
         rows = [
-            [name, str(entry["cases"]), *(f"{100 * entry[key]:.1f}%" for key in keys)]
+            {"steps of": name, "n": entry["cases"]} | {title: 100 * entry[key] for title, key in shown.items()}
             for name, entry in results["accuracy"].items()
         ]
-        lines += ["", table(header, rows, words=1)]
+        figures = [(title, f"{{{title}:.1f}}%") for title in shown]
+        lines += ["", row_table(rows, [("steps of", "{steps of}"), ("n", "{n}"), *figures], words=1)]
     return [*lines, ""]
 
 
 def _kinds_text(results: Mapping[str, Any]) -> list[str]:
-    rows = [
-        [
-            entry["question"],
-            kind,
-            format_seconds(entry["predicted_s"][kind]) if kind in entry["predicted_s"] else "none",
-            format_seconds(seconds),
-            f"{100 * (entry['predicted_s'][kind] / seconds - 1):+.1f}%" if entry["predicted_s"].get(kind) else "",
-        ]
+    lines: list[str] = []
+    kinds = [
+        (entry["question"], kind, entry["predicted_s"].get(kind), seconds)
         for entry in results["kinds"]
         for kind, seconds in entry["measured_s"].items()
     ]
-    lines = (
-        ["## Parts of a step", "", table(("step", "tasks", "predicted", "measured", "error"), rows, words=2), ""]
-        if rows
-        else []
-    )
-    busy = [
-        [step["question"], str(step["kernels"]), format_seconds(step["busy_s"]), f"{step['busy_s'] / step['span_s']:.0%}"]
-        for step in results["kernels"]
-        if step["span_s"]
-    ]
+    if kinds:
+        columns = (
+            ("step", lambda row: row[0]),
+            ("tasks", lambda row: row[1]),
+            ("predicted", lambda row: "none" if row[2] is None else format_seconds(row[2])),
+            ("measured", lambda row: format_seconds(row[3])),
+            ("error", lambda row: f"{100 * (row[2] / row[3] - 1):+.1f}%" if row[2] else ""),
+        )
+        lines += ["## Parts of a step", "", row_table(kinds, columns, words=2), ""]
+    busy = [step for step in results["kernels"] if step["span_s"]]
     if busy:
-        header = ("step", "kernels", "device busy", "of the time from the first to the last")
-        lines += ["## Kernels of a profiled step", "", table(header, busy, words=1), ""]
+        columns = (
+            ("step", "{question}"),
+            ("kernels", "{kernels}"),
+            ("device busy", lambda step: format_seconds(step["busy_s"])),
+            ("of the time from the first to the last", lambda step: f"{step['busy_s'] / step['span_s']:.0%}"),
+        )
+        lines += ["## Kernels of a profiled step", "", row_table(busy, columns, words=1), ""]
     return lines
 
 
@@ -374,25 +368,28 @@ def _products_text(results: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for precision, entry in results["products"].items():
         lines += [f"## Products, {precision}: at most {1e-12 * entry['peak_flop_per_s']:.4g} TFLOP/s", ""]
-        header = ["shape", "for", "TFLOP/s", "p05 to p95", "of the roofline", "sustained", "power"]
-        rows = []
-        for shape in entry["shapes"]:
-            power = "not known" if shape["power_w"] is None else f"{shape['power_w']:.0f} W"
-            share = f"{100 * shape['of_roofline']:.0f}%{' (implausible)' if shape['implausible'] else ''}"
-            rate, spread = f"{1e-12 * shape['flop_per_s']:.4g}", f"{100 * shape['spread']:.1f}%"
-            rows.append([shape["shape"], shape["origin"], rate, spread, share, format_seconds(shape["sustained_s"]), power])
-        lines += [table(header, rows, words=2), ""]
+        columns = (
+            ("shape", "{shape}"),
+            ("for", "{origin}"),
+            ("TFLOP/s", lambda shape: f"{1e-12 * shape['flop_per_s']:.4g}"),
+            ("p05 to p95", lambda shape: f"{100 * shape['spread']:.1f}%"),
+            ("of the roofline", lambda shape: f"{100 * shape['of_roofline']:.0f}%{' (implausible)' * shape['implausible']}"),
+            ("sustained", lambda shape: format_seconds(shape["sustained_s"])),
+            ("power", lambda shape: "not known" if shape["power_w"] is None else f"{shape['power_w']:.0f} W"),
+        )
+        lines += [row_table(entry["shapes"], columns, words=2), ""]
     return lines
 
 
 def _costs_text(results: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if results["copies"]:
-        rows = [
-            [copy["route"].replace("_", " "), format_bytes(copy["size_bytes"]), f"{1e-9 * copy['bytes_per_s']:.4g}"]
-            for copy in results["copies"]
-        ]
-        lines += ["## Copies", "", table(("route", "size", "GB/s"), rows, words=1), ""]
+        columns = (
+            ("route", lambda copy: copy["route"].replace("_", " ")),
+            ("size", lambda copy: format_bytes(copy["size_bytes"])),
+            ("GB/s", lambda copy: f"{1e-9 * copy['bytes_per_s']:.4g}"),
+        )
+        lines += ["## Copies", "", row_table(results["copies"], columns, words=1), ""]
     for name, costs in results["costs"].items():
         told = ", ".join(f"{key.removesuffix('_s').replace('_', ' ')} {format_seconds(value)}" for key, value in costs.items())
         lines.append(f"- {name}: {told}")
@@ -402,32 +399,35 @@ def _costs_text(results: Mapping[str, Any]) -> list[str]:
 def _memory_text(results: Mapping[str, Any]) -> list[str]:
     if not results["memory"]:
         return []
-    header = ["step", "predicted", "counted", "error", "allocator", "its error", "with context", "largest error of a line"]
-    rows = []
-    for entry in results["memory"]:
-        cells = [entry["question"], "none", "not counted", "", "", "", "", ""]
-        if entry["counted_bytes"]:
-            cells[2] = format_bytes(entry["counted_bytes"])
-        if "allocated_bytes" in entry:
-            cells[4] = format_bytes(entry["allocated_bytes"])
-        if "predicted_bytes" in entry:
-            cells[1] = format_bytes(entry["predicted_bytes"])
-        if "error_of_allocated" in entry:
-            cells[5] = f"{100 * entry['error_of_allocated']:+.1f}%"
-        if "error_of_used" in entry:
-            cells[6] = f"{100 * entry['error_of_used']:+.1f}%{'' if entry['used_inside'] else ' (missed)'}"
-        if "error" in entry:
-            line, off = max(
-                ((name, entry["predicted_lines"][name] - size) for name, size in entry["lines"].items()),
-                key=lambda pair: abs(pair[1]),
-            )
-            cells[3], cells[7] = (
-                f"{100 * entry['error']:+.1f}%",
-                f"{line}, {100 * off / entry['counted_bytes']:+.1f}% of the peak",
-            )
-        rows.append(cells)
-    return ["## Memory of tensors", "", table(header, rows, words=1), ""]
+    columns = (
+        ("step", "{question}"),
+        ("predicted", lambda entry: format_bytes(entry["predicted_bytes"]) if "predicted_bytes" in entry else "none"),
+        ("counted", lambda entry: format_bytes(entry["counted_bytes"]) if entry["counted_bytes"] else "not counted"),
+        ("error", lambda entry: _percent(entry, "error")),
+        ("allocator", lambda entry: format_bytes(entry["allocated_bytes"]) if "allocated_bytes" in entry else ""),
+        ("its error", lambda entry: _percent(entry, "error_of_allocated")),
+        ("with context", lambda entry: _percent(entry, "error_of_used") + _missed(entry, "used_inside")),
+        ("largest error of a line", _farthest_line),
+    )
+    return ["## Memory of tensors", "", row_table(results["memory"], columns, words=1), ""]
 
 
-def _ratio(entry: Mapping[str, float]) -> str:
-    return f"{entry['ratio']:.3f} ({entry['low']:.3f} to {entry['high']:.3f})"
+def _farthest_line(entry: Mapping[str, Any]) -> str:
+    if "error" not in entry:
+        return ""
+    off = {name: entry["predicted_lines"][name] - size for name, size in entry["lines"].items()}
+    line = max(off, key=lambda name: abs(off[name]))
+    return f"{line}, {100 * off[line] / entry['counted_bytes']:+.1f}% of the peak"
+
+
+def _percent(entry: Mapping[str, Any], key: str) -> str:
+    return f"{100 * entry[key]:+.1f}%" if key in entry else ""
+
+
+def _missed(entry: Mapping[str, Any], inside: str) -> str:
+    return "" if entry.get(inside, True) else " (missed)"
+
+
+def _ratio(name: str, step: Mapping[str, Any]) -> str:
+    """Of the executor to another program, where that was measured."""
+    return RATIO.format_map(step["executor_over"][name]) if name in step["executor_over"] else ""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
 from experiments.published.rules import Framework, micro_of, recompute_of
-from experiments.published.shapes import shape_of_name
 from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.names import named as model_named
 from parsim.model.catalogue.sublayers import Shape
 
 BERT_SEQ = 512
@@ -93,6 +93,15 @@ OTHER_MODELS = re.compile(
 )
 """Encoders with decoders, and state space models. Nemotron 3 8B of 2023 is a transformer, Nemotron 3 Nano of 2025 is none."""
 MIXTURES = re.compile(r"(?<![a-z])moe(?![a-z])|experts|mixtral|\d+x\d+(?:\.\d+)?b|[-_ ]a\d+(?:\.\d+)?b", re.IGNORECASE)
+
+
+def shape_of_name(name: str) -> Shape | None:
+    """The shape of a model by its name, reduced to so many layers where the name says so; None: not known."""
+    reduced = re.search(r"reduced to (\d+) layers", name)
+    model = model_named(re.sub(r"\s*reduced to.*", "", name))
+    if model is None or model.shape is None or reduced is None:
+        return None if model is None else model.shape
+    return replace(model.shape, layers=int(reduced[1]), dense_layers=min(model.shape.dense_layers, 1))
 
 
 def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:

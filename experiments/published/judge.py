@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.common.claims import Claim, Judge, claim
-from experiments.common.markdown import table
-from experiments.published.rules import FRAMEWORKS
+from experiments.common.markdown import row_table
+from experiments.published.rules import FRAMEWORKS, Framework
 
 AIMS = {
     "Megatron, Selene": 3.0,
@@ -37,20 +37,6 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     return [*found, claim("Every published run is predicted to fit", None if fits is None else not fits, told)]
 
 
-HEAD = (
-    "rows",
-    "n",
-    "mean error %",
-    "bias %",
-    "with one factor of its own %",
-    "held out %",
-    "90% intervals hold %",
-    "median width %",
-    "does not fit",
-    "Spearman",
-)
-
-
 def finding(document: dict[str, Any]) -> str:
     """Two sentences."""
     every, complete = document["all"], document["complete"]
@@ -63,80 +49,80 @@ def finding(document: dict[str, Any]) -> str:
 
 def tables(document: dict[str, Any]) -> dict[str, str]:
     """Groups of rows, factors, the ablation, the worst rows and the rules for blanks."""
-    groups = [
-        *(group_line(name, group) for name, group in document["groups"].items()),
-        group_line("all", document["all"]),
-        group_line("complete rows (nothing assumed of split, batch, recomputation)", document["complete"]),
-    ]
-    factors = [[key, number(factor["factor"], "{:.3f}"), str(factor["sources"])] for key, factor in document["factors"].items()]
-    worst = [
-        [row["id"], number(row["error"], "{:+.0f}"), number(row["held_out"], "{:+.0f}"), row["why"][:160]]
-        for row in document["worst"][:15]
-    ]
-    rules = ("framework", "ids", "recompute", "ZeRO", "sequence parallel", "micro-batch", "seq", "attention")
-    told = f"Rows: {document['rows']}; {document['judged']} judged, {len(document['not_expressed'])} not expressed."
+    groups = document["groups"] | {
+        "all": document["all"],
+        "complete rows (nothing assumed of split, batch, recomputation)": document["complete"],
+    }
+    columns = (
+        ("rows", "{name}"),
+        ("n", "{rows}"),
+        ("mean error %", _if_there("mean_error", ".1f")),
+        ("bias %", _if_there("bias", "+.1f")),
+        ("with one factor of its own %", _if_there("one_factor", ".1f")),
+        ("held out %", _if_there("held_out", ".1f")),
+        ("90% intervals hold %", _if_there("coverage", ".0f")),
+        ("median width %", _if_there("width", ".0f")),
+        ("does not fit", "{does_not_fit}"),
+        ("Spearman", _if_there("spearman", ".2f")),
+    )
+    factors = [{"key": key, **factor} for key, factor in document["factors"].items()]
+    worst = (
+        ("row", "{id}"),
+        ("error %", "{error:+.0f}"),
+        ("held out %", "{held_out:+.0f}"),
+        ("question", lambda row: row["why"][:160]),
+    )
+    counts = f"Rows: {document['rows']}; {document['judged']} judged, {len(document['not_expressed'])} not expressed."
+    by_group = row_table([{"name": name, **group} for name, group in groups.items()], columns, words=1)
+    factor_columns = (("GPU and precision", "{key}"), ("factor on seconds", "{factor:.3f}"), ("sources", "{sources}"))
     return {
-        "groups of rows": f"{told}\n\n{table(HEAD, groups, words=1)}",
-        "factors": table(("GPU and precision", "factor on seconds", "sources"), factors, words=1),
+        "groups of rows": f"{counts}\n\n{by_group}",
+        "factors": row_table(factors, factor_columns, words=1),
         "ablation": _worth(),
-        "worst rows": table(("row", "error %", "held out %", "question"), worst),
-        "rules for blanks": table(rules, _rules()),
+        "worst rows": row_table(document["worst"][:15], worst),
+        "rules for blanks": _rules(),
     }
 
 
-def number(value: float | None, form: str = "{:.1f}") -> str:
-    """A number of a table."""
-    return "" if value is None else form.format(value)
-
-
-def group_line(name: str, found: Mapping[str, Any]) -> list[str]:
-    """One line of the table of groups."""
-    return [
-        name,
-        str(found["rows"]),
-        number(found["mean_error"]),
-        number(found["bias"], "{:+.1f}"),
-        number(found["one_factor"]),
-        number(found["held_out"]),
-        number(found["coverage"], "{:.0f}"),
-        number(found["width"], "{:.0f}"),
-        str(found["does_not_fit"]),
-        number(found["spearman"], "{:.2f}"),
-    ]
+def _if_there(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+    """A figure of a row, or nothing where it has none."""
+    return lambda row: "" if row[key] is None else format(row[key], form)
 
 
 def _worth() -> str:
+    """What each piece of the model is worth, from worth.json."""
     path = Path(__file__).with_name("worth.json")
     if not path.is_file():
         return ""
-    found = json.loads(path.read_text())
 
-    def shown(entry: Mapping[str, float]) -> str:
-        own = f", {entry['one_factor']:.1f}" if "one_factor" in entry else ""
-        return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f}{own})"
+    def shown(errors: Mapping[str, float]) -> str:
+        after_a_factor = f", {errors['one_factor']:.1f}" if "one_factor" in errors else ""
+        return f"{errors['mean_error']:.1f} ({errors['bias']:+.1f}{after_a_factor})"
 
-    lines = [[piece, str(entry["rows"]), shown(entry["before"]), shown(entry["after"])] for piece, entry in found.items()]
-    return table(("piece", "rows", "without", "with"), lines, words=1)
+    columns = (
+        ("piece", "{piece}"),
+        ("rows", "{rows}"),
+        ("without", lambda row: shown(row["before"])),
+        ("with", lambda row: shown(row["after"])),
+    )
+    return row_table([{"piece": piece, **row} for piece, row in json.loads(path.read_text()).items()], columns, words=1)
 
 
-def _rules() -> list[list[str]]:
-    names: dict[str, list[str]] = {}
+def _rules() -> str:
+    prefixes: dict[str, list[str]] = {}
     for prefix, framework in FRAMEWORKS.items():
-        names.setdefault(framework.name, []).append(prefix)
-    known = {framework.name: framework for framework in FRAMEWORKS.values()}
-    return [
-        [
-            name,
-            ", ".join(prefixes),
-            known[name].recompute,
-            str(known[name].zero),
-            "yes" if known[name].sequence else "no",
-            str(known[name].micro or "16 without a pipeline; with one 4, from hidden 12288 on 1"),
-            str(known[name].seq),
-            "flash" if known[name].software.flash else "fused softmax",
-        ]
-        for name, prefixes in names.items()
-    ]
+        prefixes.setdefault(framework.name, []).append(prefix)
+    columns: tuple[tuple[str, Callable[[Framework], str]], ...] = (
+        ("framework", lambda rule: rule.name),
+        ("ids", lambda rule: ", ".join(prefixes[rule.name])),
+        ("recompute", lambda rule: rule.recompute),
+        ("ZeRO", lambda rule: str(rule.zero)),
+        ("sequence parallel", lambda rule: "yes" if rule.sequence else "no"),
+        ("micro-batch", lambda rule: str(rule.micro or "16 without a pipeline; with one 4, from hidden 12288 on 1")),
+        ("seq", lambda rule: str(rule.seq)),
+        ("attention", lambda rule: "flash" if rule.software.flash else "fused softmax"),
+    )
+    return row_table({rule.name: rule for rule in FRAMEWORKS.values()}.values(), columns)
 
 
 WORST, MEDIAN, EIGHT = 15.0, 8.0, 5.0
@@ -174,44 +160,51 @@ def percent(text: str) -> float:
 def v100_tables(document: dict[str, Any]) -> dict[str, str]:
     """Throughput of one and eight GPUs, and collectives, as Markdown, by the name in the marks of the README."""
     shipped = "with the efficiency"
-    cases = [
-        (
-            row["model"],
-            row["precision"],
-            *(
-                str(row[key])
-                for key in ("batch", "rows", "published_per_s", "operators alone", "error", shipped, "error with it")
-            ),
-        )
-        for row in document["single_gpu"]
-    ]
-    keys = ("cases", "median, operators alone", "worst", f"median, {shipped}", "worst with it")
-    summary = [(row["model"], row["precision"], *(str(row[key]) for key in keys)) for row in document["single_gpu_summary"]]
-    efficiencies = ("published efficiency", "predicted efficiency", "no communication")
-    eight = [
-        (
-            "shipped" if row["profile"] == shipped else row["profile"],
-            row["model"],
-            *(f"{row[key]:.1f}" for key in ("published_per_s", "predicted_per_s")),
-            row["error"],
-            f"{row['no communication_per_s']:.1f}",
-            *(row[key] for key in efficiencies),
-            *(f"{row[key]} ms" for key in ("all_reduce_ms", "exposed_ms")),
-        )
-        for row in document["eight_gpus"]
-    ]
-    collectives = [
-        (row["where"], row["operation"], str(row["gpus"]), row["size"], str(row["rows"]), row["median error"], row["worst"])
-        for row in document["collectives"]
-    ]
-    one = ("model", "precision", "batch", "rows", "published/s", "operators alone", "error", "shipped profile", "error")
-    all_cases = ("model", "precision", "cases", "median, operators alone", "worst", "median, shipped profile", "worst")
-    speeds = ("published/s", "predicted/s", "error", "without communication")
+    one_gpu = (
+        ("model", "{model}"),
+        ("precision", "{precision}"),
+        ("batch", "{batch}"),
+        ("rows", "{rows}"),
+        ("published/s", "{published_per_s}"),
+        ("operators alone", "{operators alone}"),
+        ("error", "{error}"),
+        ("shipped profile", f"{{{shipped}}}"),
+        ("error", "{error with it}"),
+    )
+    summary = (
+        ("model", "{model}"),
+        ("precision", "{precision}"),
+        ("cases", "{cases}"),
+        ("median, operators alone", "{median, operators alone}"),
+        ("worst", "{worst}"),
+        ("median, shipped profile", f"{{median, {shipped}}}"),
+        ("worst", "{worst with it}"),
+    )
+    eight_gpus = (
+        ("profile", lambda row: "shipped" if row["profile"] == shipped else row["profile"]),
+        ("model", "{model}"),
+        ("published/s", "{published_per_s:.1f}"),
+        ("predicted/s", "{predicted_per_s:.1f}"),
+        ("error", "{error}"),
+        ("without communication", "{no communication_per_s:.1f}"),
+        *((name, f"{{{name}}}") for name in ("published efficiency", "predicted efficiency", "no communication")),
+        ("all_reduce", "{all_reduce_ms} ms"),
+        ("exposed", "{exposed_ms} ms"),
+    )
+    collectives = (
+        ("machine", "{where}"),
+        ("operation", "{operation}"),
+        ("GPUs", "{gpus}"),
+        ("size", "{size}"),
+        ("rows", "{rows}"),
+        ("median error", "{median error}"),
+        ("worst", "{worst}"),
+    )
     return {
-        "one GPU": table(one, cases, words=2),
-        "one GPU, summary": table(all_cases, summary, words=2),
-        "eight GPUs": table(("profile", "model", *speeds, *efficiencies, "all_reduce", "exposed"), eight, words=2),
-        "collectives": table(("machine", "operation", "GPUs", "size", "rows", "median error", "worst"), collectives, words=2),
+        "one GPU": row_table(document["single_gpu"], one_gpu, words=2),
+        "one GPU, summary": row_table(document["single_gpu_summary"], summary, words=2),
+        "eight GPUs": row_table(document["eight_gpus"], eight_gpus, words=2),
+        "collectives": row_table(document["collectives"], collectives, words=2),
     }
 
 

@@ -21,6 +21,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+from scipy.stats import rankdata
+
 from experiments.common.catalogue import record
 from experiments.published.fitting import Judged, covered, fitted_factors, held_out, interval_ends
 from experiments.published.judge import tables
@@ -53,11 +56,6 @@ GROUPS: dict[str, str] = {
 """First match wins, on `id@GPU`."""
 
 
-def source_of(predicted: Predicted) -> str:
-    """What is left out together: one repository or paper."""
-    return predicted.row.source.split(":")[0].split("@")[0].strip() or predicted.row.prefix
-
-
 def judged(predictions: Sequence[Predicted]) -> list[Judged]:
     """Those that have a prediction and a value."""
     found = []
@@ -75,7 +73,7 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
                 log_error=math.log(ratio),
                 key=f"{gpu} {entry.facts.precision}",
                 group=group,
-                source=source_of(entry),
+                source=row.source.split(":")[0].split("@")[0].strip() or row.prefix,  # one repository or paper
             )
         )
     return found
@@ -139,23 +137,9 @@ def spearman(rows: Sequence[Judged]) -> float | None:
             own = math.log((row.predicted.step_s or 1.0) / facts.tokens)
             predicted.append(own)
             measured.append(own - row.log_error)
-        found.append(_correlation(_ranks(predicted), _ranks(measured)))
+        ranks = [rankdata(values, "ordinal") for values in (predicted, measured)]
+        found.append(float(np.corrcoef(*ranks)[0, 1]))
     return mean(found) if found else None
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda number: values[number])
-    ranks = [0.0] * len(values)
-    for place, number in enumerate(order):
-        ranks[number] = float(place)
-    return ranks
-
-
-def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    x, y = mean(a), mean(b)
-    top = sum((p - x) * (q - y) for p, q in zip(a, b, strict=True))
-    bottom = math.sqrt(sum((p - x) ** 2 for p in a) * sum((q - y) ** 2 for q in b))
-    return top / bottom if bottom else 1.0
 
 
 def results(predictions: Sequence[Predicted]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ simulator with and without communication; every published collective. `--rows` l
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.markdown import table
+from experiments.common.running import show
 from parsim.costs.draws import medians_s
 from parsim.engines.program import mean_step_s
 from parsim.errors import DataError
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
-from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
+from parsim.predict.evaluate import REPEATED_STEPS
 from parsim.units import MIB
 from tools.published.v100_collectives import CollectiveRow, read_collective_rows
 from tools.published.v100_throughput import (
@@ -52,10 +51,10 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder with throughput.csv and collectives.csv")
     parser.add_argument("--json", action="store_true", help="the tables as one JSON document")
     parser.add_argument("--rows", action="store_true", help="every collective, and every row left out")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     try:
-        rows, left_out = read_rows(chosen.data)
-        collectives, no_collectives = read_collective_rows(chosen.data)
+        rows, left_out = read_rows(options.data)
+        collectives, no_collectives = read_collective_rows(options.data)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -69,16 +68,12 @@ def main() -> int:
         "collectives": by_band(collectives),
         "left_out": [*reasons(left_out), *reasons(no_collectives)],
     }
-    if chosen.rows:
+    if options.rows:
         tables["collective_rows"] = [collective_line(row) for row in collectives]
         tables["left_out_rows"] = [
             {"id": row.id, "what": row.what, "reason": row.reason} for row in (*left_out, *no_collectives)
         ]
-    if chosen.json:
-        print(json.dumps(tables, indent=1))
-        return 0
-    for name, lines in tables.items():
-        print(f"\n## {name.replace('_', ' ')}\n\n{markdown(lines)}")
+    show(tables, as_json=options.json)
     return 0
 
 
@@ -160,7 +155,11 @@ def eight_gpus(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
         problem, evaluation = simulated(case, profile)
         one = predicted_samples_per_s((model, precision, batch, 1), profile)
         predicted = evaluation.result.throughput_samples_per_s.median
-        silent = problem.global_batch / without_communication_s(evaluation)
+        columns = evaluation.compiled.columns
+        seconds = medians_s(evaluation.estimates)[columns.unit]
+        seconds[columns.communicates] = 0.0
+        silent_s = mean_step_s(evaluation.compiled, seconds[None, :], evaluation.overlap, steps=REPEATED_STEPS)[0]
+        silent = problem.global_batch / float(silent_s)
         base = max(row.samples_per_s for row in rows if row.case == (model, precision, batch, 1))
         lines.append(
             {
@@ -181,19 +180,12 @@ def eight_gpus(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
     return lines
 
 
-def without_communication_s(evaluation: Evaluation) -> float:
-    """The mean step of the same program when collectives take no time."""
-    columns = evaluation.compiled.columns
-    seconds = medians_s(evaluation.estimates)[columns.unit]
-    seconds[columns.communicates] = 0.0
-    return float(mean_step_s(evaluation.compiled, seconds[None, :], evaluation.overlap, steps=REPEATED_STEPS)[0])
-
-
 def by_band(rows: Sequence[CollectiveRow]) -> list[Line]:
     """Errors by machine, operation, group size and band of sizes."""
     groups: dict[tuple[str, str, int, str], list[float]] = {}
     for row in rows:
-        key = (row.machine.what, row.operation, len(row.group), band(row.size_bytes))
+        band = next(name for name, end in SIZE_BANDS if end is None or row.size_bytes < end)
+        key = (row.machine.what, row.operation, len(row.group), band)
         groups.setdefault(key, []).append(row.error)
     return [
         {
@@ -208,10 +200,6 @@ def by_band(rows: Sequence[CollectiveRow]) -> list[Line]:
         }
         for (what, operation, gpus, size), errors in groups.items()
     ]
-
-
-def band(size_bytes: int) -> str:
-    return next(name for name, end in SIZE_BANDS if end is None or size_bytes < end)
 
 
 def collective_line(row: CollectiveRow) -> Line:
@@ -239,13 +227,6 @@ def reasons(rows: Sequence[LeftOut]) -> list[Line]:
 
 def percent(value: float, signed: bool = True) -> str:
     return f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
-
-
-def markdown(lines: Sequence[Line]) -> str:
-    """A table; the keys of the first line are its head."""
-    if not lines:
-        return "none"
-    return table(list(lines[0]), ([str(value) for value in line.values()] for line in lines))
 
 
 if __name__ == "__main__":

@@ -79,29 +79,18 @@ def _seconds(epoch_s: EpochSeconds, worker: int, epoch: int) -> float:
     return seconds
 
 
-def master_synchronisation_s(
-    workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float
-) -> float:
-    """2 P |w| / bw + P |w| / membw: a master gathers P models over its one link, averages them, and sends them back.
-
-    What dislib does. Leaves out serialisation and the scheduler's time per task.
-    """
-    return workers * weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
-
-
 def ring_synchronisation_s(workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
     """2 (P-1) alpha + 2 (P-1)/P |w| / bw: a ring all_reduce of the weights."""
     return 2.0 * (workers - 1) * (latency_s + weight_bytes / workers / bandwidth_bytes_per_s)
 
 
 def pairwise_merge_s(weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float) -> float:
-    """2 |w| / bw + |w| / membw: one worker's turn, its model there, the merge, the merged model back."""
+    """2 |w| / bw + |w| / membw: one worker's turn, its model there, the merge, the merged model back.
+
+    A master that gathers the models of P workers over one link, averages them and sends them back takes P times as long (what
+    dislib does, without serialisation and the scheduler's time per task).
+    """
     return weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
-
-
-def amdahl_efficiency(workers: int, serial_fraction: float) -> float:
-    """Speed-up over workers, 1 / (1 + f (P - 1)): what a serial fraction f of the work leaves of P workers."""
-    return 1.0 / (1.0 + serial_fraction * (workers - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""DBench: the distance of replicas, tensor by tensor, and how it relates to their accuracy.
+"""The distance of replicas, tensor by tensor, for DBench (`bench.py`).
 
 The profile of a moment is the L2 norm of every parameter tensor on every replica, taken before mixing. Metrics of inequality
 over the replicas are the rows of METRICS. Norms can agree while vectors differ, so the consensus distance stands beside them.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 from parsim.errors import AlgorithmError
 from parsim.relaxed.replicas import LocalTraining
@@ -34,16 +35,6 @@ def gini(values: Values) -> Values:
     return _ratio(2.0 * ((place - (n + 1) / 2) * ordered).sum(0), n * total)
 
 
-def dispersion_index(values: Values) -> Values:
-    """variance / mean (population variance), over the first axis; in the unit of the values."""
-    return _ratio(values.var(0), values.mean(0))
-
-
-def coefficient_of_variation(values: Values) -> Values:
-    """standard deviation / mean, over the first axis."""
-    return _ratio(values.std(0), values.mean(0))
-
-
 def quartile_coefficient(values: Values) -> Values:
     """(Q3 - Q1)/(Q3 + Q1), quartiles interpolated linearly, over the first axis."""
     low, high = np.quantile(values, [0.25, 0.75], axis=0)
@@ -51,11 +42,12 @@ def quartile_coefficient(values: Values) -> Values:
 
 
 METRICS: dict[str, Callable[[Values], Values]] = {
-    "coefficient_of_variation": coefficient_of_variation,
-    "dispersion_index": dispersion_index,
+    "coefficient_of_variation": lambda values: _ratio(values.std(0), values.mean(0)),
+    "dispersion_index": lambda values: _ratio(values.var(0), values.mean(0)),
     "gini": gini,
     "quartile_coefficient": quartile_coefficient,
 }
+"""Over the first axis, with deviation and variance of the population; the index of dispersion has the unit of the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,26 +99,8 @@ def mean_ranks(profiles: Mapping[str, VarianceProfile], metric: str) -> dict[str
     values = [profiles[name].metric(metric) for name in names]
     if len({value.shape for value in values}) != 1:
         raise AlgorithmError("graphs can be ranked only over the same rounds and tensors; record them with the same settings")
-    ranks = average_ranks(np.stack(values).reshape(len(names), -1))
+    ranks = rankdata(np.stack(values).reshape(len(names), -1), axis=0)
     return dict(zip(names, ranks.mean(1).tolist(), strict=True))
-
-
-def average_ranks(values: Values) -> Values:
-    """Ranks 1 .. m over the first axis of [m, c], ties sharing their mean."""
-    below = (values[None, :, :] < values[:, None, :]).sum(1)
-    same = (values[None, :, :] == values[:, None, :]).sum(1)
-    ranks: Values = below + (same + 1) / 2.0
-    return ranks
-
-
-def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Kendall's tau-b in [-1, 1]: 1 for the same order; 0 where one of the two says nothing (all equal)."""
-    if len(first) != len(second) or len(first) < 2:
-        raise AlgorithmError(f"Kendall's tau needs two lists of the same length >= 2, got {len(first)} and {len(second)}")
-    upper = np.triu_indices(len(first), 1)
-    one, other = (np.sign(np.subtract.outer(np.asarray(each), np.asarray(each)))[upper] for each in (first, second))
-    scale = np.sqrt(float(np.abs(one).sum()) * float(np.abs(other).sum()))
-    return float((one * other).sum() / scale) if scale else 0.0
 
 
 def _ratio(above: Values, below: Values) -> Values:

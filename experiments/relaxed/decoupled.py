@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -52,34 +51,14 @@ class Decoupling:
     backward_tick: Callable[[int, int], int]
 
     def delay(self, k: int, modules: int) -> int:
-        """d_k: ticks between the forward and the backward of a batch on module k."""
-        _check_module(k, modules)
+        """d_k: ticks between the forward and the backward of a batch on module k, which keeps d_k + 1 batches at once."""
+        if not 1 <= k <= modules:
+            raise AlgorithmError(f"modules are numbered 1 to {modules}, got {k}")
         return self.backward_tick(k, modules) - self.forward_tick(k, modules)
 
     def span(self, modules: int) -> int:
         """Ticks from a batch's entry to its last backward: what it takes to fill, and again to drain."""
         return max(self.backward_tick(k, modules) for k in range(1, modules + 1))
-
-    def update_delay(self, k: int, modules: int, *, order: str = "concurrent", accumulate: int = 1) -> int:
-        """The most updates of module k between the weights its forward read and the weights its gradient is applied to.
-
-        concurrent: d_k; backward_first: max(0, d_k - 1), as the update of the tick itself is seen by its forward. With M
-        gradients accumulated per update: ceil(delay / M).
-        """
-        check_order(order)
-        delay = self.delay(k, modules)
-        if order == "backward_first":
-            delay = max(0, delay - 1)
-        return math.ceil(delay / accumulate)
-
-    def activations_held(self, k: int, modules: int) -> int:
-        """Batches whose forward module k keeps at once: d_k + 1 (of fdg: 2(K-k)+1, K^2 over all modules)."""
-        return self.delay(k, modules) + 1
-
-    def weight_copies(self, k: int, modules: int, mode: str) -> int:
-        """Stored versions of module k's weights besides the current ones: d_k in mode stash, none in the others."""
-        check_mode(mode)
-        return self.delay(k, modules) if mode == "stash" else 0
 
 
 DECOUPLINGS: dict[str, Decoupling] = {
@@ -96,32 +75,6 @@ def decoupling(name: str) -> Decoupling:
     return DECOUPLINGS[name]
 
 
-def check_mode(mode: str) -> None:
-    """Raise AlgorithmError unless `mode` is one of MODES."""
-    if mode not in MODES:
-        raise AlgorithmError(f"unknown mode {mode!r} of a delayed backward{near_matches(mode, MODES)}")
-
-
-def check_order(order: str) -> None:
-    """Raise AlgorithmError unless `order` is one of ORDERS."""
-    if order not in ORDERS:
-        raise AlgorithmError(f"unknown order {order!r} within a tick{near_matches(order, ORDERS)}")
-
-
-def diagonal_versions(batch: int, modules: int) -> tuple[int, ...]:
-    """The weight versions of fdg's gradient of batch b in mode stash: (b, b+1, ..., b+K-1), version t before tick t.
-
-    The block of module k equals the ordinary gradient of the whole network taken at these weights.
-    """
-    return tuple(range(batch, batch + modules))
-
-
-def check_beta(beta: float) -> None:
-    """Raise AlgorithmError unless 0 <= beta <= 1 (0 trains the last module alone)."""
-    if not 0 <= beta <= 1:
-        raise AlgorithmError(f"gradient shrinking needs beta in [0, 1], got {beta}; 1 does not shrink")
-
-
 def even_cuts(layers: int, modules: int) -> tuple[int, ...]:
     """Layers per module, as even as can be, the first modules taking one more: (2, 2, 1) for 5 layers in 3 modules."""
     if not 1 <= modules <= layers:
@@ -130,110 +83,41 @@ def even_cuts(layers: int, modules: int) -> tuple[int, ...]:
     return tuple(base + (number < more) for number in range(modules))
 
 
-def _check_module(k: int, modules: int) -> None:
-    if not 1 <= k <= modules:
-        raise AlgorithmError(f"modules are numbered 1 to {modules}, got {k}")
-
-
-# Seconds. F, B: per module the seconds of one batch forward and backward.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleTimes:
-    """Seconds of one batch on each of the K modules, and of what they exchange.
-
-    Attributes:
-        forward_s, backward_s: per module. transfer_s: exposed seconds of one transfer between neighbours.
-        reduce_s: exposed seconds of averaging over the S groups, the slowest module's. overhead: relative, on all of it.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    transfer_s: float = 0.0
-    reduce_s: float = 0.0
-    overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.forward_s or len(self.forward_s) != len(self.backward_s):
-            raise AlgorithmError(
-                f"give forward and backward seconds for each module; got {len(self.forward_s)} and {len(self.backward_s)}"
-            )
-
-    @property
-    def modules(self) -> int:
-        """K."""
-        return len(self.forward_s)
-
-
-def tick_s(name: str, times: ModuleTimes, *, replay: bool = False) -> float:
-    """Seconds of one tick once the pipeline is full.
-
-    bp: sum of F + B, and a transfer over each boundary both ways. ddg: sum of F with its transfers, then the slowest
-    backward, after which gradients are exchanged at once. fdg: the slowest F + B, then the exchange both ways at once.
-    `replay` adds F to each delayed backward (fr: ddg with replay; the last module has no delay and repeats nothing).
-
-    Leaves out: transfers that hide behind compute (put the exposed part in `transfer_s`) and the ticks of fill and drain.
-    """
-    forward, backward, boundaries = times.forward_s, times.backward_s, times.modules - 1
-    again = [seconds if replay and k < boundaries else 0.0 for k, seconds in enumerate(forward)]
-    exchange = times.transfer_s if boundaries else 0.0
-    if name == "bp":
-        busy = sum(forward) + sum(backward) + 2 * boundaries * times.transfer_s
-    elif name == "ddg":
-        busy = sum(forward) + boundaries * times.transfer_s + exchange + max(map(sum, zip(backward, again, strict=True)))
-    elif name == "fdg":
-        busy = max(map(sum, zip(forward, backward, again, strict=True))) + exchange
-    else:
-        raise AlgorithmError(f"no tick time is known for {name!r}; known: {', '.join(DECOUPLINGS)}")
-    return (busy + times.reduce_s) * (1.0 + times.overhead)
-
-
-def epoch_s(name: str, times: ModuleTimes, batches: int, *, replay: bool = False, drain: bool = True) -> float:
-    """Seconds of `batches` batches per group: one tick each, and the ticks of the last batch's way through the modules."""
-    ticks = batches + (decoupling(name).span(times.modules) if drain else 0)
-    return ticks * tick_s(name, times, replay=replay)
-
-
-def epoch_by_ticks_s(name: str, times: ModuleTimes, batches: int, *, replay: bool = False) -> float:
+def epoch_by_ticks_s(
+    name: str, forward_s: Sequence[float], backward_s: Sequence[float], batches: int, *, replay: bool = False
+) -> float:
     """Seconds of `batches` batches, tick by tick with a barrier after each, without communication.
 
-    Ticks that fill or drain the modules are shorter than `tick_s` where no module has both a forward and a backward. With a
-    schedule that forwards through all modules in one tick, delayed backwards begin when the last forward has ended.
+    Ticks that fill or drain the modules are shorter where no module has both a forward and a backward. With a schedule that
+    forwards through all modules in one tick, delayed backwards begin when the last forward has ended.
+
+    Args:
+        name: of DECOUPLINGS. forward_s, backward_s: of one batch, per module. replay: a delayed backward repeats its forward.
     """
-    schedule, count = decoupling(name), times.modules
+    schedule, count = decoupling(name), len(forward_s)
     in_one_tick = schedule.forward_tick(count, count) == schedule.forward_tick(1, count)
     total_s = 0.0
     for tick in range(batches + schedule.span(count)):
         forwards, backwards = [0.0] * count, [0.0] * count
         for k in range(1, count + 1):
             if 0 <= tick - schedule.forward_tick(k, count) < batches:
-                forwards[k - 1] = times.forward_s[k - 1]
+                forwards[k - 1] = forward_s[k - 1]
             if 0 <= tick - schedule.backward_tick(k, count) < batches:
-                again = times.forward_s[k - 1] if replay and schedule.delay(k, count) else 0.0
-                backwards[k - 1] = again + times.backward_s[k - 1]
+                again_s = forward_s[k - 1] if replay and schedule.delay(k, count) else 0.0
+                backwards[k - 1] = again_s + backward_s[k - 1]
         if schedule.span(count) == 0:
             total_s += sum(forwards) + sum(backwards)
         elif in_one_tick:
             total_s += sum(forwards) + max(backwards)
         else:
             total_s += max(map(sum, zip(forwards, backwards, strict=True)))
-    return total_s * (1.0 + times.overhead)
+    return total_s
 
 
 def balanced_speedup(modules: int, batches: int) -> float:
     """K N / (N + 2(K-1)): fdg over bp for equal modules, no communication, N batches, filled and drained."""
     return modules * batches / (batches + 2 * (modules - 1))
 
-
-def stage_seconds(total_s: Sequence[float], backward_to_forward: float = 2.0) -> ModuleTimes:
-    """Seconds per module split into forward and backward in the ratio 1 : `backward_to_forward`."""
-    forward = tuple(seconds / (1.0 + backward_to_forward) for seconds in total_s)
-    return ModuleTimes(
-        forward_s=forward, backward_s=tuple(seconds - part for seconds, part in zip(total_s, forward, strict=True))
-    )
-
-
-# Training.
 
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
@@ -246,7 +130,7 @@ class TickRule:
     Attributes:
         schedule: a row of DECOUPLINGS. mode, order: of MODES and ORDERS.
         beta: each module boundary multiplies the gradient by it. accumulate: gradients averaged per update (ADL's M).
-        learning_rate: a number, or a function of the tick. momentum, weight_decay: as in torch.optim.SGD.
+        learning_rate, momentum: as in torch.optim.SGD.
     """
 
     schedule: str = "fdg"
@@ -254,30 +138,19 @@ class TickRule:
     order: str = "concurrent"
     beta: float = 1.0
     accumulate: int = 1
-    learning_rate: float | Callable[[int], float] = 0.05
+    learning_rate: float = 0.05
     momentum: float = 0.0
-    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         decoupling(self.schedule)
-        check_mode(self.mode)
-        check_order(self.order)
-        check_beta(self.beta)
+        if self.mode not in MODES:
+            raise AlgorithmError(f"unknown mode {self.mode!r} of a delayed backward{near_matches(self.mode, MODES)}")
+        if self.order not in ORDERS:
+            raise AlgorithmError(f"unknown order {self.order!r} within a tick{near_matches(self.order, ORDERS)}")
+        if not 0 <= self.beta <= 1:
+            raise AlgorithmError(f"gradient shrinking needs beta in [0, 1], got {self.beta}; 1 does not shrink")
         if self.accumulate < 1:
             raise AlgorithmError(f"accumulate must be >= 1 gradients per update, got {self.accumulate}")
-
-    def rate(self, tick: int) -> float:
-        """The learning rate of updates made in `tick`."""
-        return self.learning_rate(tick) if callable(self.learning_rate) else self.learning_rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """One update: the batches whose mean gradient it applied, and its staleness, the most updates since their forwards."""
-
-    tick: int
-    batches: tuple[int, ...]
-    staleness: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,6 +167,9 @@ class Agent:
     """Module number `k` of `modules` (counted from 1), with its own copy of the module, optimizer state and batches in flight.
 
     Normalisation statistics are the agent's own, taken from its (stale) inputs; mode replay updates them twice per batch.
+
+    Attributes:
+        staleness: of every update, the most updates between the weights a forward read and those its gradient is applied to.
     """
 
     def __init__(self, module: nn.Module, *, k: int, modules: int, rule: TickRule) -> None:
@@ -301,11 +177,10 @@ class Agent:
         self.k, self.modules, self.rule = k, modules, rule
         self.names = tuple(name for name, _ in self.module.named_parameters())
         self.live: tuple[Tensor, ...] = tuple(self.module.parameters())
-        self.updates = 0
-        self.log: list[Applied] = []
+        self.staleness: list[int] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._momenta: list[Tensor] | None = None
-        self._collected: list[tuple[int, int, Gradients]] = []
+        self._collected: list[tuple[int, Gradients]] = []
 
     @property
     def batches_held(self) -> int:
@@ -318,82 +193,65 @@ class Agent:
         value = value.detach()
         if self.k > 1:
             value.requires_grad_()
+        version = len(self.staleness)
         if self.rule.mode == "replay" and delayed:
             with torch.no_grad():
                 output = self._run(value, self.live)
-            self._in_flight[batch] = _InFlight(input=value, output=None, weights=(), version=self.updates)
+            self._in_flight[batch] = _InFlight(input=value, output=None, weights=(), version=version)
             return output
         weights = self.live
         if self.rule.mode == "stash" and delayed:
             weights = tuple(weight.detach().clone().requires_grad_() for weight in self.live)
         output = self._run(value, weights)
-        self._in_flight[batch] = _InFlight(input=value, output=output, weights=weights, version=self.updates)
+        self._in_flight[batch] = _InFlight(input=value, output=output, weights=weights, version=version)
         return output.detach()
 
-    def backward(self, batch: int, gradient: Tensor) -> Tensor | None:
-        """Collect the batch's weight gradient; return its input gradient times beta, for module k-1 (None of the first).
+    def backward(
+        self, batch: int, gradient: Tensor | None = None, loss: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Gradients, Tensor | None]:
+        """Collect the batch's weight gradient.
 
         Args:
-            gradient: of the loss by this module's output, shrunk by the boundaries above.
+            gradient: of the loss by this module's output, shrunk by the boundaries above. loss: of the last module's output,
+                in its place.
+
+        Returns:
+            The weight gradient, and the input gradient times beta for module k - 1 (None of the first).
         """
         kept = self._in_flight.pop(batch)
         output, weights = kept.output, kept.weights
         if output is None:
             weights = self.live
             output = self._run(kept.input, weights)
-        return self._collect(batch, kept, output, weights, gradient)
-
-    def loss_backward(self, batch: int, targets: Tensor, loss: BatchLoss) -> tuple[float, Tensor | None]:
-        """The last module's backward: the loss of the batch, and the input gradient as `backward` returns it."""
-        kept = self._in_flight.pop(batch)
-        if kept.output is None:
-            raise AlgorithmError(f"module {self.k} of {self.modules} is not the last: it has no loss")
-        value = loss(kept.output, targets)
-        return value.item(), self._collect(batch, kept, value, kept.weights, None)
-
-    def _collect(
-        self, batch: int, kept: _InFlight, output: Tensor, weights: Sequence[Tensor], gradient: Tensor | None
-    ) -> Tensor | None:
-        wanted = [*weights, kept.input] if self.k > 1 else list(weights)
-        found = torch.autograd.grad(output, wanted, gradient)
-        self._collected.append((batch, kept.version, found[: len(weights)]))
-        return found[-1] * self.rule.beta if self.k > 1 else None
-
-    @property
-    def last_gradient(self) -> tuple[int, Gradients]:
-        """The batch and the weight gradient that were collected last and not applied yet."""
-        batch, _, gradient = self._collected[-1]
-        return batch, gradient
+        inputs = [*weights, kept.input] if self.k > 1 else list(weights)
+        gradients = torch.autograd.grad(output if loss is None else loss(output), inputs, gradient)
+        own = gradients[: len(weights)]
+        self._collected.append((kept.version, own))
+        return own, gradients[-1] * self.rule.beta if self.k > 1 else None
 
     def ready_gradient(self) -> Gradients | None:
         """The mean of the collected gradients once there are `accumulate`; None before."""
         if len(self._collected) < self.rule.accumulate:
             return None
-        collected = [gradient for _, _, gradient in self._collected]
+        collected = [gradient for _, gradient in self._collected]
         if len(collected) == 1:
             return collected[0]
         return tuple(torch.stack(parts).mean(0) for parts in zip(*collected, strict=True))
 
-    def update(self, gradient: Sequence[Tensor], tick: int) -> None:
+    def update(self, gradient: Sequence[Tensor]) -> None:
         """One SGD step as torch.optim.SGD makes it, in place under autograd's back (mode fresh reads the weights later)."""
-        batches = tuple(batch for batch, _, _ in self._collected)
-        oldest = min((version for _, version, _ in self._collected), default=self.updates)
-        self.log.append(Applied(tick=tick, batches=batches, staleness=self.updates - oldest))
-        rate, rule = self.rule.rate(tick), self.rule
-        step = [
-            part.add(weight.data, alpha=rule.weight_decay) if rule.weight_decay else part.clone()
-            for part, weight in zip(gradient, self.live, strict=True)
-        ]
-        if rule.momentum:
+        updates = len(self.staleness)
+        self.staleness.append(updates - min((version for version, _ in self._collected), default=updates))
+        step = [part.clone() for part in gradient]
+        if self.rule.momentum:
             if self._momenta is None:
                 self._momenta = step
             else:
                 for momentum, part in zip(self._momenta, step, strict=True):
-                    momentum.mul_(rule.momentum).add_(part)
+                    momentum.mul_(self.rule.momentum).add_(part)
             step = self._momenta
         for weight, part in zip(self.live, step, strict=True):
-            weight.data.add_(part, alpha=-rate)
-        self.updates += 1
+            weight.data.add_(part, alpha=-self.rule.learning_rate)
         self._collected.clear()
 
     def _run(self, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -404,10 +262,7 @@ class Agent:
 def cut_sequential(model: nn.Sequential, modules: int) -> tuple[nn.Sequential, ...]:
     """`modules` pieces of a Sequential, with as even a number of parameterised layers in each as can be.
 
-    Layers without parameters stay with the layer before them.
-
-    Raises:
-        AlgorithmError: a partition deeper than the model.
+    Layers without parameters stay with the layer before them. Raises AlgorithmError for a partition deeper than the model.
     """
     layers = list(model)
     starts = [place for place, layer in enumerate(layers) if any(True for _ in layer.parameters())]
@@ -459,10 +314,9 @@ class TickEngine:
             for _ in range(groups)
         ]
         self.tick = 0
-        self.losses: list[float] = []
         self._first_tick, self._entered = 0, 0
         self._values: dict[tuple[int, int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int, int], Tensor | None] = {}
         self._targets: dict[int, list[Tensor]] = {}
 
     def run(
@@ -528,15 +382,14 @@ class TickEngine:
             for group in range(self.groups):
                 agent = self.agents[group][k - 1]
                 if k == self.modules:
-                    loss, below = agent.loss_backward(batch, targets[group], self.loss)
-                    self.losses.append(loss)
+                    wanted = targets[group]
+                    gradient, below = agent.backward(batch, loss=lambda output, wanted=wanted: self.loss(output, wanted))
                 else:
-                    below = agent.backward(batch, self._gradients.pop((group, k, batch)))
-                if below is not None:
+                    gradient, below = agent.backward(batch, self._gradients.pop((group, k, batch)))
+                if k > 1:
                     self._gradients[group, k - 1, batch] = below
                 if observe is not None:
-                    number, gradient = agent.last_gradient
-                    observe(GradientEvent(tick=self.tick, group=group, k=k, batch=number, gradient=gradient))
+                    observe(GradientEvent(tick=self.tick, group=group, k=k, batch=batch, gradient=gradient))
 
     def _update(self, modules: Sequence[int]) -> None:
         for k in modules:
@@ -547,9 +400,9 @@ class TickEngine:
             if self.mixing is None:
                 ready = [mean_over_groups(ready)] * self.groups
             for agent, gradient in zip(agents, ready, strict=True):
-                agent.update(gradient, self.tick)
+                agent.update(gradient)
             if self.mixing is not None:
-                mix_agents(agents, self.mixing(agents[0].updates - 1))
+                mix_agents(agents, self.mixing(len(agents[0].staleness) - 1))
 
     def average_parameters(self) -> list[dict[str, Tensor]]:
         """Per module the mean over groups of its parameters, by name."""
@@ -568,7 +421,7 @@ class TickEngine:
             for agent, weights in zip(self.agents[0], self.average_parameters(), strict=True):
                 training = agent.module.training
                 agent.module.eval()
-                value = torch.func.functional_call(agent.module, weights, (value,))
+                value = functional_call(agent.module, weights, (value,))
                 agent.module.train(training)
         return value
 
@@ -588,6 +441,5 @@ def mix_agents(agents: Sequence[Agent], matrix: NDArray[np.float64]) -> None:
     weights = torch.tensor(matrix, dtype=agents[0].live[0].dtype)
     for place in range(len(agents[0].live)):
         stacked = torch.stack([agent.live[place].data for agent in agents])
-        mixed = torch.tensordot(weights, stacked, dims=1)
-        for agent, value in zip(agents, mixed, strict=True):
+        for agent, value in zip(agents, torch.tensordot(weights, stacked, dims=1), strict=True):
             agent.live[place].data.copy_(value)

@@ -1,33 +1,26 @@
 """Epoch-averaged data parallelism: what averaging rarely costs in accuracy, and what it saves when workers are uneven.
 
-    python -m experiments.relaxed.epoch_averaging [--quick] [--seeds N] [--out DIR] [--json]
-
-Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
+python -m experiments.relaxed.epoch_averaging [--quick] [--seeds N] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from experiments.common.running import part_parser, show
 from experiments.relaxed.arrivals import (
     MergedTraining,
-    amdahl_efficiency,
-    master_synchronisation_s,
     pairwise_merge_s,
     ring_synchronisation_s,
     train_by_arrival,
 )
 from experiments.relaxed.sharded import Averaged, Partition, train_averaged
-from parsim.files import write_csv
 from parsim.plans.averaging import MergeRule, arrival_weights, effective_workers
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
@@ -43,6 +36,8 @@ SPECIFIED = {
 MERGES: dict[str, dict[str, float]] = {"half": {}, "running": {}, "staleness": {"rate": 0.6}, "buffered": {"rate": 0.5}}
 """Merges and their numbers; `buffered` waits for half of the workers, so rate .5 moves as far per round as an average."""
 
+WORKERS = 8
+"""Of all tables but the first and the last two."""
 Row = dict[str, Any]
 
 
@@ -104,9 +99,9 @@ def scaling_table(problem: LearningProblem, seeds: int, workers: tuple[int, ...]
     return rows
 
 
-def period_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
+def period_table(problem: LearningProblem, seeds: int, epochs: int) -> list[Row]:
     """How often to average, and the outer optimizer: accuracy beside the number of exchanges."""
-    steps = partition(workers, epochs, 0).order(problem).steps_per_epoch
+    steps = partition(WORKERS, epochs, 0).order(problem).steps_per_epoch
     every_epoch = {"kind": "average", "period_steps": steps}
     phases: dict[str, list[tuple[dict[str, Any], int]]] = {
         "every step": [({"kind": "average"}, epochs)],
@@ -124,7 +119,7 @@ def period_table(problem: LearningProblem, seeds: int, epochs: int, workers: int
         rules = [(Synchronisation(**keys), steps * length) for keys, length in lengths if length]
 
         def run(seed: int, rules: list[tuple[Synchronisation, int]] = rules) -> Averaged:
-            return train_averaged(task(problem, seed), partition(workers, epochs, seed), *rules)
+            return train_averaged(task(problem, seed), partition(WORKERS, epochs, seed), *rules)
 
         row = repeated(run, seeds, rule=name)
         row["exchanges"] = sum(-(-count // rule.period_steps) for rule, count in rules)
@@ -132,9 +127,9 @@ def period_table(problem: LearningProblem, seeds: int, epochs: int, workers: int
     return rows
 
 
-def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
+def federated_table(problem: LearningProblem, seeds: int, epochs: int) -> list[Row]:
     """Shards that are not alike, averages weighted or not, workers that sit out, all with an average per epoch."""
-    uneven = tuple(float(2**place) for place in range(workers // 2)) * 2
+    uneven = tuple(float(2**place) for place in range(WORKERS // 2)) * 2
     settings: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "iid": ({}, {}),
         "label-sorted": ({"sharding": "label_sorted"}, {}),
@@ -151,7 +146,7 @@ def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: 
     for name, (shards, keys) in settings.items():
 
         def run(seed: int, shards: dict[str, Any] = shards, keys: dict[str, Any] = keys) -> Averaged:
-            part, rule = partition(workers, epochs, seed, **shards), dict(keys)
+            part, rule = partition(WORKERS, epochs, seed, **shards), dict(keys)
             if rule.pop("weighted", False):
                 rule["weights"] = (part.order(problem).sample_weights,)
             if "participation" in rule:
@@ -162,41 +157,36 @@ def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: 
     return rows
 
 
-def straggler_table(
-    problem: LearningProblem, seeds: int, epochs: int, workers: int = 8
-) -> tuple[list[Row], dict[str, list[Row]]]:
-    """One worker at half speed. All run until the synchronous epochs are over, in units of a fast worker's epoch."""
+def straggler_table(problem: LearningProblem, seeds: int, epochs: int) -> list[Row]:
+    """One of 8 workers at half speed. All run until the synchronous epochs are over, in units of a fast worker's epoch."""
+    steps = partition(WORKERS, epochs, 0).order(problem).steps_per_epoch
+    merges = int((WORKERS - 0.5) * 2 * epochs)
 
-    steps = partition(workers, epochs, 0).order(problem).steps_per_epoch
-    merges = int((workers - 0.5) * 2 * epochs)
-    rows, curves = [], {}
+    def slow_first(worker: int, _: int) -> float:
+        return (2.0 if worker == 0 else 1.0) / steps
+
+    rows = []
     for kind in ("average", *MERGES):
 
         def run(seed: int, kind: str = kind) -> Averaged | MergedTraining:
-            part = partition(workers, epochs, seed)
+            part = partition(WORKERS, epochs, seed)
             if kind == "average":
                 return averaged(problem, part)
-            return merged(
-                problem, part, kind, step_s=lambda worker, _: (2.0 if worker == 0 else 1.0) / steps, total_merges=merges
-            )
+            return merged(problem, part, kind, step_s=slow_first, total_merges=merges)
 
         first = run(0)
         # an averaged epoch ends when the slow worker, twice as long as the others, is done
-        curve = (
-            [(2.0 * epoch, score) for epoch, score in enumerate(first.by_epoch, 1)]
-            if isinstance(first, Averaged)
-            else first.curve
+        end_s = 2.0 * len(first.by_epoch) if isinstance(first, Averaged) else first.curve[-1][0]
+        local_epochs = WORKERS * epochs if kind == "average" else merges
+        rows.append(
+            repeated(run, seeds, rule=kind)
+            | {
+                "simulated_s": round(end_s, 3),
+                "local_epochs": local_epochs,
+                "epochs_per_s_against_no_straggler": round(local_epochs / end_s / WORKERS, 4),
+            }
         )
-        curves[kind] = [{"seconds": seconds, "score": score} for seconds, score in curve]
-        local_epochs = workers * epochs if kind == "average" else merges
-        row = repeated(run, seeds, rule=kind)
-        row |= {
-            "simulated_s": round(curve[-1][0], 3),
-            "local_epochs": local_epochs,
-            "epochs_per_s_against_no_straggler": round(local_epochs / curve[-1][0] / workers, 4),
-        }
-        rows.append(row)
-    return rows, curves
+    return rows
 
 
 def regression_table(seeds: int, epochs: int) -> list[Row]:
@@ -204,7 +194,7 @@ def regression_table(seeds: int, epochs: int) -> list[Row]:
     problem = load_problem("diabetes", dtype=torch.float64)
 
     def run(seed: int, workers: int, kind: str) -> Averaged | MergedTraining:
-        part = partition(workers, epochs, seed)
+        part = partition(WORKERS, epochs, seed)
         return averaged(problem, part, 0.01) if kind == "average" else merged(problem, part, kind, 0.01)
 
     return [
@@ -217,86 +207,42 @@ def regression_table(seeds: int, epochs: int) -> list[Row]:
 def time_table() -> list[Row]:
     """Seconds of one synchronisation of ResNet-50's weights (102.2 MB), 12.5 GB/s links with 5 us, 10 GB/s of memory."""
     size, link, memory = 102.2e6, 12.5e9, 10e9
+    merge_s = pairwise_merge_s(size, bandwidth_bytes_per_s=link, memory_bytes_per_s=memory)
     rows = []
     for workers in (2, 4, 8, 16, 32, 64):
         half = arrival_weights(MergeRule(kind="half", workers=workers), workers)
+        ring_s = ring_synchronisation_s(workers, size, bandwidth_bytes_per_s=link, latency_s=5e-6)
         rows.append(
             {
                 "workers": workers,
-                "master_s": round(
-                    master_synchronisation_s(workers, size, bandwidth_bytes_per_s=link, memory_bytes_per_s=memory), 5
-                ),
-                "ring_s": round(ring_synchronisation_s(workers, size, bandwidth_bytes_per_s=link, latency_s=5e-6), 5),
-                "one_merge_s": round(pairwise_merge_s(size, bandwidth_bytes_per_s=link, memory_bytes_per_s=memory), 5),
+                "master_s": round(workers * merge_s, 5),
+                "ring_s": round(ring_s, 5),
+                "one_merge_s": round(merge_s, 5),
                 "workers_that_count_under_half": round(effective_workers(half[1:] / half[1:].sum()), 3),
-                "speed_up_with_serial_fraction_.035": round(workers * amdahl_efficiency(workers, 0.035), 2),
+                "speed_up_with_serial_fraction_.035": round(workers / (1.0 + 0.035 * (workers - 1)), 2),
             }
         )
     return rows
 
 
-def draw(out: Path, tables: dict[str, list[Row]], curves: dict[str, list[Row]]) -> None:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    short = min(row["epochs"] for row in tables["scaling"])
-    for kind in ("average", *MERGES):
-        rows = [row for row in tables["scaling"] if row["rule"] == kind and row["epochs"] == short]
-        figure.add_scatter(
-            x=[row["workers"] for row in rows],
-            y=[row["score"] for row in rows],
-            error_y={"array": [row["deviation"] for row in rows]},
-            name=kind,
-        )
-    figure.update_layout(
-        title=f"Digits, accuracy after {short} epochs", xaxis={"title": "workers", "type": "log"}, yaxis_title="accuracy"
-    )
-    figure.write_html(out / "scaling.html", include_plotlyjs=True)
-    figure = go.Figure()
-    for kind, points in curves.items():
-        figure.add_scatter(x=[point["seconds"] for point in points], y=[point["score"] for point in points], name=kind)
-    figure.update_layout(
-        title="One of 8 workers at half speed",
-        xaxis_title="simulated seconds (a fast worker's epoch = 1)",
-        yaxis_title="accuracy",
-    )
-    figure.write_html(out / "straggler.html", include_plotlyjs=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, few workers: a check that all runs, not a result")
+    parser = part_parser(__doc__, "one seed, few workers")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/epoch_averaging"))
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
     problem = load_problem("digits", dtype=torch.float64)
-    seeds = 1 if arguments.quick else arguments.seeds
-    workers, lengths, epochs = ((4, 16), (5,), 5) if arguments.quick else ((1, 2, 4, 8, 16, 32, 64), (20, 40), 20)
-    straggler, curves = straggler_table(problem, seeds, epochs)
+    seeds = 1 if options.quick else options.seeds
+    workers, lengths, epochs = ((4, 16), (5,), 5) if options.quick else ((1, 2, 4, 8, 16, 32, 64), (20, 40), 20)
     tables = {
         "scaling": scaling_table(problem, seeds, workers, lengths),
         "periods": period_table(problem, seeds, epochs),
         "federated": federated_table(problem, seeds, epochs),
-        "straggler": straggler,
+        "straggler": straggler_table(problem, seeds, epochs),
         "regression": regression_table(seeds, 5 * epochs),
         "times": time_table(),
     }
-    result = {**tables, "wall_s": time.perf_counter() - began}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        write_csv(arguments.out / f"{name}.csv", rows)
-    draw(arguments.out, tables, curves)
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for name, rows in tables.items():
-        print(f"\n{name}", *rows[0], sep="\t")
-        for row in rows:
-            print(*row.values(), sep="\t")
-    print(f"{result['wall_s']:.0f} s; tables and figures in {arguments.out}")
+    show(tables | {"wall_s": time.perf_counter() - began}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from experiments.relaxed.adaptive import ClosedLoopAda, ConsensusMeasured
 from experiments.relaxed.clock import ReplicaClock
 from experiments.relaxed.dbench import VarianceProfile
-from experiments.relaxed.pushsum import check_column_stochastic, debias
+from experiments.relaxed.graphs import ClosedLoopAda, ConsensusMeasured, check_column_stochastic, debias
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError, near_matches
 from parsim.plans.mixing import Ada, MixingGraph, check_connected, check_doubly_stochastic, connections

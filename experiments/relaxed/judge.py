@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import combinations, pairwise
 from typing import Any
 
 from experiments.common.claims import SEEDS, Claim, Judge, Row, claim, mean_of, of_every
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table
 
 GRAPHS_TOLERANCE = 0.02
 
@@ -44,98 +44,82 @@ RATIOS_AT = (6, 96, 1008)
 
 
 def graphs_tables(document: dict[str, Any]) -> dict[str, str]:
-    """A step at the largest number of GPUs, term by term, with its ratio to all_reduce at several."""
-    rows: list[Row] = document.get("times", [])
+    """Accuracies; scaling; a step at the largest number of GPUs, term by term; whole epochs."""
+    tables = {"decentralized": _step_table(document.get("times", []))}
+    for name, part, columns, words in (
+        ("specified accuracies", "figures", ACCURACY_COLUMNS, 2),
+        ("scaling", "scaling", SCALING_COLUMNS, 1),
+        ("whole epochs", "epochs", EPOCH_COLUMNS, 1),
+    ):
+        if document.get(part):
+            tables[name] = row_table(document[part], columns, words=words)
+    return tables
+
+
+def _step_table(rows: list[Row]) -> str:
+    """With the ratio of a step to that of all_reduce at several numbers of GPUs."""
     if not rows:
         return "No times are committed."
     most = max(row["gpus"] for row in rows)
-    ratios = {(row["gpus"], row["algorithm"]): row["against_all_reduce"] for row in rows}
-    terms = ("compute_ms", "barrier_ms", "latency_ms", "volume_ms", "hidden_ms", "step_ms")
-    head = ("algorithm", "compute", "barrier", "latency", "volume", "hidden", "step", "epoch s", "against all_reduce")
-    lines = []
-    for row in rows:
-        if row["gpus"] == most:
-            cells = [f"{row[term]:.2f}" if term == "latency_ms" else f"{abs(row[term]):.1f}" for term in terms]
-            against = [
-                f"{ratios[gpus, row['algorithm']]:.2f}" if (gpus, row["algorithm"]) in ratios else "-" for gpus in RATIOS_AT
-            ]
-            lines.append((row["algorithm"], *cells, f"{row['epoch_s']:.2f}", " / ".join(against)))
-    text = table(head, lines, words=1)
-    return {"decentralized": text}
+    ratios = {(row["gpus"], row["algorithm"]): f"{row['against_all_reduce']:.2f}" for row in rows}
+    columns = (
+        ("algorithm", "{algorithm}"),
+        ("compute", "{compute_ms:.1f}"),
+        ("barrier", "{barrier_ms:.1f}"),
+        ("latency", "{latency_ms:.2f}"),
+        ("volume", "{volume_ms:.1f}"),
+        ("hidden", lambda row: f"{abs(row['hidden_ms']):.1f}"),
+        ("step", "{step_ms:.1f}"),
+        ("epoch s", "{epoch_s:.2f}"),
+        ("against all_reduce", lambda row: " / ".join(ratios.get((gpus, row["algorithm"]), "-") for gpus in RATIOS_AT)),
+    )
+    return row_table([row for row in rows if row["gpus"] == most], columns, words=1)
 
 
-def graphs_named_tables(document: dict[str, Any]) -> dict[str, str]:
-    """Accuracies, scaling and whole epochs as Markdown, by the name in the marks of the README."""
-    parts = {"specified accuracies": ("figures", _accuracy_table), "scaling": ("scaling", _scaling_table)}
-    parts["whole epochs"] = ("epochs", _epoch_table)
-    return {name: made(document[part]) for name, (part, made) in parts.items() if document.get(part)}
+def _if_there(key: str, digits: int = 3) -> Callable[[Row], str]:
+    """A figure of a row, or nothing where it has none."""
+    return lambda row: "" if row[key] is None else f"{row[key]:.{digits}f}"
 
 
-def _accuracy_table(rows: list[Row]) -> str:
-    head = ("shards", "graph", "averaged", "specified", "replicas", "specified", "distance", "specified", "sent, in weights")
-
-    def told(value: float | None) -> str:
-        return "" if value is None else f"{value:.3f}"
-
-    lines = [
-        (
-            row["sharding"].replace("_", "-").replace("iid", "IID"),
-            "Ada, 14 - e" if row["graph"] == "ada" else row["graph"],
-            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
-            told(row["specified"]),
-            f"{row['replicas']:.3f} ± {row['replicas_deviation']:.3f}",
-            told(row["specified_replicas"]),
-            f"{row['consensus_before']:.3f}",
-            told(row["specified_consensus_before"]),
-            f"{row['sent_in_weights']:,.0f}",
-        )
-        for row in rows
-    ]
-    return table(head, lines, words=2)
-
-
-def _scaling_table(rows: list[Row]) -> str:
-    head = ("way", "computation, ms", "exchange, ms", "step, ms", "efficiency", "published")
-    lines = [
-        (
-            row["way"],
-            *(f"{row[key]:.1f}" for key in ("compute_ms", "exchange_ms", "step_ms")),
-            f"{row['efficiency']:.3f}",
-            "" if row["published"] is None else f"{row['published']:.2f}",
-        )
-        for row in rows
-    ]
-    return table(head, lines, words=1)
-
-
-def _epoch_table(rows: list[Row]) -> str:
-    head = ("way", "GPUs", "rounds", "step, ms", "epoch, s", "by clock, s")
-    counts = ("gpus", "rounds")
-    lines = [
-        (
-            row["way"],
-            *(f"{row[key]:,}" for key in counts),
-            f"{row['step_ms']:.1f}",
-            f"{row['epoch_s']:.2f}",
-            f"{row['epoch_by_clock_s']:.2f}",
-        )
-        for row in rows
-    ]
-    return table(head, lines, words=1)
+ACCURACY_COLUMNS = (
+    ("shards", lambda row: row["sharding"].replace("_", "-").replace("iid", "IID")),
+    ("graph", lambda row: "Ada, 14 - e" if row["graph"] == "ada" else row["graph"]),
+    ("averaged", "{accuracy:.3f} ± {deviation:.3f}"),
+    ("specified", _if_there("specified")),
+    ("replicas", "{replicas:.3f} ± {replicas_deviation:.3f}"),
+    ("specified", _if_there("specified_replicas")),
+    ("distance", "{consensus_before:.3f}"),
+    ("specified", _if_there("specified_consensus_before")),
+    ("sent, in weights", "{sent_in_weights:,.0f}"),
+)
+SCALING_COLUMNS = (
+    ("way", "{way}"),
+    ("computation, ms", "{compute_ms:.1f}"),
+    ("exchange, ms", "{exchange_ms:.1f}"),
+    ("step, ms", "{step_ms:.1f}"),
+    ("efficiency", "{efficiency:.3f}"),
+    ("published", _if_there("published", 2)),
+)
+EPOCH_COLUMNS = (
+    ("way", "{way}"),
+    ("GPUs", "{gpus:,}"),
+    ("rounds", "{rounds:,}"),
+    ("step, ms", "{step_ms:.1f}"),
+    ("epoch, s", "{epoch_s:.2f}"),
+    ("by clock, s", "{epoch_by_clock_s:.2f}"),
+)
 
 
 def _accuracies(figures: list[Row]) -> list[Claim]:
-    """Of the averaged model, and of the replicas themselves."""
-
-    def name(row: Row, scores: str, specified: str) -> str:
-        return f"{row['sharding']} {row['graph']} ({mean_of(row, scores):.3f}, {row[specified]:.3f})"
-
+    """Claims about the averaged model, and about the replicas themselves."""
     return [
         of_every(
             f"Every specified accuracy {of} is met within {GRAPHS_TOLERANCE} over {SEEDS} seeds",
             [row for row in figures if row[specified] is not None],
             lambda row, scores=scores, specified=specified: abs(mean_of(row, scores) - row[specified]) <= GRAPHS_TOLERANCE,
-            lambda row, scores=scores, specified=specified: name(row, scores, specified),
+            lambda row, scores=scores, specified=specified: (
+                f"{row['sharding']} {row['graph']} ({mean_of(row, scores):.3f}, {row[specified]:.3f})"
+            ),
         )
         for of, scores, specified in (
             ("of the averaged model", "scores", "specified"),
@@ -144,18 +128,21 @@ def _accuracies(figures: list[Row]) -> list[Claim]:
     ]
 
 
-def _scaling(found: Mapping[str, float]) -> list[Claim]:
-    central, peers = found.get("all_reduce after the backward"), found.get("one-peer, machine level, combine_adapt")
+def _scaling(efficiencies: Mapping[str, float]) -> list[Claim]:
+    central, peers = (
+        efficiencies.get("all_reduce after the backward"),
+        efficiencies.get("one-peer, machine level, combine_adapt"),
+    )
     return [
         claim(
             "all_reduce scales to 66% (± 12 points) at 128 GPUs, as published",
             None if central is None else abs(central - 0.66) <= 0.12,
-            "" if central is None else f"{100 * central:.0f}%",
+            "" if central is None else f"{central:.0%}",
         ),
         claim(
             "Gossip of machines with one peer scales to at least 92% there, as published",
             None if peers is None else peers >= 0.92,
-            "" if peers is None else f"{100 * peers:.0f}%",
+            "" if peers is None else f"{peers:.0%}",
         ),
     ]
 
@@ -163,8 +150,9 @@ def _scaling(found: Mapping[str, float]) -> list[Claim]:
 def _rising(text: str, values: Mapping[str, float], names: tuple[str, ...]) -> Claim:
     if not set(names) <= set(values):
         return claim(text, None)
-    own = [values[name] for name in names]
-    return claim(text, own == sorted(own), ", ".join(f"{value:.3f}" if value < 10 else f"{value:,.0f}" for value in own))
+    in_order = [values[name] for name in names]
+    shown = ", ".join(f"{value:.3f}" if value < 10 else f"{value:,.0f}" for value in in_order)
+    return claim(text, in_order == sorted(in_order), shown)
 
 
 AVERAGING_TOLERANCE = 0.015
@@ -259,45 +247,35 @@ def stale_claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def stale_named_tables(document: dict[str, Any]) -> dict[str, str]:
+def stale_tables(document: dict[str, Any]) -> dict[str, str]:
     """Accuracy, epoch times and speed-ups as Markdown, by the name in the marks of the README."""
-    accuracy = [
-        (
-            row["case"],
-            str(row["staleness_updates"]),
-            row["mode"],
-            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
-            "" if row["expected"] is None else f"{row['expected']:.3f}",
-            "" if row["expected"] is None else f"{row['accuracy'] - row['expected']:+.3f}",
-        )
-        for row in document["accuracy"]
-    ]
-    epochs = [
-        (
-            row["algorithm"].upper(),
-            str(row["K"]),
-            f"{row['simulated_s']:.1f}",
-            f"{row['printed_s']:.1f}",
-            f"{100 * row['error']:+.1f}%",
-        )
-        for row in sorted(document["epoch_times"], key=lambda row: (ORDER.index(row["algorithm"]), row["K"]))
-    ]
-    speedups = [
-        (
-            str(row["K"]),
-            str(row["batches"]),
-            f"{row['closed_form']:.3f}",
-            f"{row['simulated']:.3f}",
-            str(row["batches_of_activations_held"]),
-        )
-        for row in document["speedup"]
-    ]
+    accuracy = (
+        ("case", "{case}"),
+        ("delay, updates", "{staleness_updates}"),
+        ("mode", "{mode}"),
+        ("accuracy", "{accuracy:.3f} ± {deviation:.3f}"),
+        ("specified", _if_there("expected")),
+        ("difference", lambda row: "" if row["expected"] is None else f"{row['accuracy'] - row['expected']:+.3f}"),
+    )
+    epochs = (
+        ("algorithm", lambda row: row["algorithm"].upper()),
+        ("K", "{K}"),
+        ("simulated s", "{simulated_s:.1f}"),
+        ("printed s", "{printed_s:.1f}"),
+        ("error", "{error:+.1%}"),
+    )
+    speedups = (
+        ("K", "{K}"),
+        ("batches", "{batches}"),
+        ("closed form", "{closed_form:.3f}"),
+        ("simulated", "{simulated:.3f}"),
+        ("activations held (batches, all modules)", "{batches_of_activations_held}"),
+    )
+    by_algorithm = sorted(document["epoch_times"], key=lambda row: (ORDER.index(row["algorithm"]), row["K"]))
     return {
-        "accuracy": table(("case", "delay, updates", "mode", "accuracy", "specified", "difference"), accuracy, words=1),
-        "epoch times": table(("algorithm", "K", "simulated s", "printed s", "error"), epochs, words=1),
-        "speed-up": table(
-            ("K", "batches", "closed form", "simulated", "activations held (batches, all modules)"), speedups, words=0
-        ),
+        "accuracy": row_table(document["accuracy"], accuracy, words=1),
+        "epoch times": row_table(by_algorithm, epochs, words=1),
+        "speed-up": row_table(document["speedup"], speedups, words=0),
     }
 
 
@@ -325,20 +303,15 @@ def steps_claims(document: dict[str, Any]) -> list[Claim]:
 
 def steps_tables(document: dict[str, Any]) -> dict[str, str]:
     """Predicted and measured steps as Markdown."""
-    lines = [
-        (
-            row["case"],
-            f"`{row['rule']}`",
-            f"{1e3 * row['predicted_s']:.1f}",
-            f"{1e3 * row['measured_s']:.1f}",
-            f"{100 * row['error']:+.0f}%",
-            f"{100 * row['error_at_speed']:+.1f}%",
-        )
-        for row in document["rows"]
-    ]
-    head = ("case", "synchronisation", "predicted ms", "measured ms", "error", "error at the cores' speed")
-    text = table(head, lines, words=2)
-    return {"relaxed": text}
+    columns = (
+        ("case", "{case}"),
+        ("synchronisation", "`{rule}`"),
+        ("predicted ms", lambda row: f"{1e3 * row['predicted_s']:.1f}"),
+        ("measured ms", lambda row: f"{1e3 * row['measured_s']:.1f}"),
+        ("error", "{error:+.0%}"),
+        ("error at the cores' speed", "{error_at_speed:+.1%}"),
+    )
+    return {"relaxed": row_table(document["rows"], columns, words=2)}
 
 
 PAIRS = 20
@@ -352,18 +325,14 @@ def pairs(document: dict[str, Any]) -> list[tuple[bool, float]]:
 
     A way that was executed and did not reach the target is slower than any that did; two of them are not compared."""
     rows = [row for row in document.get("rows", []) if row["predicted_s"] is not None and row["rounds"]]
-    found = []
+    compared = []
     for one, other in combinations(rows, 2):
-        first, second = _executed_s(one), _executed_s(other)
+        first, second = (math.inf if row["executed_s"] is None else float(row["executed_s"]) for row in (one, other))
         if one["case"] != other["case"] or one["predicted_s"] == other["predicted_s"] or math.inf == first == second:
             continue
         won = (one["predicted_s"] < other["predicted_s"]) == (first < second)
-        found.append((won, max(first, second) / min(first, second) - 1))
-    return found
-
-
-def _executed_s(row: dict[str, Any]) -> float:
-    return math.inf if row["executed_s"] is None else float(row["executed_s"])
+        compared.append((won, max(first, second) / min(first, second) - 1))
+    return compared
 
 
 def races_claims(document: dict[str, Any]) -> list[Claim]:
@@ -389,32 +358,26 @@ def races_claims(document: dict[str, Any]) -> list[Claim]:
 
 def races_tables(document: dict[str, Any]) -> dict[str, str]:
     """Predicted and executed seconds as Markdown."""
-    head = ("case", "synchronisation", "predicted s", "steps", "executed s", "steps executed")
-    lines = [
-        (
-            f"{row['case']}, {row['target']:.0%}",
-            f"`{row['rule']}`",
-            "not reached" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
-            "" if row["predicted_steps"] is None else f"{row['predicted_steps']:.0f}",
-            _said(row["executed_s"], row["rounds"], 2),
-            _said(row["executed_steps"], row["rounds"], 0),
-        )
-        for row in document["rows"]
-    ]
-    text = table(head, lines, words=2)
-    return {"time_to_accuracy": text}
 
+    def executed(key: str, digits: int) -> Callable[[Row], str]:
+        missing = {True: "not reached", False: "not run"}
+        return lambda row: missing[bool(row["rounds"])] if row[key] is None else f"{row[key]:.{digits}f}"
 
-def _said(value: float | None, rounds: int, digits: int) -> str:
-    return ("not reached" if rounds else "not run") if value is None else f"{value:.{digits}f}"
+    columns = (
+        ("case", "{case}, {target:.0%}"),
+        ("synchronisation", "`{rule}`"),
+        ("predicted s", lambda row: _if_there("predicted_s", 2)(row) or "not reached"),
+        ("steps", _if_there("predicted_steps", 0)),
+        ("executed s", executed("executed_s", 2)),
+        ("steps executed", executed("executed_steps", 0)),
+    )
+    return {"time_to_accuracy": row_table(document["rows"], columns, words=2)}
 
 
 JUDGES = {
-    "decentralized": Judge(
-        claims=graphs_claims, tables=lambda document: graphs_tables(document) | graphs_named_tables(document)
-    ),
+    "decentralized": Judge(claims=graphs_claims, tables=graphs_tables),
     "epoch_averaging": Judge(claims=averaging_claims),
-    "stale_gradients": Judge(claims=stale_claims, tables=stale_named_tables),
+    "stale_gradients": Judge(claims=stale_claims, tables=stale_tables),
     "relaxed": Judge(claims=steps_claims, tables=steps_tables),
     "time_to_accuracy": Judge(claims=races_claims, tables=races_tables),
 }

@@ -1,4 +1,4 @@
-"""What a mixing graph and Ada's schedules do to accuracy: 16 replicas of the digits MLP, batch 8, SGD .1, 20 epochs."""
+"""What a mixing graph and Ada's schedules do to accuracy, and accuracy over simulated seconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from experiments.relaxed.adaptive import ClosedLoopAda, StepAda, spectral_gap
-from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
+from experiments.relaxed.clock import random_stragglers
+from experiments.relaxed.gossip import GossipRule, train_on_graph
+from experiments.relaxed.graphs import ClosedLoopAda, StepAda, spectral_gap
 from experiments.relaxed.models import mlp
 from experiments.relaxed.sharded import Partition
+from experiments.relaxed.times import Exchange, all_reduce_s
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
 
 N, BATCH = 16, 8
+"""Of `figure_rows` and `ada_rows`: replicas of the digits MLP, SGD .1, and samples of each per step."""
 Row = dict[str, Any]
 Graph = MixingGraph | Ada
 
@@ -64,35 +69,27 @@ SCHEDULES: dict[str, Graph] = {
 }
 
 
-def trained(graph: Graph, sharding: str, seed: int, epochs: int) -> GossipRun:
-    partition = Partition(workers=N, epochs=epochs, batch=BATCH, sharding=sharding, seed=seed)
-    return train_on_graph(mlp(seed), partition, GossipRule(graph=graph), record_every=1)
-
-
 def repeated(graph: Graph, sharding: str, seeds: range, epochs: int) -> Row:
     """Means and deviations over seeds; bytes in units of |w|; connections epoch by epoch (of the first seed)."""
-    scores, own, before, after, sent, path = [], [], [], [], [], ""
+    runs = []
     for seed in seeds:
-        run = trained(graph, sharding, seed, epochs)
-        assert run.profile is not None
-        scores.append(run.score)
-        own.append(run.replicas.mean_score)
-        before.append(float(run.profile.consensus[-1]))
-        after.append(float(run.profile.consensus_after[-1]))
-        sent.append(run.epochs[-1].sent_bytes / run.replicas.training.weight_bytes)
-        path = path or " ".join(str(epoch.connections) for epoch in run.epochs)
+        partition = Partition(workers=N, epochs=epochs, batch=BATCH, sharding=sharding, seed=seed)
+        runs.append(train_on_graph(mlp(seed), partition, GossipRule(graph=graph), record_every=1))
+    profiles = [run.profile for run in runs if run.profile is not None]
+    scores, own = [run.score for run in runs], [run.replicas.mean_score for run in runs]
+    deviation, own_deviation = (float(np.std(values, ddof=1)) if len(values) > 1 else 0.0 for values in (scores, own))
     return {
         "accuracy": float(np.mean(scores)),
-        "deviation": _deviation(scores),
+        "deviation": deviation,
         "replicas": float(np.mean(own)),
-        "replicas_deviation": _deviation(own),
-        "consensus_before": float(np.mean(before)),
-        "consensus_after": float(np.mean(after)),
-        "sent_in_weights": float(np.mean(sent)),
+        "replicas_deviation": own_deviation,
+        "consensus_before": float(np.mean([profile.consensus[-1] for profile in profiles])),
+        "consensus_after": float(np.mean([profile.consensus_after[-1] for profile in profiles])),
+        "sent_in_weights": float(np.mean([run.epochs[-1].sent_bytes / run.replicas.training.weight_bytes for run in runs])),
         "seeds": len(seeds),
         "scores": scores,
         "replica_scores": own,
-        "connections_by_epoch": path,
+        "connections_by_epoch": " ".join(str(epoch.connections) for epoch in runs[0].epochs),
     }
 
 
@@ -140,5 +137,47 @@ def gap_rows() -> list[Row]:
     return rows
 
 
-def _deviation(values: list[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+NODES, STEP_S, SENT_BYTES = 4, 0.1, 102_228_128
+SLOW = {"probability": 0.01, "factor": 3.0}
+"""32 V100s on 25 Gb/s Ethernet; a step of 100 ms, one in a hundred takes 300; messages of ResNet-50's size."""
+
+
+def curve_rows(seed: int, epochs: int) -> list[dict[str, Any]]:
+    """Per way and epoch: simulated seconds and accuracy, and the share of time that replicas wait."""
+    cluster = cluster_from_profile(load_profile("p3-16xlarge"), nodes=NODES, network="ethernet-25g")
+    n = cluster.size
+    exchange = Exchange(cluster, SENT_BYTES)
+    machines = Exchange(cluster, SENT_BYTES, 8)
+    reduced = all_reduce_s(cluster, SENT_BYTES)
+    ring, by_machine = mixing_graph("ring", n), mixing_graph("hierarchical_one_peer", n, per_node=8)
+    ways = {
+        "all_reduce": (GossipRule(graph=mixing_graph("complete", n), centralised=True), lambda matrix: reduced),
+        "ring": (GossipRule(graph=ring), exchange),
+        "ring, combine_adapt": (GossipRule(graph=ring, combination="combine_adapt"), exchange),
+        "one-peer": (GossipRule(graph=mixing_graph("one_peer_exponential", n)), exchange),
+        "exponential": (GossipRule(graph=mixing_graph("exponential", n)), exchange),
+        "machine one-peer": (GossipRule(graph=by_machine), machines),
+        "machine one-peer, combine_adapt": (GossipRule(graph=by_machine, combination="combine_adapt"), machines),
+        "ada": (GossipRule(graph=Ada(n=n, start=14, rate=0.7)), exchange),
+    }
+    rows = []
+    for name, (rule, seconds) in ways.items():
+        run = train_on_graph(
+            mlp(seed),
+            Partition(workers=n, epochs=2 * epochs, batch=8, seed=seed),
+            rule,
+            step_s=random_stragglers(n, **SLOW, seconds=STEP_S, seed=seed),
+            exchange_s=seconds,
+        )
+        waiting = float(np.mean(run.clock.waiting_s / run.clock.ready_s))
+        rows += [
+            {
+                "way": name,
+                "epoch": epoch.epoch,
+                "seconds": epoch.seconds,
+                "accuracy": epoch.score,
+                "waiting_fraction_at_the_end": waiting,
+            }
+            for epoch in run.epochs
+        ]
+    return rows

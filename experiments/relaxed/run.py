@@ -1,6 +1,6 @@
 """How close are the predictions of relaxed plans, where they can be run?
 
-    python -m experiments.relaxed.run PROFILE [--rounds N] [--quick] [--seed N] [--json] [--out DIR]
+    python -m experiments.relaxed.run PROFILE [--rounds N] [--quick] [--seed N] [--json]
 
 PROFILE is one that `parsim calibrate` has measured here for two ranks. All plans are predicted first. Then they are measured
 in interleaved rounds of one launch, the synchronous plan twice: how far its two measurements differ is the floor of every
@@ -9,19 +9,17 @@ error. A probe beside each round tells how fast the cores were; the second error
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from experiments.common.running import part_parser, show
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import load_measurement
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
-from parsim.files import write_json_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.speed_factor import speed_beside
@@ -142,41 +140,26 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = part_parser(__doc__, "one case, three rounds")
     parser.add_argument("profile")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="one case, three rounds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, default=None, help="folder of results.json")
-    given = parser.parse_args()
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    cases = dict(list(CASES.items())[:1]) if given.quick else CASES
-    rounds = 3 if given.quick else given.rounds
-
-    for name, (spec, batch) in cases.items():
-        problem = problem_of(given.profile, spec, batch)
-        rows += measured(name, problem, spec, predicted(problem), rounds, given.seed)
+    rounds = 3 if options.quick else options.rounds
+    for name, (spec, batch) in list(CASES.items())[: 1 if options.quick else None]:
+        problem = problem_of(options.profile, spec, batch)
+        rows += measured(name, problem, spec, predicted(problem), rounds, options.seed)
     document = {
         "machine": machine_line(describe_environment()),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "profile": load_profile(given.profile).name,
+        "profile": load_profile(options.profile).name,
         "rounds": rounds,
-        "seed": given.seed,
+        "seed": options.seed,
         "summary": summary_of(rows),
         "rows": rows,
     }
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(given.out / "results.json", document, indent=1)
-    if given.json:
-        print(json.dumps(document))
-        return
-    for row in rows:
-        corrected = f", {row['error_at_speed']:+.1%} at the cores' speed" if "error_at_speed" in row else ""
-        times = f"{1e3 * row['predicted_s']:.2f} ms predicted, {1e3 * row['measured_s']:.2f} measured"
-        print(f"{row['case']:10} {row['rule']:34} {times} ({row['error']:+.1%}{corrected})")
-    print(json.dumps(document["summary"]))
+    show(document, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,28 @@
 """Decoupled backpropagation with stale gradients: what it learns, what it delays, and what an epoch takes.
 
-    python -m experiments.relaxed.stale_gradients [--quick] [--seeds N] [--out DIR] [--json]
-
-Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
+python -m experiments.relaxed.stale_gradients [--quick] [--seeds N] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from experiments.common.running import part_parser, show
 from experiments.relaxed.decoupled import (
-    ModuleTimes,
     TickEngine,
     TickRule,
     balanced_speedup,
     cut_sequential,
     decoupling,
     epoch_by_ticks_s,
-    stage_seconds,
 )
-from parsim.files import write_csv
 from parsim.plans.mixing import mixing_graph
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 
@@ -108,7 +101,7 @@ def accuracy(case: Case, problem: LearningProblem, seed: int, epochs: int) -> tu
     graph = mixing_graph(case.graph, case.groups) if case.graph is not None else None
     engine = TickEngine(cut_sequential(model, case.modules), problem.loss, case.rule, groups=case.groups, mixing=graph)
     engine.run(batches(problem, case.groups, seed, epochs))
-    staleness = max(applied.staleness for agent in engine.agents[0] for applied in agent.log)
+    staleness = max(max(agent.staleness) for agent in engine.agents[0])
     return problem.score(engine.predict(problem.test_inputs)), staleness
 
 
@@ -139,28 +132,16 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def common_overhead(simulated: Sequence[float], printed: Sequence[float]) -> float:
-    """The factor that makes the largest relative error of factor * simulated against printed as small as it can be."""
-    ratios = np.array(printed) / np.array(simulated)
-    return float(2.0 / (1.0 / ratios.min() + 1.0 / ratios.max()))
-
-
 def time_table() -> list[dict[str, Any]]:
+    """Printed epochs beside ours, whose one overhead makes the largest relative error as small as it can be."""
     cells: list[tuple[str, int, float, float]] = []
     for count, printed in PRINTED_S.items():
         busy_s = [printed["fdg"] * utilisation / BATCHES_PER_EPOCH for utilisation in FDG_UTILISATION[count]]
         for name, (schedule, replay) in WAYS.items():
-            cells.append(
-                (
-                    name,
-                    count,
-                    epoch_by_ticks_s(schedule, stage_seconds(busy_s), BATCHES_PER_EPOCH, replay=replay),
-                    printed[name],
-                )
-            )
-    whole = stage_seconds([BP_S * BP_UTILISATION / BATCHES_PER_EPOCH])
-    cells.append(("bp", 1, epoch_by_ticks_s("bp", whole, BATCHES_PER_EPOCH), BP_S))
-    factor = common_overhead([cell[2] for cell in cells], [cell[3] for cell in cells])
+            cells.append((name, count, _epoch_s(schedule, busy_s, replay), printed[name]))
+    cells.append(("bp", 1, _epoch_s("bp", [BP_S * BP_UTILISATION / BATCHES_PER_EPOCH], False), BP_S))
+    ratios = np.array([printed for _, _, _, printed in cells]) / np.array([seconds for _, _, seconds, _ in cells])
+    factor = float(2.0 / (1.0 / ratios.min() + 1.0 / ratios.max()))
     return [
         {
             "algorithm": name,
@@ -175,75 +156,44 @@ def time_table() -> list[dict[str, Any]]:
     ]
 
 
+def _epoch_s(schedule: str, busy_s: list[float], replay: bool) -> float:
+    """An epoch whose modules compute so long per batch, the forward a third of it."""
+    forward_s = [seconds / 3.0 for seconds in busy_s]
+    backward_s = [seconds - part for seconds, part in zip(busy_s, forward_s, strict=True)]
+    return epoch_by_ticks_s(schedule, forward_s, backward_s, BATCHES_PER_EPOCH, replay=replay)
+
+
 def speedup_table() -> list[dict[str, Any]]:
     """Balanced modules: speed-up over bp by the closed form and tick by tick, and what staleness and memory it costs."""
     rows = []
     fdg = decoupling("fdg")
     for count in (2, 4, 8):
         for ticks in (20, 391):
-            times = ModuleTimes(forward_s=(1.0,) * count, backward_s=(2.0,) * count)
-            bp, stale = (epoch_by_ticks_s(name, times, ticks) for name in ("bp", "fdg"))
-            held = [fdg.activations_held(k, count) for k in range(1, count + 1)]
+            bp, stale = (epoch_by_ticks_s(name, [1.0] * count, [2.0] * count, ticks) for name in ("bp", "fdg"))
+            delay = fdg.delay(1, count)
             rows.append(
                 {
                     "K": count,
                     "batches": ticks,
                     "closed_form": round(balanced_speedup(count, ticks), 4),
                     "simulated": round(bp / stale, 4),
-                    "largest_delay_ticks": fdg.delay(1, count),
-                    "batches_of_activations_held": sum(held),
-                    "weight_copies_first_module": fdg.weight_copies(1, count, "stash"),
+                    "largest_delay_ticks": delay,
+                    "batches_of_activations_held": sum(fdg.delay(k, count) + 1 for k in range(1, count + 1)),
+                    "weight_copies_first_module": delay,
                 }
             )
     return rows
 
 
-def draw(out: Path, accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    names = [row["case"] for row in accuracies]
-    figure.add_bar(
-        x=names,
-        y=[row["accuracy"] for row in accuracies],
-        name="here",
-        error_y={"array": [row["deviation"] for row in accuracies]},
-    )
-    figure.add_scatter(x=names, y=[row["expected"] for row in accuracies], name="specified", mode="markers")
-    figure.update_layout(title="Digits, test accuracy after 20 epochs", yaxis={"title": "accuracy", "range": [0.85, 1.0]})
-    figure.write_html(out / "accuracy.html", include_plotlyjs=True)
-    figure = go.Figure()
-    labels = [f"{row['algorithm']} K={row['K']}" for row in times]
-    figure.add_bar(x=labels, y=[row["simulated_s"] for row in times], name="simulated")
-    figure.add_bar(x=labels, y=[row["printed_s"] for row in times], name="printed")
-    figure.update_layout(title="WRN-28-10, seconds per epoch", yaxis_title="s")
-    figure.write_html(out / "epoch_times.html", include_plotlyjs=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, five epochs: a check that all runs, not a result")
+    parser = part_parser(__doc__, "one seed, five epochs")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("runs/stale_gradients"))
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    seeds, epochs = (1, 5) if arguments.quick else (arguments.seeds, EPOCHS)
+    seeds, epochs = (1, 5) if options.quick else (options.seeds, EPOCHS)
     tables = {"accuracy": accuracy_table(seeds, epochs), "epoch_times": time_table(), "speedup": speedup_table()}
-    result = {**tables, "wall_s": time.perf_counter() - began}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in tables.items():
-        write_csv(arguments.out / f"{name}.csv", rows)
-    draw(arguments.out, tables["accuracy"], tables["epoch_times"])
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for rows in (tables["epoch_times"], tables["speedup"]):
-        print(*rows[0], sep="\t")
-        for row in rows:
-            print(*row.values(), sep="\t")
-    print(f"{result['wall_s']:.0f} s; tables and figures in {arguments.out}")
+    show(tables | {"wall_s": time.perf_counter() - began}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ DIR/predictions.jsonl before the first launch, and launches in DIR/launches.json
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -24,6 +23,7 @@ from typing import Any
 
 import parsim
 from experiments.common.catalogue import ROOT
+from experiments.common.running import part_parser, show
 from experiments.relaxed.time_to_accuracy_rank import FOUND, Goal
 from parsim.app.answer import Answer
 from parsim.errors import ParsimError
@@ -74,10 +74,10 @@ class Record:
         self.entries = [entry for line in lines if (entry := json.loads(line))["profile"] == profile]
 
     def add(self, entry: dict[str, Any]) -> None:
-        own = {"profile": self._profile, **entry}
-        self.entries.append(own)
+        line = {"profile": self._profile, **entry}
+        self.entries.append(line)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(own) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def asked(profile: Path, case: Case) -> Answer:
@@ -172,29 +172,23 @@ def joined(case: Case, predictions: list[dict[str, Any]], launches: list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = part_parser(__doc__, "one case, one round, three rules, one seed", out="runs/time_to_accuracy")
     parser.add_argument("profile", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one case, one round, three rules, one seed")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"))
-    given = parser.parse_args()
-    if given.rounds < 1:
+    options = parser.parse_args()
+    if options.rounds < 1:
         parser.error("--rounds is at least 1")
-    cases, rules, rounds, seeds = (CASES[:1], RULES[:2], 1, 1) if given.quick else (CASES, RULES, given.rounds, SEEDS)
+    cases, rules, rounds, seeds = (CASES[:1], RULES[:2], 1, 1) if options.quick else (CASES, RULES, options.rounds, SEEDS)
     try:
-        profile = load_profile(str(given.profile)).name
-        content = given.profile.read_bytes() if given.profile.is_file() else str(given.profile).encode()
+        profile = load_profile(str(options.profile)).name
+        content = options.profile.read_bytes() if options.profile.is_file() else str(options.profile).encode()
         digest = hashlib.sha256(content).hexdigest()[:12]
-        rows = raced(given.profile, digest, given.out / "quick" if given.quick else given.out, cases, rules, rounds, seeds)
+        rows = raced(
+            options.profile, digest, options.out / "quick" if options.quick else options.out, cases, rules, rounds, seeds
+        )
     except (OSError, ParsimError) as error:
         parser.exit(1, f"{error}\n")
-    document = {"profile": profile, "rounds": rounds, "rows": rows}
-    if given.json:
-        print(json.dumps(document))
-        return
-    for row in rows:
-        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+    show({"profile": profile, "rounds": rounds, "rows": rows}, as_json=options.json)
 
 
 def raced(

@@ -17,7 +17,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,15 @@ from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
+from parsim.plans.synchronisation import parse_synchronisation
+from parsim.predict.evaluate import simulated_step
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 
 Row = dict[str, Any]
@@ -61,7 +67,7 @@ class Terms:
         return self.compute_s + self.barrier_s + self.latency_s + self.volume_s - self.step_s
 
 
-@lru_cache(maxsize=8)
+@cache
 def resnet50() -> Any:
     return load_model(ModelSpec(name="resnet50"))
 
@@ -175,7 +181,13 @@ def merge_terms(cluster: Cluster, compute_s: float, steps: int) -> Terms:
     latency = 2.0 * estimate_send_recv(empty, cluster).median_s
     merge = 2.0 * estimate_send_recv(there, cluster).median_s + 3.0 * weight_bytes() / memory
     epochs = 5
-    events = merge_events(lambda worker, epoch: noisy_epoch_s(compute_s, steps, worker, epoch), n, merge_s=merge, epochs=epochs)
+
+    def epoch_s(worker: int, epoch: int) -> float:
+        """The sum of `steps` noisy steps, by its mean and deviation."""
+        draw = float(np.random.default_rng([11, worker, epoch]).standard_normal())
+        return compute_s * (steps + STEP_SIGMA * steps**0.5 * draw)
+
+    events = merge_events(epoch_s, n, merge_s=merge, epochs=epochs)
     return Terms(
         compute_s=compute_s,
         barrier_s=float(np.mean([event.start_s - event.ready_s for event in events])) / steps,
@@ -185,33 +197,25 @@ def merge_terms(cluster: Cluster, compute_s: float, steps: int) -> Terms:
     )
 
 
-def noisy_epoch_s(compute_s: float, steps: int, worker: int, epoch: int) -> float:
-    """The sum of `steps` noisy steps, by its mean and deviation."""
-    draw = float(np.random.default_rng([11, worker, epoch]).standard_normal())
-    return compute_s * (steps + STEP_SIGMA * steps**0.5 * draw)
-
-
 def ada_terms(cluster: Cluster, timing: str, compute_s: float) -> Terms:
     """Ada on ring lattices that begin with ADA_START neighbours and halve: the mean over its graphs, each counted alike."""
     ada = Ada(n=cluster.size, kind="exponential", start=min(ADA_START, cluster.size - 2), rate=0.5)
     graphs = [ada.graph(epoch) for epoch in range(ADA_GRAPHS)]
-    found = [gossip_terms(cluster, graph, timing, compute_s) for graph in graphs]
-    return Terms(**{entry.name: float(np.mean([getattr(own, entry.name) for own in found])) for entry in fields(Terms)})
+    terms = [gossip_terms(cluster, graph, timing, compute_s) for graph in graphs]
+    return Terms(**{term.name: float(np.mean([getattr(each, term.name) for each in terms])) for term in fields(Terms)})
 
 
-def stale_terms(cluster: Cluster, batch: int, schedule: str) -> Terms | None:
+def stale_terms(cluster: Cluster, batch: int, schedule: str) -> Terms:
     """Decoupled modules of MODULES GPUs each, gradients all_reduced among equal modules; a tick is 3 x 32 samples.
 
     fdg    every module runs a forward and a backward, each of another batch
     ddg    a batch's forward passes through all modules first, then all run their backward
     fr     as ddg, and every backward runs its forward again
 
-    None where the GPUs do not divide. Exchanges follow the computation of their tick; modules differ in work, so the
-    barrier holds that difference too, and with ddg and fr the wait for the forwards before.
+    MODULES divide the GPUs. Exchanges follow the computation of their tick; modules differ in work, so the barrier holds that
+    difference too, and with ddg and fr the wait for the forwards before.
     """
     n = cluster.size
-    if n % MODULES:
-        return None
     phases = phase_seconds(cluster, MODULES * batch)
     edges = balanced_edges([forward + backward for forward, backward in phases])
     forward, backward = (
@@ -273,30 +277,27 @@ def algorithms(cluster: Cluster, batch: int) -> dict[str, Terms]:
     compute_s, backward_s = sum(map(sum, phases)), sum(backward for _, backward in phases[:-1])
     n, per_node = cluster.size, len(cluster.profile.devices)
     epoch_steps = max(1, IMAGES // (n * batch))
-    found = {
+    ways = {
         "all_reduce": all_reduce_terms(cluster, compute_s),
         "all_reduce behind the backward (at best)": all_reduce_terms(cluster, compute_s, backward_s),
         "local SGD, every 8 steps": all_reduce_terms(cluster, compute_s, period=8),
         "epoch averaging": all_reduce_terms(cluster, compute_s, period=epoch_steps),
         "merging at one server per epoch": merge_terms(cluster, compute_s, epoch_steps),
     }
-    for name in ("ring", "torus", "exponential", "one_peer_exponential"):
-        graph = mixing_graph(name, n)
-        for timing in ("adapt_combine", "combine_adapt"):
-            found[f"{name}, {timing}"] = gossip_terms(cluster, graph, timing, compute_s)
+    timings = ("adapt_combine", "combine_adapt")
+    for name, timing in itertools.product(("ring", "torus", "exponential", "one_peer_exponential"), timings):
+        ways[f"{name}, {timing}"] = gossip_terms(cluster, mixing_graph(name, n), timing, compute_s)
     machines = mixing_graph("hierarchical_one_peer", n, per_node=per_node)
-    for timing in ("adapt_combine", "combine_adapt"):
-        found[f"machine one-peer, {timing}"] = gossip_terms(cluster, machines, timing, compute_s, per_node)
+    for timing in timings:
+        ways[f"machine one-peer, {timing}"] = gossip_terms(cluster, machines, timing, compute_s, per_node)
     if n > ADA_LEAST:
-        for timing in ("adapt_combine", "combine_adapt"):
-            found[f"Ada, {timing}"] = ada_terms(cluster, timing, compute_s)
+        ways |= {f"Ada, {timing}": ada_terms(cluster, timing, compute_s) for timing in timings}
     peers = mixing_graph("one_peer_exponential", n)
-    found["push-sum, one peer, adapt_combine"] = gossip_terms(cluster, peers, "adapt_combine", compute_s, more_bytes=4)
-    for schedule in ("fdg", "ddg", "fr"):
-        stale = stale_terms(cluster, batch, schedule)
-        if stale is not None:
-            found[f"stale gradients ({schedule}, 3 modules)"] = stale
-    return found
+    ways["push-sum, one peer, adapt_combine"] = gossip_terms(cluster, peers, "adapt_combine", compute_s, more_bytes=4)
+    if n % MODULES == 0:
+        for schedule in ("fdg", "ddg", "fr"):
+            ways[f"stale gradients ({schedule}, 3 modules)"] = stale_terms(cluster, batch, schedule)
+    return ways
 
 
 def time_rows(nodes: tuple[int, ...]) -> list[Row]:
@@ -356,3 +357,52 @@ def scaling_rows() -> list[Row]:
         }
         for name, (exchange_s, step_s) in ways.items()
     ]
+
+
+RULES = {
+    "all_reduce": "all_reduce",
+    "ring": "gossip/1 ring",
+    "one_peer_exponential": "gossip/1 one_peer_exponential",
+    "exponential": "gossip/1 exponential",
+}
+"""Graph, and the text of its plan's synchronisation. A plan exchanges after the step (adapt_combine)."""
+
+
+def epoch_rows(nodes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One epoch of ResNet-50 on Summit nodes without noise: the step of a plan times the rounds, and the replicas' clock."""
+    rows = []
+    for count in nodes:
+        cluster = cluster_from_profile(load_profile("summit-v100"), nodes=count, network="infiniband-100g")
+        problem = PlanningProblem(
+            model=resnet50(),
+            cluster=cluster,
+            global_batch=cluster.size * BATCH,
+            numerics=Numerics(precision="fp32", optimizer="sgd"),
+        )
+        rounds = IMAGES // (cluster.size * BATCH)
+        compute_s = sum(map(sum, phase_seconds(cluster, BATCH)))
+        exchange, reduced = Exchange(cluster, weight_bytes()), all_reduce_s(cluster, weight_bytes())
+        for graph, text in RULES.items():
+            everyone = graph == "all_reduce"
+            clock_s = round_seconds(  # a step is one number, an exchange one per receiver, sums over neighbours are free
+                "all_reduce" if everyone else "adapt_combine",
+                mixing_graph("complete" if everyone else graph, cluster.size),
+                lambda t, compute_s=compute_s: compute_s,
+                (lambda matrix, reduced=reduced: reduced) if everyone else exchange,
+                n=cluster.size,
+                rounds=rounds,
+            )
+            plan = custom_plan(problem, Mesh(dp=cluster.size), synchronisation=parse_synchronisation(text))
+            step_s = simulated_step(problem, plan).step_s
+            rows.append(
+                {
+                    "gpus": cluster.size,
+                    "way": graph,
+                    "rounds": rounds,
+                    "step_ms": 1e3 * step_s,
+                    "epoch_s": rounds * step_s,
+                    "epoch_by_clock_s": rounds * clock_s,
+                }
+            )
+            print(f"{cluster.size} GPUs, {graph}: {rounds * step_s:.3f} s", file=sys.stderr, flush=True)
+    return rows

@@ -10,8 +10,6 @@ judged by the same `evaluate` as the search's winner. What was enumerated alread
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import time
 from collections import Counter
@@ -21,6 +19,7 @@ from random import Random
 from typing import Any
 
 from experiments.common.catalogue import keep, kept_of
+from experiments.common.running import part_parser, show
 from experiments.search.enumeration import CLOSE, Space, exhaustive, searched
 from experiments.search.problems import ProblemDraw, random_problem
 
@@ -37,14 +36,12 @@ SPACES: dict[str, tuple[Space, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 problems")
+    parser = part_parser(__doc__, "20 problems")
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
     parser.add_argument("--out", type=Path, help="keep the rows in this file; default: in results.json, with --quick nowhere")
     parser.add_argument("--again", action="store_true", help="search anew what was enumerated already, and compare")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     kept = kept_of(NAME, asked.out, asked.quick)
     rows: dict[str, dict[str, Any]] = kept.get("rows", {})
@@ -62,7 +59,7 @@ def main() -> None:
         "rows": rows,
     }
     keep(NAME, document, asked.out, asked.quick)
-    print(json.dumps(document) if asked.json else text(document["summary"]))
+    show(document if asked.json else document["summary"], as_json=asked.json)
 
 
 def compare(seed: int) -> dict[str, Any]:
@@ -143,18 +140,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "search_cpu_s": round(sum(row["search_s"] for row in rows), 1),
         "exhaustive_cpu_s": round(sum(row["exhaustive_s"] for row in rows), 1),
     }
-
-
-def text(found: Mapping[str, Any]) -> str:
-    """The summary for people."""
-    counts = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
-    lines = [
-        f"{found['problems']} problems: {counts}; largest loss {found['largest_loss']:.2%}, "
-        f"mean over all {found['mean_loss_over_all']:.3%}",
-        f"{found['outlines']} outlines enumerated, {found['simulated']} plans simulated beyond the bound",
-    ]
-    lines += [f"  free: {name}: {counted}" for name, counted in found["by_what_is_free"].items()]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

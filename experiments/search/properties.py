@@ -9,8 +9,6 @@ already is not run again, unless --only names it; with --quick three tiny proble
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import hypothesis
 
 from experiments.common.catalogue import keep, kept_of
-from experiments.common.running import commit
+from experiments.common.running import commit, part_parser, show
 from experiments.search.answers import (
     infeasible_exactly_where_no_plan_fits,
     the_papers_optimum_is_certified,
@@ -82,14 +80,12 @@ PROPERTIES: dict[str, Check] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three tiny problems of each property")
+    parser = part_parser(__doc__, "three tiny problems of each property")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="problems to compare, of each property")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="properties with commas between, run again whatever is known of them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later, and go on at the next call")
     parser.add_argument("--out", type=Path, help="keep the rows in this file; default: in results.json, with --quick nowhere")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = asked.only.split(",") if asked.only else []
     if unknown := [name for name in only if name not in PROPERTIES]:
@@ -107,17 +103,13 @@ def main() -> None:
         rows[name] = counts.to_dict()
         keep(NAME, document(rows, asked.seed, asked.examples), asked.out, asked.quick)
     found = document(rows, asked.seed, asked.examples)
-    print(json.dumps(found) if asked.json else json.dumps(found["summary"], indent=1))
+    show(found if asked.json else found["summary"], as_json=asked.json)
     if found["summary"]["failed"]:
         sys.exit(1)
 
 
 def document(rows: dict[str, dict[str, Any]], seed: int, examples: int) -> dict[str, Any]:
-    """Results.json, the properties in their own order.
-
-    Args:
-        rows: by property. seed: of all of them. examples: of those that this call has run.
-    """
+    """Results.json, the properties in their own order. examples: of those that this call has run."""
     ordered = [rows[name] for name in PROPERTIES if name in rows]
     summary = {
         "properties": len(ordered),

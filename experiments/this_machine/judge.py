@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, Judge, claim, of_every
-from experiments.common.markdown import table
+from experiments.common.markdown import row_table, table
 
 AT_SPEED = "at the pace beside them"
 MEDIAN, COVERAGE = 0.05, 0.85
@@ -88,20 +88,22 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
             cells = [forecast["median"], forecast["p95"], *(corrected[key] for key in ("median", "p95", "aa_median"))]
             cells.append(corrected["covered_as_drawn"])
             lines.append((name, str(forecast["cases"]), *map(_percent, cells)))
-    corrections = [
+    columns = (
+        ("correction", "{name}"),
+        ("runs", "{runs}"),
+        ("median error with it", "{median_with:.1%}"),
+        ("without it", "{median_without:.1%}"),
         (
-            name,
-            str(row["runs"]),
-            _percent(row["median_with"]),
-            _percent(row["median_without"]),
-            f"{100 * row['gain']:+.2f} ({100 * row['gain_low']:+.2f} to {100 * row['gain_high']:+.2f})",
-            ("yes" if row["helps"] else "**no**") if row["changed"] else "not tried: changes no prediction here",
-        )
-        for name, row in document["corrections"].items()
-    ]
-    gain = "mean gain in points of error (95%)"
-    second = table(("correction", "runs", "median error with it", "without it", gain, "helps"), corrections, words=1)
-    return {"this_machine": f"{table(head, lines, words=1)}\n\n{second}"}
+            "mean gain in points of error (95%)",
+            lambda row: f"{100 * row['gain']:+.2f} ({100 * row['gain_low']:+.2f} to {100 * row['gain_high']:+.2f})",
+        ),
+        (
+            "helps",
+            lambda row: ("yes" if row["helps"] else "**no**") if row["changed"] else "not tried: changes no prediction here",
+        ),
+    )
+    corrections = [{"name": name, **row} for name, row in document["corrections"].items()]
+    return {"this_machine": f"{table(head, lines, words=1)}\n\n{row_table(corrections, columns, words=1)}"}
 
 
 def _percent(value: float) -> str:

@@ -37,7 +37,13 @@ def possible() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
-    return f"no command {' and '.join(missing)} (package iproute2)" if missing else ""
+    if missing:
+        return f"no command {' and '.join(missing)} (package iproute2)"
+    probe = f"parsim-{os.getpid()}-probe"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
+        return "this system makes no network namespaces"
+    _ip("netns", "delete", probe)
+    return ""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ components that stand in two models differ.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +22,10 @@ import numpy as np
 
 from calibration.fit.composition import fit_compositions, measured_parts, without_model
 from calibration.rounds.calibrate import CalibrationRequest, calibrate
+from experiments.common.running import part_parser, show
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.costs import Costs
 from parsim.costs.draws import sample_durations_s
-from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
@@ -66,29 +64,17 @@ class Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three models, two batches, a quick calibration")
+    parser = part_parser(__doc__, "three models, two batches, a quick calibration", out="runs/operators_here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", help="read this profile instead of calibrating")
-    parser.add_argument("--out", type=Path, default=Path("runs/operators_here"))
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     profile = load_profile(asked.profile) if asked.profile else calibrated(asked.out, quick=asked.quick, seed=asked.seed)
     names = list(dict.fromkeys(point.model for point in profile.compute.components))
     models = [load_model(ModelSpec(name=name)) for name in names]
     answers = [answer for model in models for answer in left_out(profile, model, models, asked.seed)]
-    write_csv(asked.out / "answers.csv", [vars(answer) | {"error": answer.error} for answer in answers])
     tables = {"steps": table(answers, names, whole=True), "components": table(answers, names, whole=False)}
-    floor = same_work(profile)
-    if asked.json:
-        print(json.dumps(tables | {"floor": floor}))
-        return
-    for what, rows in tables.items():
-        print(what)
-        for row in rows:
-            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
-    print("floor\n  " + "  ".join(f"{key} {value}" for key, value in floor.items()))
+    show(tables | {"floor": same_work(profile)}, as_json=asked.json)
 
 
 def calibrated(out: Path, *, quick: bool, seed: int) -> Profile:

@@ -24,7 +24,6 @@ import contextlib
 import json
 import shutil
 import statistics
-import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +31,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 
 from calibration.rounds.calibrate import Launcher, calibrate
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import CalibrationRequest, raw_path
+from experiments.common.running import part_parser
 from experiments.this_machine.ablation import WITHOUT
 from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from experiments.this_machine.judging import CaseRow, judged, printed
@@ -47,7 +45,7 @@ from experiments.this_machine.namespaces import possible, shaped_pair
 from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
-from parsim.files import write_csv, write_text_atomically
+from parsim.files import write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import PaceToday, Profile, save_profile
@@ -124,15 +122,12 @@ class Prediction:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model, two rounds, one record")
-    parser.add_argument("--out", type=Path, default=Path("runs/this_machine"))
+    parser = part_parser(__doc__, "one model, two rounds, one record", out="runs/this_machine")
     parser.add_argument("--models", help="some of them, by name")
     parser.add_argument("--launches", help="some of them: two, four, shaped")
     parser.add_argument("--records", type=int, default=5, help="0: calibrate and predict alone")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="FILE.tar.xz", help="pack profiles, predictions and records into it")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else ["mlp"] if asked.quick else [subject.name for subject in SUBJECTS]
@@ -160,7 +155,6 @@ def main() -> None:
     rows: list[CaseRow] = []
     for number in range(1, records + 1):
         rows += record(asked.out / f"record-{number}", said, profiles, rounds, asked.seed + number)
-    write_csv(asked.out / "cases.csv", [row.to_dict() for row in rows])
     verdict = judged(rows)
     document = {"machine": machine_line(describe_environment()), "date": time.strftime("%Y-%m-%d"), **verdict}
     write_text_atomically(asked.out / "verdict.json", json.dumps(document, indent=1))
@@ -172,8 +166,7 @@ def main() -> None:
 def other_record(folder: Path, about: Mapping[str, Any]) -> str:
     """What a folder holds if that is not this record; "" where it does or is new. A new one is marked as this record.
 
-    Args:
-        folder: --out. about: the arguments that rows of one record share.
+    about: the arguments that rows of one record share.
     """
     path = folder / "record.json"
     if path.is_file():
@@ -187,11 +180,7 @@ def other_record(folder: Path, about: Mapping[str, Any]) -> str:
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write profiles, their raw points, predictions and every row of every record into one compressed file.
-
-    Args:
-        folder: --out. file: to write.
-    """
+    """Write profiles, their raw points, predictions and every row of every record into one compressed file."""
     made = file.with_name(f".{file.name}")
     with tarfile.open(made, "w:xz") as packed:
         for path in sorted(folder.rglob("*")):

@@ -20,7 +20,7 @@ from parsim.hardware.profile import Profile
 
 MORE_GPUS = 1.5
 TIMES = 2.0
-Part = TypeVar("Part", bound=BaseModel)
+MachinePart = TypeVar("MachinePart", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
     yield "global batch x 2", lambda: question.changed(training=doubled)
 
 
-def _faster(part: Part, key: str) -> Part:
+def _faster(part: MachinePart, key: str) -> MachinePart:
     """A part of a machine with TIMES one of its numbers."""
     number = getattr(part, key)
     return part.model_copy(update={key: number.model_copy(update={"value": TIMES * number.value})})

@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question, load_config
 from parsim.app.config_text import references
-from parsim.app.prediction import Prediction
 from parsim.costs.history import SUFFIX
 from parsim.costs.loading import OwnLoading, own_loading_from
 from parsim.errors import ConfigError, CostError
@@ -36,6 +35,9 @@ from parsim.files import (
     write_text_atomically,
 )
 from parsim.hardware.profile import save_profile
+
+if TYPE_CHECKING:
+    from parsim.app.prediction import Prediction
 
 # The folder a run leaves: everything needed to judge it again, without the machine it ran on.
 

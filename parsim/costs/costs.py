@@ -199,11 +199,12 @@ class Costs:
             return read if read.median_s > copy.median_s else copy
         return read.then(Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail))
 
-    def reading_floor_s(self, work: LoadBatch, rank: int) -> float:
-        """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn."""
+    def reading_floor_s(self, works: Iterable[tuple[Work, int]]) -> float:
+        """No mean step is shorter: as long as workers read a rank's batch; 0 where ranks read in their turn."""
         if self.loading is None:
             return 0.0
-        return self.loading.floor_s(work, on_cores=DEVICE_KINDS[self._device(rank).type.kind].on_cores)
+        kinds = ((work, DEVICE_KINDS[self._device(rank).type.kind]) for work, rank in works if isinstance(work, LoadBatch))
+        return max((self.loading.floor_s(work, on_cores=kind.on_cores) for work, kind in kinds), default=0.0)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:

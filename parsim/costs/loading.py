@@ -28,7 +28,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.hardware.topology import Link
-from parsim.model.formats import Numerics
+from parsim.model.formats import FULL_BYTES, Numerics
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch
@@ -237,7 +237,6 @@ def _count(number: int, noun: str, plural: str = "") -> str:
 
 HOST_SIGMA = 0.25
 """Assumed relative spread of copies and updates: they are priced by bandwidth, not measured."""
-FULL_BYTES = 4
 
 
 class HostPath(NamedTuple):

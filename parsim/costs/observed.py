@@ -219,7 +219,7 @@ class RunCorrections:
 
     @cached_property
     def _by_communication(self) -> dict[CommunicationClass, float]:
-        """Those observed, and those inferred so far."""
+        """The factors observed, and those inferred so far."""
         return dict(self.communication)
 
 

@@ -23,7 +23,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import simpy
@@ -131,18 +130,6 @@ StepTask = tuple[int, int]
 """A step, and a task of it."""
 
 
-class Timers(Protocol):
-    """What a simulation offers: its instants, and one timer per running task."""
-
-    instants: Instants
-
-    def set_timer(self, key: StepTask, delay_s: float) -> None:
-        """The task ends `delay_s` from now."""
-
-    def stop_timer(self, key: StepTask) -> None:
-        """The task stands still until a timer is set."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Running:
     """Attributes:
@@ -165,11 +152,11 @@ class _Running:
 
 
 class Paces:
-    """The slowness of all tasks of one simulation, which reports the tasks that start and end."""
+    """The slowness of all tasks of one simulation, which reports the tasks that start and end, and has a timer for each."""
 
-    def __init__(self, timers: Timers, slowdown: Slowdown, conditions: Conditions) -> None:
-        self._timers = timers
-        self._environment = timers.instants.environment
+    def __init__(self, simulation: _Run, slowdown: Slowdown, conditions: Conditions) -> None:
+        self._simulation = simulation
+        self._environment = simulation.instants.environment
         self._slowdown = slowdown
         self._core: list[int] = slowdown.core.tolist()
         self._conditions = conditions
@@ -231,7 +218,7 @@ class Paces:
         self._doubtful.update(dict.fromkeys(keys))
         if not self._waiting:
             self._waiting = True
-            self._timers.instants.set_paces(self._apply)
+            self._simulation.instants.set_paces(self._apply)
 
     def _apply(self) -> None:
         self._waiting = False
@@ -271,9 +258,9 @@ class Paces:
         running.left_s = max(0.0, running.left_s - (now - running.since_s) / running.slowness)
         running.since_s, running.slowness, running.changes = now, slowness, running.changes + 1
         if slowness < math.inf:
-            self._timers.set_timer(key, running.left_s * slowness)
+            self._simulation.set_timer(key, running.left_s * slowness)
         else:
-            self._timers.stop_timer(key)
+            self._simulation.stop_timer(key)
 
     def _time_latency(self, key: StepTask, running: _Running) -> None:
         """Communication that still spends its latency begins to move bytes when that has passed."""

@@ -79,7 +79,7 @@ def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: G
         GraphError: a collective that Chakra has no name for.
     """
     mine = [task for task in graph.tasks if rank in task.ranks]
-    last = {task.index: _last_node(task) for task in mine}
+    last = {task.index: 2 * task.index + 1 + _is_shift(task) for task in mine}  # a ring_shift has two nodes
     before: dict[int, list[int]] = {}
     for resource, order in graph.issue_order.items():
         if resource.rank == rank:
@@ -91,11 +91,6 @@ def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: G
         data = [last[index] for index in task.dependencies if index in last]
         messages += _nodes(task, rank, costs[task.index], groups, sorted(set(before.get(task.index, []))), data)
     return b"".join(varint(len(message)) + message for message in messages)  # each with its length before it
-
-
-def _last_node(task: Task) -> int:
-    """Node numbers leave room for the two nodes of a ring_shift."""
-    return 2 * task.index + (2 if _is_shift(task) else 1)
 
 
 def _is_shift(task: Task) -> bool:

@@ -206,13 +206,18 @@ def _read_batch(document: Mapping[str, Any], run: RunKeys, ranks: int | None) ->
     return implied or ranks
 
 
-def _enabled(document: Mapping[str, Any], key: str, run: RunKeys) -> bool:
+def _table(document: Mapping[str, Any], key: str, run: RunKeys, example: str) -> dict[str, Any] | None:
+    """The table under a key; None: there is none. Raises ImportedFileError: it is none."""
     table = document.get(key)
+    if table is not None and not isinstance(table, dict):
+        raise ImportedFileError(f"{run.where}: {key} = {shown(table)} must be a table such as {example}")
+    return table
+
+
+def _enabled(document: Mapping[str, Any], key: str, run: RunKeys) -> bool:
     run.used.add(f"{key}.enabled")
-    if table is None:
+    if (table := _table(document, key, run, '{"enabled": true}')) is None:
         return False
-    if not isinstance(table, dict):
-        raise ImportedFileError(f'{run.where}: {key} = {shown(table)} must be a table such as {{"enabled": true}}')
     value = table.get("enabled", key in ("fp16", "bf16") and bool(table) and None)
     if value in (None, AUTO, False, True):
         return value is True
@@ -248,20 +253,16 @@ def _read_precision(document: Mapping[str, Any], run: RunKeys) -> int:
 
 
 def _read_zero(document: Mapping[str, Any], run: RunKeys, width: int) -> None:
-    table = document.get("zero_optimization")
+    table = _table(document, "zero_optimization", run, '{"stage": 2}')
     if table is None:
-        run.keys["plan.zero_stage"] = 0
-        run.keys["plan.strategy"] = "dp"
+        run.keys |= {"plan.zero_stage": 0, "plan.strategy": "dp"}
         return
-    if not isinstance(table, dict):
-        raise ImportedFileError(f'{run.where}: zero_optimization = {shown(table)} must be a table such as {{"stage": 2}}')
     stage = table.get("stage", 0)
     run.used.update({"zero_optimization.stage", "zero_optimization.reduce_bucket_size"})
     if stage != AUTO:
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ImportedFileError(f"{run.where}: zero_optimization.stage = {shown(stage)} must be 0, 1, 2 or 3")
-        run.keys["plan.zero_stage"] = int(stage)
-        run.keys["plan.strategy"] = "dp"
+        run.keys |= {"plan.zero_stage": int(stage), "plan.strategy": "dp"}
     elements = table.get("reduce_bucket_size")
     if elements is not None and elements != AUTO:
         number = finite(elements)
@@ -283,11 +284,9 @@ def _read_zero(document: Mapping[str, Any], run: RunKeys, width: int) -> None:
 
 
 def _read_optimizer(document: Mapping[str, Any], run: RunKeys) -> None:
-    table = document.get("optimizer")
+    table = _table(document, "optimizer", run, '{"type": "AdamW"}')
     if table is None:
         return
-    if not isinstance(table, dict):
-        raise ImportedFileError(f"{run.where}: optimizer = {shown(table)} must be a table with a type")
     run.used.update({"optimizer.type", "optimizer.params.lr"})
     params: dict[str, Any] = stated if isinstance(stated := table.get("params"), dict) else {}
     kind = str(table.get("type", "")).lower()
@@ -356,9 +355,7 @@ def write_deepspeed(recipe: PlannedRecipe, file: Path) -> Exported:
                 f"{NAME} describes data parallelism and ZeRO, and the plan has {what} ({axis} = {ways}: {plan.summary()}); "
                 "export it as megatron or torchtitan, or plan with --set plan.strategy=dp"
             )
-    precision = training["precision"]
-    if precision not in GRADIENT_BYTES:
-        raise ConfigError(f"{NAME} knows no training.precision = {precision!r}; it has {', '.join(GRADIENT_BYTES)}")
+    precision, width = training["precision"], recipe.choose("precision", GRADIENT_BYTES)
     document: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": recipe.micro_batch,
@@ -377,7 +374,7 @@ def write_deepspeed(recipe: PlannedRecipe, file: Path) -> Exported:
             document["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         case "tf32":
             left_out["training.precision"] = "tf32 is switched on in your script: torch.backends.cuda.matmul.allow_tf32 = True"
-    document["zero_optimization"] = _zero_table(recipe, GRADIENT_BYTES[precision])
+    document["zero_optimization"] = _zero_table(recipe, width)
     if training["optimizer"] not in OPTIMIZERS:
         left_out["training.optimizer"] = f"make {training['optimizer']} in your script and give it to deepspeed.initialize"
     else:
@@ -432,7 +429,7 @@ def _zero_table(recipe: PlannedRecipe, width: int) -> dict[str, Any]:
     return table
 
 
-def _is_deepspeed(source: SourceFile) -> bool:
+def _sniff(source: SourceFile) -> bool:
     if not source.begins("{") or len(source.data) > SNIFFED:
         return False
     try:
@@ -448,7 +445,7 @@ FORMATS = {
         what="a DeepSpeed JSON config",
         tool=NAME,
         reads="run",
-        sniff=_is_deepspeed,
+        sniff=_sniff,
         read=read_deepspeed,
         writes="recipe",
         write=write_deepspeed,

@@ -22,7 +22,6 @@ from parsim.formats.exports import Exported
 from parsim.formats.recipe import SCRIPTS, YAML, PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
-from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
 
 NAME = "Megatron-LM"
@@ -90,17 +89,16 @@ HARMLESS = frozenset(
 NEMO_NAMES = {
     "encoder-seq-length": "seq-length",
     "sequence-length": "seq-length",
-    "num-layers": "num-layers",
     "activations-checkpoint-granularity": "recompute-granularity",
     "activations-checkpoint-method": "recompute-method",
     "activations-checkpoint-num-layers": "recompute-num-layers",
     "virtual-pipeline-model-parallel-size": "num-virtual-stages",
     "share-embeddings-and-output-weights": "share-embeddings",
     "num-moe-experts": "num-experts",
-    "tensor-model-parallel-size": "tensor-model-parallel-size",
     "bias": "add-bias-linear",
-    "moe-router-topk": "moe-router-topk",
 }
+SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-bias-linear": "disable-bias-linear"}
+"""Options of a YAML file whose `false` is another option."""
 
 
 def read_script(text: str) -> Recipe:
@@ -116,13 +114,10 @@ def read_yaml(document: Mapping[str, Any]) -> Recipe:
     options: dict[str, list[str]] = {}
     for key, value in flat.items():
         name = NEMO_NAMES.get(key, key)
-        if value is None or value is False:
-            if name == "share-embeddings" and value is False:
-                options["untie-embeddings-and-output-weights"] = []
-            elif name == "add-bias-linear" and value is False:
-                options["disable-bias-linear"] = []
-            continue
-        options[name] = [] if value is True else [str(value)]
+        if value is False and name in SWITCHED_OFF:
+            options[SWITCHED_OFF[name]] = []
+        elif value is not None and value is not False:
+            options[name] = [] if value is True else [str(value)]
     if nemo:
         _nemo_words(options)
     return _recipe(NEMO if nemo else NAME, options)
@@ -167,6 +162,27 @@ def _nemo_words(options: dict[str, list[str]]) -> None:
 NEMO_SAME_TIME = frozenset({"max-steps", "max-epochs", "max-time", "accelerator", "logger", "pre-process", "post-process"})
 
 
+AXES = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+}
+"""Options by axis of the mesh."""
+SWITCHES = {
+    "swiglu": ("gated", True),
+    "disable-bias-linear": ("bias", False),
+    "add-qkv-bias": ("qkv_bias", True),
+    "qk-layernorm": ("qk_norm", True),
+    "untie-embeddings-and-output-weights": ("tied", False),
+}
+"""Options without a value: the argument of the model, and what it is where the option is given."""
+LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
+"""Options of multi-latent attention by argument of the model."""
+VOCABULARY_STEP = 128
+"""Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
+
+
 class _Options:
     """Options by name; those that were read are noted."""
 
@@ -207,15 +223,15 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
     recipe = Recipe(framework=framework, args=_shape(options))
     args, training = recipe.args, recipe.training
     args["seq"] = options.number("seq-length")
-    recipe.tp = options.number("tensor-model-parallel-size", 1)
-    recipe.pp = options.number("pipeline-model-parallel-size", 1)
-    recipe.cp = options.number("context-parallel-size", 1)
-    recipe.ep = options.number("expert-model-parallel-size", 1)
+    for axis, name in AXES.items():
+        setattr(recipe, axis, options.number(name, 1))
     recipe.micro_batch = options.number("micro-batch-size", 1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
     recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
-    training["precision"] = _precision(options)
+    low = any([options.text("fp8-format"), *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))])
+    high = "bf16" if options.flag("bf16") else "amp_fp16" if options.flag("fp16") else "fp32"
+    training["precision"] = "nvfp4" if options.text("fp4-format") else "fp8" if low else high
     if number_format(training["precision"]).beside:
         args["fp8_casts"] = True
     optimizer = options.text("optimizer", "adam")
@@ -227,8 +243,13 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
         recipe.zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
     args["sequence_parallel"] = options.flag("sequence-parallel")
     _read_recompute(options, recipe)
-    _chunks(options, recipe)
-    _offload(options, recipe)
+    _read_chunks(options, recipe)
+    if "optimizer-cpu-offload" in words and _is_one(words.get("optimizer-offload-fraction", ["1"])):
+        recipe.optimizer_offload = options.flag("optimizer-cpu-offload")  # all of the state, or it stays
+        options.text("optimizer-offload-fraction")
+    if offloaded := options.number("cpu-offloading-num-layers", 0):
+        recipe.offloaded_layers = offloaded
+        options.flag("cpu-offloading")
     recipe.taken = dict(options.read)
     if "fp16" in options.read and training["precision"] == "amp_fp16":
         recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
@@ -247,30 +268,28 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
 
 def _shape(options: _Options) -> dict[str, Any]:
     """Arguments of the model `transformer`."""
-    hidden, heads = options.number("hidden-size"), options.number("num-attention-heads")
-    gated = options.flag("swiglu")
-    latent = options.flag("multi-latent-attention")
+    args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
+    layers, hidden, heads = (options.number(name) for name in ("num-layers", "hidden-size", "num-attention-heads"))
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
-    ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
-    args: dict[str, Any] = {
-        "layers": options.number("num-layers"),
+    vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
+    if not vocab:
+        raise ConfigError(f"{options.framework}: the size of the vocabulary follows from a tokenizer file; add --vocab-size N")
+    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
+    args |= {
+        "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "ffn": ffn,
-        "gated": gated,
         "norm": "rms" if options.text("normalization", "LayerNorm").lower() == "rmsnorm" else "layer",
-        "bias": not options.flag("disable-bias-linear"),
-        "qkv_bias": options.flag("add-qkv-bias"),
-        "qk_norm": options.flag("qk-layernorm"),
         "rotary": rotary,
-        "tied": not options.flag("untie-embeddings-and-output-weights"),
-        "vocab": _padded_vocabulary(options),
+        "vocab": math.ceil(vocab / step) * step,
     }
     if not rotary and (positions := options.number("max-position-embeddings", 0)):
         args["positions"] = positions
-    if options.number("kv-channels", 0):
-        args["head_dim"] = options.number("kv-channels")
+    if head_dim := options.number("kv-channels", 0):
+        args["head_dim"] = head_dim
     groups = options.number("num-query-groups", 0)
     if groups and (options.flag("group-query-attention") or groups != heads):
         args["kv_heads"] = groups
@@ -278,44 +297,22 @@ def _shape(options: _Options) -> dict[str, Any]:
         args |= {"experts": experts, "active": options.number("moe-router-topk", 2)}
         args["expert_ffn"] = options.number("moe-ffn-hidden-size", 0) or ffn
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", 0)
-        args["dense_layers"] = _dense_layers(options, args["layers"])
-    if latent:
-        args |= {
-            "query_rank": options.number("q-lora-rank", 0) or hidden,
-            "key_rank": options.number("kv-lora-rank", 512),
-            "rope_dim": options.number("qk-pos-emb-head-dim", 64),
-            "head_dim": options.number("qk-head-dim", 128),
-        }
+        # Layers without experts, which parsim has first; of other patterns their number.
+        pattern = options.text("moe-layer-freq", "1")
+        dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
+        args["dense_layers"] = layers - math.ceil(layers / int(pattern)) if pattern.isdigit() else min(dense, layers - 1)
+    if options.flag("multi-latent-attention"):
+        defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
+        args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
+        args["query_rank"] = args["query_rank"] or hidden
     return args
 
 
-def _dense_layers(options: _Options, layers: int) -> int:
-    """Layers without experts, which parsim has first; of other patterns their number."""
-    text = options.text("moe-layer-freq", "1")
-    if text.isdigit():
-        return layers - math.ceil(layers / int(text))
-    zeros = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", text))
-    return min(zeros, layers - 1)
-
-
-def _padded_vocabulary(options: _Options) -> int:
-    """Padded as Megatron pads it: to a multiple of 128 times tp."""
-    size = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
-    if not size:
-        raise ConfigError(f"{options.framework}: the size of the vocabulary follows from a tokenizer file; add --vocab-size N")
-    step = options.number("make-vocab-size-divisible-by", 128) * options.number("tensor-model-parallel-size", 1)
-    return math.ceil(size / step) * step
-
-
-def _precision(options: _Options) -> str:
-    four, eight = (options.text(name) for name in ("fp4-format", "fp8-format"))
-    if any([eight, *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))]) and not four:
-        return "fp8"
-    if four:
-        return "nvfp4"
-    if options.flag("bf16"):
-        return "bf16"
-    return "amp_fp16" if options.flag("fp16") else "fp32"
+def _is_one(words: list[str]) -> bool:
+    try:
+        return float(words[0]) == 1.0 if words else False
+    except ValueError:
+        return False
 
 
 def _read_recompute(options: _Options, recipe: Recipe) -> None:
@@ -333,24 +330,7 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
         recipe.left_out["--recompute-granularity"] = "fused attention keeps no scores, so there is nothing to compute again"
 
 
-def _offload(options: _Options, recipe: Recipe) -> None:
-    """The optimizer's state, if all of it, and the activations of the first layers."""
-    if "optimizer-cpu-offload" in options.words and _is_one(options.words.get("optimizer-offload-fraction", ["1"])):
-        recipe.optimizer_offload = options.flag("optimizer-cpu-offload")
-        options.text("optimizer-offload-fraction")
-    recipe.offloaded_layers = options.number("cpu-offloading-num-layers", 0)
-    if recipe.offloaded_layers:
-        options.flag("cpu-offloading")
-
-
-def _is_one(words: list[str]) -> bool:
-    try:
-        return float(words[0]) == 1.0 if words else False
-    except ValueError:
-        return False
-
-
-def _chunks(options: _Options, recipe: Recipe) -> None:
+def _read_chunks(options: _Options, recipe: Recipe) -> None:
     layers, pp = recipe.args["layers"], recipe.pp
     each = options.number("num-layers-per-virtual-pipeline-stage", 0)
     recipe.chunks = options.number("num-virtual-stages-per-pipeline-rank", 0) or options.number("num-virtual-stages", 0) or 1
@@ -397,10 +377,10 @@ def options_of(text: str) -> dict[str, list[str]]:
             continue
         name, adds, value = assignment[1], bool(assignment[2]), assignment[3].strip()
         if value.startswith("("):
-            value = value[1:].rstrip().removesuffix(")")
-            new = expanded(" ".join(line for line in value.splitlines()), variables)
-        else:
-            new = expanded(_unquoted(value), variables)
+            value = " ".join(value[1:].rstrip().removesuffix(")").splitlines())
+        elif len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
+            value = value[1:-1].replace("\n", " ")
+        new = expanded(value, variables)
         new = f"{variables.get(name, '')} {new}".strip() if adds else new
         if len(new) > MOST_LETTERS:
             raise ConfigError(
@@ -452,7 +432,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     for _ in range(8):
         before = text
         text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}", lambda m: _value(m[1], m[2], variables), text)
-        text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _arithmetic(m[1], variables), text)
+        text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _computed(m[1], variables), text)
         text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: _value(m[1], None, variables), text)
         if text == before or len(text) > MOST_LETTERS:
             break
@@ -470,10 +450,11 @@ def _value(name: str, default: str | None, variables: dict[str, str]) -> str:
     return value
 
 
-def _arithmetic(text: str, variables: dict[str, str]) -> str:
-    named = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
+def _computed(text: str, variables: dict[str, str]) -> str:
+    """The value of an arithmetic expression."""
+    with_values = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
     try:
-        return str(_number(ast.parse(named.strip(), mode="eval").body))
+        return str(_number(ast.parse(with_values.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError):
         return UNKNOWN
 
@@ -489,12 +470,6 @@ def _number(node: ast.expr) -> int:
     raise ValueError("no whole number")
 
 
-def _unquoted(value: str) -> str:
-    if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
-        return value[1:-1].replace("\n", " ")
-    return value
-
-
 def _words(statement: str) -> list[str]:
     try:
         return [part for word in shlex.split(statement) for part in (word.split() if "--" in word else [word])]
@@ -502,8 +477,6 @@ def _words(statement: str) -> list[str]:
         return statement.split()
 
 
-VOCABULARY_STEP = 128
-"""Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 PRECISIONS = {
     "fp32": [],
     "bf16": ["--bf16"],
@@ -521,11 +494,8 @@ def write_megatron(recipe: PlannedRecipe, file: Path) -> Exported:
     """The plan as a script of Megatron-LM. Raises ConfigError: it has no such model, order, precision or optimizer."""
     model, plan = transformer_of(recipe), recipe.plan
     options = [*_sizes(recipe, model), *_division(recipe, model), *_training(recipe, model), *_recompute(recipe, model)]
-    launcher = (
-        f"torchrun --nnodes {recipe.nodes} --nproc-per-node {plan.world_size // recipe.nodes} --rdzv-backend c10d "
-        '--rdzv-endpoint "${MASTER_ADDR:-localhost}:29500"'
-    )
-    lines = [f"{launcher} pretrain_gpt.py", *options, '"$@"']
+    rendezvous = '--rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:29500"'
+    lines = [f"{recipe.torchrun()} {rendezvous} pretrain_gpt.py", *options, '"$@"']
     text = "\n".join(
         [
             "#!/bin/bash",
@@ -562,59 +532,32 @@ def _sizes(recipe: PlannedRecipe, model: Transformer) -> list[str]:
         f"--max-position-embeddings {shape.positions or model.seq}",
         f"--normalization {'RMSNorm' if shape.norm == 'rms' else 'LayerNorm'}",
         f"--position-embedding-type {'rope' if shape.rotary else 'learned_absolute'}",
-        *(["--swiglu"] if shape.gated else []),
-        *([] if shape.bias else ["--disable-bias-linear"]),
-        *(["--add-qkv-bias"] if shape.qkv_bias else []),
-        *(["--qk-layernorm"] if shape.qk_norm else []),
-        *([] if shape.tied else ["--untie-embeddings-and-output-weights"]),
-        *_vocabulary(shape.vocab, recipe.tp),
+        *(f"--{name}" for name, (key, value) in SWITCHES.items() if bool(getattr(shape, key)) == value),
+        f"--vocab-size {shape.vocab}",
     ]
+    if shape.vocab % (VOCABULARY_STEP * recipe.tp) and shape.vocab % recipe.tp == 0:  # the largest step that does not pad it
+        options.append(f"--make-vocab-size-divisible-by {math.gcd(shape.vocab // recipe.tp, VOCABULARY_STEP)}")
     if shape.kv_heads != shape.heads:
         options += ["--group-query-attention", f"--num-query-groups {shape.kv_heads}"]
-    return options + _experts(shape) + _latent(shape)
-
-
-def _vocabulary(size: int, tp: int) -> list[str]:
-    """The size, and the largest step that does not pad it."""
-    if size % (VOCABULARY_STEP * tp) == 0 or size % tp:
-        return [f"--vocab-size {size}"]
-    step = math.gcd(size // tp, VOCABULARY_STEP)
-    return [f"--vocab-size {size}", f"--make-vocab-size-divisible-by {step}"]
-
-
-def _experts(shape: Shape) -> list[str]:
-    if not shape.experts:
-        return []
-    options = [f"--num-experts {shape.experts}", f"--moe-router-topk {shape.active}"]
-    options += [f"--moe-ffn-hidden-size {shape.expert_ffn or shape.ffn}", "--moe-grouped-gemm"]
-    if shape.shared_ffn:
-        options.append(f"--moe-shared-expert-intermediate-size {shape.shared_ffn}")
-    if shape.dense_layers:
-        options.append(f"--moe-layer-freq '([0]*{shape.dense_layers}+[1]*{shape.layers - shape.dense_layers})'")
+    if shape.experts:
+        options += [f"--num-experts {shape.experts}", f"--moe-router-topk {shape.active}"]
+        options += [f"--moe-ffn-hidden-size {shape.expert_ffn or shape.ffn}", "--moe-grouped-gemm"]
+        if shape.shared_ffn:
+            options.append(f"--moe-shared-expert-intermediate-size {shape.shared_ffn}")
+        if shape.dense_layers:
+            options.append(f"--moe-layer-freq '([0]*{shape.dense_layers}+[1]*{shape.layers - shape.dense_layers})'")
+    if shape.key_rank:
+        sizes = {name: getattr(shape, key) for key, name in LATENT.items()}
+        options += ["--multi-latent-attention", *(f"--{name} {size}" for name, size in sizes.items() if size)]
     return options
-
-
-def _latent(shape: Shape) -> list[str]:
-    if not shape.key_rank:
-        return []
-    return [
-        "--multi-latent-attention",
-        *([f"--q-lora-rank {shape.query_rank}"] if shape.query_rank else []),
-        f"--kv-lora-rank {shape.key_rank}",
-        f"--qk-pos-emb-head-dim {shape.rope_dim}",
-        f"--qk-head-dim {shape.head_dim}",
-    ]
 
 
 def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
     plan = recipe.plan
-    options = [f"--tensor-model-parallel-size {recipe.tp}", f"--pipeline-model-parallel-size {recipe.pp}"]
+    ways = {axis: getattr(recipe, axis) for axis in AXES}
+    options = [f"--{name} {ways[axis]}" for axis, name in AXES.items() if axis in ("tp", "pp") or ways[axis] > 1]
     if recipe.tp > 1 and model.others[SEQUENCE_PARALLEL]:
         options.append("--sequence-parallel")
-    if recipe.cp > 1:
-        options.append(f"--context-parallel-size {recipe.cp}")
-    if recipe.ep > 1:
-        options.append(f"--expert-model-parallel-size {recipe.ep}")
     if recipe.pp > 1:
         if plan.pipeline_order not in ORDERS:
             raise ConfigError(
@@ -636,10 +579,6 @@ def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
 
 def _training(recipe: PlannedRecipe, model: Transformer) -> list[str]:
     training = recipe.training
-    if training["precision"] not in PRECISIONS:
-        raise ConfigError(f"{NAME} trains in {', '.join(PRECISIONS)}, and training.precision = {training['precision']!r}")
-    if training["optimizer"] not in OPTIMIZERS:
-        raise ConfigError(f"{NAME} has {', '.join(OPTIMIZERS)}, and training.optimizer = {training['optimizer']!r}")
     kernels = model.others[KERNEL]
     if kernels == "eager":
         recipe.left_out[f"model.args.{KERNEL}"] = "Megatron-LM runs fused kernels"
@@ -648,8 +587,8 @@ def _training(recipe: PlannedRecipe, model: Transformer) -> list[str]:
     return [
         f"--micro-batch-size {recipe.micro_batch}",
         f"--global-batch-size {recipe.plan.global_batch}",
-        *PRECISIONS[training["precision"]],
-        f"--optimizer {OPTIMIZERS[training['optimizer']]}",
+        *recipe.choose("precision", PRECISIONS),
+        f"--optimizer {recipe.choose('optimizer', OPTIMIZERS)}",
         f"--lr {training['learning_rate']!r}",
         f"--clip-grad {training['clip_norm'] or 0.0!r}",
         f"--weight-decay {training['weight_decay']!r}",
@@ -676,11 +615,6 @@ LISTS = (".args", ".txt")
 """Plain lists of options, which other texts may be too."""
 
 
-def _is_megatron(source: SourceFile) -> bool:
-    suffix = source.path.suffix
-    return suffix in (*SCRIPTS, *YAML) or (suffix in LISTS and "--num-layers" in source.text)
-
-
 def _read(source: SourceFile) -> Recipe:
     if source.path.suffix not in YAML:
         return read_script(source.text)
@@ -704,7 +638,9 @@ FORMATS = {
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",
-        sniff=_is_megatron,
+        sniff=lambda source: (
+            source.path.suffix in (*SCRIPTS, *YAML) or (source.path.suffix in LISTS and "--num-layers" in source.text)
+        ),
         read=_read,
         writes="recipe",
         write=write_megatron,

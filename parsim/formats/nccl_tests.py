@@ -28,7 +28,7 @@ from parsim.costs.communication.measured import fits_of_points
 from parsim.errors import CostError, ImportedFileError, ProfileError
 from parsim.formats.imports import MachineReading, ProfileChange
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
-from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
 from parsim.report.tables import Column, ReportTable
 from parsim.units import format_bytes, format_percent
@@ -272,15 +272,11 @@ def _from_json(source: SourceFile, skipped: dict[str, int]) -> list[_Draft]:
             if isinstance(half, dict):
                 draft.cpu_time = draft.cpu_time or "cpu_time" in half
                 numbers = [finite(half.get(name)) for name in ("time", "alg_bw", "bus_bw", "nwrong")]
-                _add_row(draft, int(size), numbers, _json_spread(row.get(f"{key}_per_iter")), in_place, skipped)
+                spreads = stated if isinstance(stated := row.get(f"{key}_per_iter"), dict) else {}
+                average, deviation = finite(spreads.get("avg_us")), finite(spreads.get("stdev_us"))
+                spread = None if not average or average < 0 or deviation is None or deviation < 0 else deviation / average
+                _add_row(draft, int(size), numbers, spread, in_place, skipped)
     return [draft]
-
-
-def _json_spread(statistics: Any) -> float | None:
-    if not isinstance(statistics, dict):
-        return None
-    average, deviation = finite(statistics.get("avg_us")), finite(statistics.get("stdev_us"))
-    return None if not average or average < 0 or deviation is None or deviation < 0 else deviation / average
 
 
 def _finished(
@@ -491,7 +487,20 @@ def _compared(profile: Profile, test: NcclTest, fits: Sequence[CollectiveFit], b
         and (not by_group or fit.groups == [list(test.group)])
     )
     errors = [abs(regimes_s(fit.regimes, row.size_bytes) / row.seconds - 1) for row in test.rows]
-    before = _errors_before(profile, test)
+    before = []
+    try:
+        cluster = cluster_from_profile(profile)
+        ranks = tuple(place for place, device in enumerate(cluster.devices) if device.index in test.group)
+        for row in test.rows:
+            if test.operation in COLLECTIVE_KINDS:
+                work = Collective(operation=test.operation, group=ranks, size_bytes=row.size_bytes)
+                price = estimate_collective(work, cluster)
+            else:
+                transfer = SendRecv(source=ranks[0], destination=ranks[1], size_bytes=row.size_bytes)
+                price = estimate_send_recv(transfer, cluster)
+            before.append(price.median_s / row.seconds - 1)
+    except (CostError, ProfileError):
+        before = []  # the profile as it was has no price
     sizes = [row.size_bytes for row in test.rows]
     return FittedGroup(
         operation=test.operation,
@@ -504,23 +513,6 @@ def _compared(profile: Profile, test: NcclTest, fits: Sequence[CollectiveFit], b
         error_before=median(abs(error) for error in before) if before else None,
         bias_before=median(before) if before else None,
     )
-
-
-def _errors_before(profile: Profile, test: NcclTest) -> list[float]:
-    """(price - measured) / measured of the profile as it was; none where it has no price."""
-    try:
-        cluster = cluster_from_profile(profile)
-        ranks = tuple(place for place, device in enumerate(cluster.devices) if device.index in test.group)
-        return [_price_s(cluster, test.operation, ranks, row.size_bytes) / row.seconds - 1 for row in test.rows]
-    except (CostError, ProfileError):
-        return []
-
-
-def _price_s(cluster: Cluster, operation: str, ranks: tuple[int, ...], size_bytes: int) -> float:
-    if operation in COLLECTIVE_KINDS:
-        return estimate_collective(Collective(operation=operation, group=ranks, size_bytes=size_bytes), cluster).median_s
-    transfer = SendRecv(source=ranks[0], destination=ranks[1], size_bytes=size_bytes)
-    return estimate_send_recv(transfer, cluster).median_s
 
 
 def _reading(source: SourceFile, *, collective: str | None = None, ranks: Sequence[int] | None = None) -> MachineReading:

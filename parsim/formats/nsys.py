@@ -77,7 +77,12 @@ def _read(connection: sqlite3.Connection, source: SourceFile, steps: int | None,
         raise ImportedFileError(f"{source.path} has kernels of GPU {listed(sorted(gpus))}, and none of GPU {gpu}")
     events, others = _device_events(tables, gpu)
     events += _host_events(tables)
-    _from_the_first(events)
+    first = min((event["start"] for event in events if isinstance(event["start"], int)), default=0)
+    for event in events:  # nanoseconds as microseconds from the first start, where whole numbers keep their digits
+        start, end = event.pop("start"), event.pop("end")
+        whole = isinstance(start, int) and isinstance(end, int)
+        event |= {"ph": "X", "pid": 0}
+        event |= {"ts": (start - first) / 1e3 if whole else None, "dur": (end - start) / 1e3 if whole else None}
     names = list(tables.rows(GPUS, "id", "name"))
     of_gpu = [name for number, name in names if number == gpu] or [name for _, name in names]
     properties = [{"name": name} for name in of_gpu if isinstance(name, str)]
@@ -162,17 +167,6 @@ def _host_events(tables: _Tables) -> list[dict[str, Any]]:
         name = f"ProfilerStep#{step[1]}" if step else label
         events.append({"cat": "user_annotation", "name": name, "start": start, "end": end, "tid": thread, "args": {}})
     return events
-
-
-def _from_the_first(events: list[dict[str, Any]]) -> None:
-    """Nanoseconds as microseconds from the first start, where whole numbers keep their digits."""
-    first = min((event["start"] for event in events if isinstance(event["start"], int)), default=0)
-    for event in events:
-        start, end = event.pop("start"), event.pop("end")
-        event["ph"], event["pid"] = "X", 0
-        whole = isinstance(start, int) and isinstance(end, int)
-        event["ts"] = (start - first) / 1e3 if whole else None
-        event["dur"] = (end - start) / 1e3 if whole else None
 
 
 FORMATS = {

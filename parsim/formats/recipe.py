@@ -231,6 +231,16 @@ class PlannedRecipe(Recipe):
     plan: Plan
     nodes: int
 
+    def torchrun(self) -> str:
+        """The launcher's command, up to what it starts on every node."""
+        return f"torchrun --nnodes {self.nodes} --nproc-per-node {self.plan.world_size // self.nodes}"
+
+    def choose(self, key: str, rows: Mapping[str, Any]) -> Any:
+        """What a framework calls the value of a key of [training]. Raises ConfigError: it has no such thing."""
+        if (value := self.training[key]) not in rows:
+            raise ConfigError(f"{self.framework} has {', '.join(rows)}, and training.{key} = {value!r}")
+        return rows[value]
+
 
 def recipe_of_plan(
     framework: str, plan: Plan, *, model: str, args: Mapping[str, Any], training: Mapping[str, Any], nodes: int
@@ -290,20 +300,25 @@ def _left_out(plan: Plan, training: Mapping[str, Any]) -> dict[str, str]:
         left_out["training.groups"] = "parameters with optimizers of their own are grouped in your training script"
     if training["dtype"] != "float32":
         left_out["training.dtype"] = f"weights in {training['dtype']} are made in your training script"
-    if plan.blocking_transfers:
-        left_out["plan.blocking_transfers"] = "frameworks overlap transfers between stages with computation where they can"
-    if plan.scatter_gather:
-        left_out["plan.scatter_gather"] = "each tensor rank sends values between stages whole"
-    if not plan.backward_prefetch:
-        left_out["plan.backward_prefetch"] = "parameters are gathered while the backward before runs, which is faster"
-    if plan.tensor_overlap or plan.tensor_backward_overlap:
-        left_out["plan.tensor_overlap"] = "communication of tensor parallelism runs as the framework's own options say"
-    if plan.gather_ahead:
-        left_out["plan.gather_ahead"] = "when ZeRO 1 gathers parameters is the framework's choice"
-    if plan.offloads:
-        left_out["plan.optimizer_offload, plan.activation_offload"] = "set the framework's own options of offload by hand"
-    if plan.context_exchange != "ring":
-        left_out["plan.context_exchange"] = "how keys and values are exchanged is the framework's choice"
+    for is_set, key, why in (
+        (plan.blocking_transfers, "blocking_transfers", "frameworks overlap transfers between stages with computation"),
+        (plan.scatter_gather, "scatter_gather", "each tensor rank sends values between stages whole"),
+        (
+            not plan.backward_prefetch,
+            "backward_prefetch",
+            "parameters are gathered while the backward before runs",
+        ),
+        (
+            plan.tensor_overlap or plan.tensor_backward_overlap,
+            "tensor_overlap",
+            "communication of tensor parallelism runs as the framework's own options say",
+        ),
+        (plan.gather_ahead, "gather_ahead", "when ZeRO 1 gathers parameters is the framework's choice"),
+        (plan.offloads, "optimizer_offload, plan.activation_offload", "set the framework's own options of offload by hand"),
+        (plan.context_exchange != "ring", "context_exchange", "how keys and values are exchanged is the framework's choice"),
+    ):
+        if is_set:
+            left_out[f"plan.{key}"] = why
     return left_out
 
 

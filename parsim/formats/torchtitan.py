@@ -9,7 +9,7 @@ from typing import Any
 from parsim.errors import ConfigError, near_matches
 from parsim.files import document_text, parse_toml, write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.recipe import PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
+from parsim.formats.recipe import PlannedRecipe, Recipe, read_back, transformer_of, whole_number
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, known_names, named, normalised
 
@@ -33,6 +33,9 @@ FLAVORS = {
     ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
 }
 """By model.name and model.flavor."""
+
+AXES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
+"""How keys of degrees begin, by axis of the mesh."""
 
 SCHEDULES: dict[str, tuple[str, int]] = {
     "1F1B": ("1f1b", 1),
@@ -77,7 +80,12 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
-    recipe = Recipe(framework=NAME, model=_read_model(flat))
+    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
+    model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
+    if model is None and named(f"{name}-{flavor}") is None:
+        near = near_matches(f"{name}-{flavor}".lower(), known_names())
+        raise ConfigError(f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near}")
+    recipe = Recipe(framework=NAME, model=model or f"{name}-{flavor}")
 
     def number(key: str, default: int) -> int:
         if key not in flat:
@@ -87,13 +95,11 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
 
     recipe.args["seq"] = number("training.seq_len", 2048)
     recipe.micro_batch = number("training.local_batch_size", 0) or number("training.batch_size", 8)
-    recipe.tp = number("parallelism.tensor_parallel_degree", 1) or number("training.tensor_parallel_degree", 1)
-    recipe.pp = number("parallelism.pipeline_parallel_degree", 1)
-    recipe.cp = number("parallelism.context_parallel_degree", 1)
-    recipe.ep = number("parallelism.expert_parallel_degree", 1)
+    recipe.tp = number(f"parallelism.{AXES['tp']}_degree", 1) or number(f"training.{AXES['tp']}_degree", 1)
+    for axis in ("pp", "cp", "ep"):
+        setattr(recipe, axis, number(f"parallelism.{AXES[axis]}_degree", 1))
     _read_data_parallel(flat, number, recipe)
-    batch = flat.get("training.global_batch_size", -1)
-    if batch != -1:
+    if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)
     _read_pipeline(flat, number, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
@@ -124,17 +130,6 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
         else:
             recipe.unknown.append(key)
     return recipe
-
-
-def _read_model(flat: Mapping[str, Any]) -> str:
-    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
-    model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
-    if model is None and named(f"{name}-{flavor}") is not None:
-        model = f"{name}-{flavor}"
-    if model is None:
-        near = near_matches(f"{name}-{flavor}".lower(), known_names())
-        raise ConfigError(f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near}")
-    return model
 
 
 def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
@@ -202,26 +197,40 @@ def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:
     """The plan as a file of torchtitan. Raises ConfigError: torchtitan has no such model, mesh, ZeRO stage or precision."""
     model = transformer_of(recipe)
     plan, training, left_out = recipe.plan, recipe.training, recipe.left_out
-    if training["precision"] not in PRECISIONS:
-        raise ConfigError(f"{NAME} trains in {', '.join(PRECISIONS)}, and training.precision = {training['precision']!r}")
-    if training["optimizer"] not in OPTIMIZERS:
-        raise ConfigError(f"{NAME} has {', '.join(OPTIMIZERS)}, and training.optimizer = {training['optimizer']!r}")
-    document = {
+    precision, (optimizer, implementation) = recipe.choose("precision", PRECISIONS), recipe.choose("optimizer", OPTIMIZERS)
+    flavors = {name: flavor for flavor, name in FLAVORS.items()}
+    if (flavor := flavors.get(normalised(recipe.model))) is None:
+        raise ConfigError(f"{NAME} has no model {recipe.model!r}; it has {', '.join(sorted(flavors))}")
+    if model.others[KERNEL] not in COMPILED:
+        raise ConfigError(f"{NAME} runs kernels {' or '.join(COMPILED)}, and model.args.kernels = {model.others[KERNEL]!r}")
+    converters = ["float8"] if training["precision"] == "fp8" else []
+    arguments = dict(training["optimizer_args"])
+    betas = arguments.pop("betas", BETAS)
+    document: dict[str, Mapping[str, object]] = {
         "job": {"description": f"written by parsim export: {plan.summary()}"},
-        "model": _model(recipe, model),
-        "optimizer": _optimizer(recipe),
+        "model": {"name": flavor[0], "flavor": flavor[1], "converters": converters},
+        "optimizer": {
+            "name": optimizer,
+            "lr": training["learning_rate"],
+            "implementation": implementation,
+            **({"beta1": float(betas[0]), "beta2": float(betas[1])} if isinstance(betas, list | tuple) else {}),
+            "eps": arguments.pop("eps", EPS),
+            "weight_decay": training["weight_decay"],
+        },
         "training": {
             "local_batch_size": recipe.micro_batch * (plan.microbatches if recipe.pp > 1 else 1),
             "global_batch_size": plan.global_batch,
             "seq_len": model.seq,
             "steps": training["steps"] or SAMPLE_STEPS,
             "max_norm": training["clip_norm"] or 1e9,
-            "mixed_precision_param": PRECISIONS[training["precision"]],
+            "mixed_precision_param": precision,
         },
         "parallelism": _parallelism(recipe),
         "activation_checkpoint": {"mode": recipe.recompute},
         "compile": {"enable": COMPILED[model.others[KERNEL]]},
     }
+    for key in arguments:
+        left_out[f"training.optimizer_args.{key}"] = "torchtitan has no such key"
     if training["clip_norm"] is None:
         left_out["training.clip_norm"] = "torchtitan always takes the norm of the gradients; max_norm = 1e9 clips nothing"
     if recipe.recompute == "selective":
@@ -238,10 +247,7 @@ def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:
     text = document_text(document)
     read_back(recipe, model, read_toml(parse_toml(text)))
     write_text_atomically(file, text)
-    launch = (
-        f"torchrun --nnodes {recipe.nodes} --nproc-per-node {plan.world_size // recipe.nodes} -m torchtitan.train "
-        f"--job.config_file {file.name}"
-    )
+    launch = f"{recipe.torchrun()} -m torchtitan.train --job.config_file {file.name}"
     return Exported(
         format="torchtitan",
         file=file,
@@ -251,36 +257,10 @@ def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:
     )
 
 
-def _model(recipe: PlannedRecipe, model: Transformer) -> dict[str, Any]:
-    flavors = {name: flavor for flavor, name in FLAVORS.items()}
-    if (flavor := flavors.get(normalised(recipe.model))) is None:
-        raise ConfigError(f"{NAME} has no model {recipe.model!r}; it has {', '.join(sorted(flavors))}")
-    if model.others[KERNEL] not in COMPILED:
-        raise ConfigError(f"{NAME} runs kernels {' or '.join(COMPILED)}, and model.args.kernels = {model.others[KERNEL]!r}")
-    converters = ["float8"] if recipe.training["precision"] == "fp8" else []
-    return {"name": flavor[0], "flavor": flavor[1], "converters": converters}
-
-
-def _optimizer(recipe: PlannedRecipe) -> dict[str, Any]:
-    training = recipe.training
-    name, implementation = OPTIMIZERS[training["optimizer"]]
-    table: dict[str, Any] = {"name": name, "lr": training["learning_rate"], "implementation": implementation}
-    arguments = dict(training["optimizer_args"])
-    if isinstance(betas := arguments.pop("betas", BETAS), list | tuple):
-        table |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
-    table |= {"eps": arguments.pop("eps", EPS), "weight_decay": training["weight_decay"]}
-    for key in arguments:
-        recipe.left_out[f"training.optimizer_args.{key}"] = "torchtitan has no such key"
-    return table
-
-
 def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
     plan = recipe.plan
     table: dict[str, Any] = {
-        "tensor_parallel_degree": recipe.tp,
-        "pipeline_parallel_degree": recipe.pp,
-        "context_parallel_degree": recipe.cp,
-        "expert_parallel_degree": recipe.ep,
+        **{f"{name}_degree": getattr(recipe, axis) for axis, name in AXES.items()},
         "data_parallel_replicate_degree": recipe.replicate if recipe.zero else recipe.dp,
         "data_parallel_shard_degree": recipe.dp // recipe.replicate if recipe.zero else 1,
     }
@@ -302,7 +282,7 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
     return table
 
 
-def _is_torchtitan(source: SourceFile) -> bool:
+def _sniff(source: SourceFile) -> bool:
     try:
         document = parse_toml(source.text) if source.path.suffix == ".toml" else {}
     except ValueError:  # whoever reads it says what is wrong with it
@@ -315,7 +295,7 @@ FORMATS = {
         what="a TOML file of torchtitan",
         tool=NAME,
         reads="recipe",
-        sniff=_is_torchtitan,
+        sniff=_sniff,
         read=lambda source: read_toml(parse_toml(source.text)),
         writes="recipe",
         write=write_torchtitan,

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from parsim.hardware.profile import LinkRates, Sourced, SourcedFile, SourceEntry
+from parsim.hardware.profile import LinkNumbers, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import NonNegative, Positive, ProfileRecord, load_record, parse_record, shipped
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
@@ -19,7 +19,7 @@ CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
 """Network cards of a node: each is an object of its own, and a billion of them would take gigabytes."""
 
 
-class Card(LinkRates):
+class Card(LinkNumbers):
     """One network card (one rail): the bandwidth that a collective reaches, and the latency to its leaf.
 
     Attributes:

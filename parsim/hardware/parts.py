@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError
-from parsim.hardware.profile import DeviceNumbers, LinkProtocol, LinkRates, Sourced, SourcedFile, SourceEntry
+from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import Count, HeldOut, KernelFit, Positive, ProfileRecord, WholeModels, load_record, shipped
 
 LinkForm = Literal["switch", "mesh", "pairs", "cube", "host"]
@@ -78,7 +78,7 @@ class GpuPart(DeviceNumbers, SourcedFile):
         return self
 
 
-class LinkPart(LinkRates, SourcedFile):
+class LinkPart(LinkNumbers, SourcedFile):
     """One way of joining the GPUs of a node.
 
     Attributes:

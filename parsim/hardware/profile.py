@@ -66,14 +66,14 @@ class SourcedFile(ProfileRecord):
         return self
 
 
-class LinkRates(ProfileRecord):
+class LinkNumbers(ProfileRecord):
     """A link of the host, of the GPUs or of the network: bandwidth of one lane (or card) and latency, both in one direction."""
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
 
     @model_validator(mode="after")
-    def _can_be(self) -> LinkRates:
+    def _can_be(self) -> LinkNumbers:
         _check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
         if (latency := self.latency_s.value) > LONGEST_LATENCY_S:
             raise ValueError(f"latency_s = {latency:g} s: must be <= {LONGEST_LATENCY_S:g}{_meant(latency, 'us', 1e-6)}")
@@ -144,7 +144,7 @@ class DeviceEntry(ProfileRecord):
     core: int | None = None
 
 
-class LinkKindEntry(LinkRates):
+class LinkKindEntry(LinkNumbers):
     """Shared by all links of the kind."""
 
 

@@ -235,12 +235,6 @@ def _kinds(columns: Columns) -> _Kinds:
     )
 
 
-def _common_s(gap_start: Floats, gap_end: Floats, start: Floats, end: Floats) -> float:
-    """Seconds that ascending, disjoint gaps and spans have in common."""
-    until_end, until_start = (covered_until(start, end, at) for at in (np.maximum(gap_end, gap_start), gap_start))
-    return float((until_end - until_start).sum())
-
-
 def _rank_breakdown(
     rank: int,
     compiled: CompiledGraph,
@@ -288,7 +282,8 @@ def _rank_breakdown(
     )
     exposed, load, bubble, idle, host, loaded_s = waits.tolist()
     if offloads.any():
-        offloaded = exposed - _common_s(gap_start, gap_end, comm_start, comm_end)
+        ends = (covered_until(comm_start, comm_end, at) for at in (np.maximum(gap_end, gap_start), gap_start))
+        offloaded = exposed - float(np.subtract(*ends).sum())
         exposed, host = exposed - offloaded, host + offloaded
     not_begun = max(0.0, min(float(start.min()), loaded_s)) if len(start) else 0.0
     load = max(0.0, load - not_begun)

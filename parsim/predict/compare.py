@@ -55,6 +55,12 @@ class StepComparison:
     steps: int
 
 
+def _row(comparison: TaskComparison | KindComparison | PaceComparison) -> dict[str, Any]:
+    """Its fields; in JSON seconds have no unit in their names."""
+    names = {"predicted_s": "predicted", "measured_s": "measured"}
+    return {names.get(name, name): value for name, value in asdict(comparison).items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskComparison:
     """One task; `ranks` are those it runs on, `measured_s` the median over the measured steps."""
@@ -69,15 +75,7 @@ class TaskComparison:
 
     def to_dict(self) -> dict[str, Any]:
         origin = {name: value for name, value in asdict(self.origin).items() if value is not None}
-        return {
-            "task": self.task,
-            "kind": self.kind,
-            "origin": origin,
-            "ranks": list(self.ranks),
-            "predicted": self.predicted_s,
-            "measured": self.measured_s,
-            "relative_error": self.relative_error,
-        }
+        return _row(self) | {"origin": origin, "ranks": list(self.ranks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +97,7 @@ class KindComparison:
     within_interval: bool | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "count": self.count,
-            "predicted": self.predicted_s,
-            "measured": self.measured_s,
-            "relative_error": self.relative_error,
-            "median_absolute_relative_error": self.median_absolute_relative_error,
-            "within_interval": self.within_interval,
-        }
+        return {key: value for key, value in _row(self).items() if key != "kind"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +112,7 @@ class PaceComparison:
     relative_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"slowness": self.slowness, "predicted": self.predicted_s, "relative_error": self.relative_error}
+        return _row(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,12 +292,12 @@ def drift(rounds: Sequence[Sequence[float]] | Sequence[float]) -> float:
 
 def _round_sums(rounds: Sequence[Sequence[float]] | Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Sum and number of step times per round, float64 [rounds] each; checked."""
-    lists = [np.atleast_1d(np.asarray(entry, dtype=np.float64)) for entry in rounds]
+    lists = [np.atleast_1d(np.asarray(times, dtype=np.float64)) for times in rounds]
     if len(lists) < MINIMUM_ROUNDS:
         raise ParsimError(f"an A/A floor needs >= {MINIMUM_ROUNDS} rounds, got {len(lists)}; measure more rounds")
-    if any(not len(entry) or float(entry.min()) <= 0 for entry in lists):
+    if any(not len(times) or float(times.min()) <= 0 for times in lists):
         raise ParsimError("an A/A floor needs one or more step times > 0 in every round; leave out the empty rounds")
-    return np.array([entry.sum() for entry in lists]), np.array([float(len(entry)) for entry in lists])
+    return np.array([times.sum() for times in lists]), np.array([float(len(times)) for times in lists])
 
 
 def _compare_step(predicted: Interval | float, times: Sequence[float]) -> StepComparison:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +195,6 @@ def evaluate(
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     period = run.period
     parts = breakdown(compiled, timeline, ranks=folding.ranks) if period is None else period.breakdown()
-    fractions = step_fractions(parts, folding.weights)
     memory = problem.memory(plan)
     alike = {id(entry.lines): entry for entry in memory}
     kinds, peaks = tuple(alike.values()), {number: entry.total_bytes for number, entry in alike.items()}
@@ -203,10 +202,7 @@ def evaluate(
         strategy=plan.strategy,
         step_s=interval,
         throughput_samples_per_s=interval.inverse(plan.global_batch),
-        communication_fraction=fractions.communication_fraction,
-        communication_busy_fraction=fractions.communication_busy_fraction,
-        exposed_communication_s=fractions.exposed_communication_s,
-        bubble_fraction=fractions.bubble_fraction,
+        **asdict(step_fractions(parts, folding.weights)),
         peak_memory_bytes=tuple([peaks[id(entry.lines)] for entry in memory]),
         fits=all(entry.fits for entry in kinds),
         fit_probability=min(entry.fit_probability for entry in kinds),
@@ -260,10 +256,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         folding, compiled, estimates = nearly
     columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
-    floor_s = 0.0  # the longest that the workers of any rank take for a batch
-    if costs.loading is not None:
-        loads = [(unit.work, unit.rank) for unit in columns.units if isinstance(unit.work, LoadBatch)]
-        floor_s = max((costs.reading_floor_s(work, rank) for work, rank in loads), default=0.0)
+    floor_s = costs.reading_floor_s((unit.work, unit.rank) for unit in columns.units)
     measured = problem.cluster.profile.overlap is not None
     works = [unit.work for unit in columns.units] if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])

@@ -83,8 +83,8 @@ def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
             continue
         steps = (*inner_steps(inside, Phase.FORWARD, exchange), *inner_steps(inside, Phase.BACKWARD, exchange))
         for step in (step for step in steps if step.operation):
-            whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
-            size_bytes = round(whole * layout.local_samples(component.name))
+            full_bytes = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
+            size_bytes = round(full_bytes * layout.local_samples(component.name))
             exchanges[Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
     return tuple(exchanges)
 
@@ -97,9 +97,6 @@ class InsideSeconds:
     """Per kind of communication inside a replica the seconds of those that its tp shards do side by side.
 
     Groups of ranks whose links are as fast and as busy pay the same for the same bytes, so only one of them is priced.
-
-    Args:
-        layout, exchanges: of the plan. costs: prices of the cluster. price: medians of communications.
     """
 
     def __init__(self, layout: PlanIndex, exchanges: Sequence[Exchange], costs: Costs, price: WorkSeconds) -> None:
@@ -142,7 +139,7 @@ class InsideSeconds:
         return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
 
     def _operation(self, exchange: Exchange) -> str:
-        """Of a collective."""
+        """The collective of an exchange."""
         if exchange.inside is not None:
             return exchange.inside[1]
         assert exchange.hop is not None

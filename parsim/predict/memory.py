@@ -488,9 +488,9 @@ def _component_moments(
         alive_bytes(lifetimes, count) for lifetimes in (here.waiting_values(), here.waiting_gradients())
     )
     converted_of = here.converted_for_others(gradients_beside)
-    whole: dict[str, dict[tuple[Phase, int], float]] = {}
+    whole_of: dict[str, dict[tuple[Phase, int], float]] = {}
     for (phase, name, microbatch), size in whole_bytes(layout, here.rank).items():
-        whole.setdefault(name, {})[phase, microbatch] = size
+        whole_of.setdefault(name, {})[phase, microbatch] = size
     element_bytes = number_format(kept.precision).element_bytes
     parts = []
     for number, name in enumerate(here.names):
@@ -529,7 +529,7 @@ def _component_moments(
                 second=second,
                 backward=max(backward + beside, converted_of.get(name, 0.0)),
                 handed=gradients.handed + beside,
-                whole=whole.get(name, {}),
+                whole=whole_of.get(name, {}),
                 phase=layout.gradient_phase(name),
                 first_half=first_half if halved else None,
                 waits=waits,

@@ -90,9 +90,11 @@ def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
 @once
 def devices_on_a_node(problem: PlanningProblem) -> int:
     """How many devices every node has, if ranks fill one node after the other; else all, for there are no nodes to speak of."""
-    cluster, most = problem.cluster, problem.cluster.most_on_a_node
-    in_order = all(node == rank // most for rank, (node, _) in enumerate(cluster.places))
-    return most if cluster.profile.communication.link_model is not None and in_order else cluster.size
+    cluster = problem.cluster
+    if cluster.profile.communication.link_model is None:
+        return cluster.size
+    most = cluster.most_on_a_node
+    return most if all(node == rank // most for rank, (node, _) in enumerate(cluster.places)) else cluster.size
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from experiments.relaxed.pushsum import rotating_peers
+from experiments.relaxed.graphs import rotating_peers
 from experiments.relaxed.sharded import Partition
 from parsim.execute.processes.group import close_group, init_group, worker_main
 from parsim.plans.mixing import mixing_graph

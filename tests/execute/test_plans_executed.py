@@ -22,8 +22,11 @@ from experiments.executor.comparing import (  # noqa: E402
     outcomes_of,
     planted_fault,
 )
-from experiments.executor.drawing import drawn  # noqa: E402
-from experiments.executor.features import FEATURES, counted  # noqa: E402
+from experiments.executor.drawing import (  # noqa: E402
+    FEATURES,
+    counted,
+    drawn,
+)
 from experiments.executor.judge import run_of, summary  # noqa: E402
 from experiments.executor.models import SUBJECTS  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402

@@ -32,7 +32,7 @@ from tests.execute.test_equality import APART, MAKER, TTUR, TWO_RATES, game, gro
 from tests.matrix.kinds import GAME
 from tests.theory.test_lowering_by_kinds import tasks_of
 
-UNLIKE, HEAD = APART.groups, (group("head", "discriminator.2.*", "sgd", 0.1),)
+UNLIKE, HEAD = APART.update_groups, (group("head", "discriminator.2.*", "sgd", 0.1),)
 
 
 def model_of(groups: tuple[UpdateGroup, ...], granularity: str = "block") -> Model:

@@ -13,9 +13,8 @@ import torch
 from gossip_process import model_of, problem_of
 from torch import Tensor, nn
 
-from experiments.relaxed.adaptive import ClosedLoopAda
 from experiments.relaxed.gossip import GossipRule, GossipRun, Replicas, train_on_graph
-from experiments.relaxed.pushsum import failing_links, rotating_peers
+from experiments.relaxed.graphs import ClosedLoopAda, failing_links, rotating_peers
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError
 from parsim.execute.processes.launch import launch

@@ -29,6 +29,7 @@ from parsim.costs.compute.launches import (
     unfused_attention_backward,
 )
 from parsim.costs.compute.measured import interpolation_terms
+from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.devices import Device
@@ -38,6 +39,7 @@ from parsim.model.component import Component, Operator, Parameter
 from parsim.model.formats import Numerics
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.work import Compute, OptimizerStep, Phase
+from tests.measured_points import toy_profile
 
 PEAK = 10e12
 BANDWIDTH = 500e9
@@ -82,29 +84,11 @@ LOSS = Component(name="loss", inputs=("block:0", "target"), outputs=("loss:0",),
 
 
 def profile(*, source_kind: str = "datasheet", **compute: list[dict[str, Any]]) -> Profile:
-    number = {"source": "s"}
-    return Profile.model_validate(
-        {
-            "schema_version": 1,
-            "name": "toy",
-            "description": "",
-            "provenance": {"created": "2025-01-01", "command": "", "machine": ""},
-            "sources": {"s": {"kind": source_kind, "text": ""}},
-            "device_types": {
-                "toy": {
-                    "kind": "cuda",
-                    "memory_bytes": {"value": 16e9, **number},
-                    "memory_bandwidth_bytes_per_s": {"value": BANDWIDTH, **number},
-                    "context_bytes": {"value": 5e8, **number},
-                    "peak_flop_per_s": {"fp32": {"value": PEAK, **number}},
-                }
-            },
-            "devices": [{"index": 0, "type": "toy"}],
-            "communication": {"backend": "nccl"},
-            "compute": compute,
-            "noise": {"drift_sigma": 0.07, "source": "s"},
-        }
-    )
+    numbers = {"memory_bytes": 16e9, "memory_bandwidth_bytes_per_s": BANDWIDTH, "context_bytes": 5e8}
+    toy = {name: {"value": value, "source": "s"} for name, value in numbers.items()}
+    types = {"toy": {"kind": "cuda", **toy, "peak_flop_per_s": {"fp32": {"value": PEAK, "source": "s"}}}}
+    noise = {"drift_sigma": 0.07, "source": "s"}
+    return toy_profile(source=source_kind, device_types=types, compute=compute, noise=noise)
 
 
 def device(of: Profile) -> Device:
@@ -163,15 +147,10 @@ def test_a_measured_count_is_returned_as_it_was_measured() -> None:
     assert not estimate.extrapolated
     assert dict(estimate.parameters)["drift"] == 0.07
     assert f"compute:{BLOCK.fingerprint}" in dict(estimate.parameters)
-
-
-def test_between_two_counts_time_is_linear_and_says_so() -> None:
-    of = profile(components=[measured(8, 0.010), measured(16, 0.018)])
-    estimate = ComputeCosts(of).estimate(forward(10), BLOCK, device(of))
-    assert estimate.median_s == pytest.approx(0.012, rel=1e-12)
-    assert estimate.source == "measured"
-    assert not estimate.extrapolated
-    assert "interpolated between 8 and 16" in estimate.detail
+    between = ComputeCosts(of).estimate(forward(10), BLOCK, device(of))
+    assert between.median_s == pytest.approx(0.012, rel=1e-12)
+    assert (between.source, between.extrapolated) == ("measured", False)
+    assert "interpolated between 8 and 16" in between.detail
 
 
 def test_outside_the_range_the_interval_widens_with_the_distance() -> None:
@@ -230,13 +209,15 @@ def test_interpolation_stays_between_its_neighbours_and_grows_with_the_samples(
 ) -> None:
     steps = np.random.default_rng(seed).uniform(0.1, 1.0, len(counts))
     seconds = np.cumsum(steps).tolist()
-    found = interpolation_terms(counts, seconds, wanted)
-    value, doublings = found.seconds, found.doublings
+    curve = interpolation_terms(counts, seconds, wanted)
+    value, doublings = curve.seconds, curve.doublings
     more = interpolation_terms(counts, seconds, wanted + 1).seconds
     assert 0 < value <= more * (1 + 1e-12)
     assert (doublings > 0) == (wanted < counts[0] or wanted > counts[-1])
     if counts[0] <= wanted <= counts[-1]:
-        assert seconds[0] <= value <= seconds[-1]
+        assert value == pytest.approx(float(np.interp(wanted, counts, seconds)), rel=1e-14)
+    elif wanted > counts[-1]:
+        assert value == seconds[-1] * wanted / counts[-1]
 
 
 # --- the kernel formula -----------------------------------------------------------------------------------------------
@@ -417,9 +398,7 @@ def test_published_peaks_give_a_roofline_and_say_so() -> None:
 
 
 def test_kernels_far_outside_the_fitted_sizes_are_called_extrapolated() -> None:
-    narrow = fit("matmul")
-    narrow["max_flop"] = 1e6
-    of = profile(operator_fits=[narrow, fit("memory_bound")])
+    of = profile(operator_fits=[fit("matmul") | {"max_flop": 1e6}, fit("memory_bound")])
     estimate = ComputeCosts(of).estimate(forward(256), BLOCK, device(of))
     assert estimate.extrapolated
     inside = profile(operator_fits=[fit("matmul"), fit("memory_bound")])
@@ -446,6 +425,11 @@ def step(elements: int, tensors: int, seconds: float, **more: Any) -> dict[str, 
     return {**point, "spread": 0.03, "repeats": 20, "source": "s", **more}
 
 
+def stepped(of: Profile, work: OptimizerStep, optimizer: str = "adam", *, ranks: int | None = None, calls: int = 1) -> Estimate:
+    """The price of an optimizer step by a profile."""
+    return ComputeCosts(of, Numerics(optimizer=optimizer), ranks).optimizer(work, device(of), calls=calls)
+
+
 @given(
     per_element=st.floats(1e-11, 1e-8),
     per_tensor=st.floats(1e-7, 1e-4),
@@ -457,12 +441,9 @@ def test_measured_steps_are_affine_in_elements_and_tensors(
 ) -> None:
     counts = [(10_000, 2), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_element * e + per_tensor * t) for e, t in counts])
-    estimate = ComputeCosts(of, Numerics(optimizer="adam")).optimizer(
-        OptimizerStep(elements=elements, tensors=tensors), device(of)
-    )
+    estimate = stepped(of, OptimizerStep(elements=elements, tensors=tensors))
     assert estimate.median_s == pytest.approx(per_element * elements + per_tensor * tensors, rel=1e-6)
-    assert estimate.source == "measured"
-    assert not estimate.extrapolated
+    assert (estimate.source, estimate.extrapolated) == ("measured", False)
 
 
 @given(
@@ -477,9 +458,7 @@ def test_four_measured_steps_tell_what_every_step_takes(
 ) -> None:
     counts = [(10_000, 2), (200_000, 60), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_step + per_element * e + per_tensor * t) for e, t in counts])
-    estimate = ComputeCosts(of, Numerics(optimizer="adam")).optimizer(
-        OptimizerStep(elements=elements, tensors=tensors), device(of)
-    )
+    estimate = stepped(of, OptimizerStep(elements=elements, tensors=tensors))
     assert estimate.median_s == pytest.approx(per_step + per_element * elements + per_tensor * tensors, rel=1e-6)
 
 
@@ -491,21 +470,18 @@ def test_a_second_call_takes_what_every_step_takes() -> None:
     for elements, tensors in ((200_000, 60), (300_000, 7)):
         work = OptimizerStep(elements=elements, tensors=tensors)
         of = profile(optimizers=points)
-        one, two = (ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of), calls=calls) for calls in (1, 2))
+        one, two = (stepped(of, work, calls=calls) for calls in (1, 2))
         assert two.median_s - one.median_s == pytest.approx(1e-3, rel=1e-6)
         assert two.issue_s - one.issue_s == pytest.approx(4e-4, rel=1e-6)
         few = profile(optimizers=points[:3])
-        assert (
-            ComputeCosts(few, Numerics(optimizer="adam")).optimizer(work, device(few), calls=2).median_s
-            == ComputeCosts(few, Numerics(optimizer="adam")).optimizer(work, device(few)).median_s
-        )
+        assert stepped(few, work, calls=2).median_s == stepped(few, work).median_s
 
 
 def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> None:
     of = profile(optimizers=[step(1000, 2, 1e-3), step(1000, 2, 2e-3, ranks_active=2)])
     work = OptimizerStep(elements=4000, tensors=3)
-    assert ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of)).median_s == pytest.approx(8e-3)
-    one = ComputeCosts(of, Numerics(optimizer="adam"), ranks_active=1).optimizer(work, device(of))
+    assert stepped(of, work).median_s == pytest.approx(8e-3)
+    one = stepped(of, work, ranks=1)
     assert one.median_s == pytest.approx(4e-3)
     assert one.extrapolated
 
@@ -514,23 +490,11 @@ def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> N
 def test_an_unmeasured_step_is_bound_by_the_bandwidth(optimizer: str) -> None:
     of = profile(operator_fits=[fit("memory_bound")])
     elements = 25_000_000
-    estimate = ComputeCosts(of, Numerics(optimizer=optimizer)).optimizer(
-        OptimizerStep(elements=elements, tensors=161), device(of)
-    )
+    estimate = stepped(of, OptimizerStep(elements=elements, tensors=161), optimizer)
+    assert stepped(of, OptimizerStep(elements=0, tensors=0), optimizer).median_s == 0
     bytes_moved = 4 * OPTIMIZERS[optimizer].accesses_per_element * elements
     assert estimate.median_s == pytest.approx(5e-6 + bytes_moved / (0.9 * BANDWIDTH))
     assert estimate.source == "fitted"
-
-
-def test_optimizers_order_by_the_bytes_they_move() -> None:
-    of = profile()
-    work = OptimizerStep(elements=1_000_000, tensors=10)
-    times = [
-        ComputeCosts(of, Numerics(optimizer=name)).optimizer(work, device(of)).median_s
-        for name in ("sgd", "sgd_momentum", "adam", "adamw")
-    ]
-    assert times == sorted(times)
-    assert ComputeCosts(of, Numerics(optimizer="sgd")).optimizer(OptimizerStep(elements=0, tensors=0), device(of)).median_s == 0
 
 
 @pytest.mark.parametrize(
@@ -544,18 +508,7 @@ def test_optimizers_order_by_the_bytes_they_move() -> None:
     ],
 )
 def test_updates_of_weights_of_another_width_are_refused(measured_in: str, precision: str, way: str) -> None:
-    update = {
-        "optimizer": "adam",
-        "elements": 1000,
-        "tensors": 2,
-        "device_type": "toy",
-        "seconds": 1e-4,
-        "spread": 0.05,
-        "repeats": 9,
-        "ranks_active": 1,
-        "source": "s",
-    }
-    of = profile(components=[measured(1, 1e-3, precision=measured_in)], optimizers=[update])
+    of = profile(components=[measured(1, 1e-3, precision=measured_in)], optimizers=[step(1000, 2, 1e-4)])
     costs, work = ComputeCosts(of, Numerics(precision=precision, optimizer="adam")), OptimizerStep(elements=1000, tensors=2)
     if not way:
         assert costs.optimizer(work, device(of)).source == "measured"
@@ -568,9 +521,9 @@ def test_unknown_optimizers_and_unmeasured_machines_are_errors() -> None:
     work = OptimizerStep(elements=10, tensors=1)
     of = profile(source_kind="measurement")
     with pytest.raises(ConfigError, match="did you mean adam"):
-        ComputeCosts(of, Numerics(optimizer="adm")).optimizer(work, device(of))
+        stepped(of, work, "adm")
     with pytest.raises(CostError, match="calibrate with that optimizer"):
-        ComputeCosts(of, Numerics(optimizer="adam")).optimizer(work, device(of))
+        stepped(of, work)
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tests.plans import MODEL, NAMES
 
 CUT = ("shard:column/4", "shard:row/4", "shard:column/4", "shard:row/4", "batch")
 BATCH = ("batch",) * 5
+QUIET = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
 
 
 def folded_program(mesh: Mesh, computes: int) -> tuple[TaskGraph, Folding]:
@@ -156,10 +157,9 @@ def test_folded_steps_are_distributed_as_unfolded_ones(
     monkeypatch.setattr(prediction, "REPEATED_STEPS", 20)
     mesh, placements = SMALL_WORLDS[world]
     plan = uniform_plan(mesh, placements)
-    problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
     lateness = {}
     for fold in (False, True):
-        found = evaluate(problem, plan, samples=0, fold=fold)
+        found = evaluate(QUIET, plan, samples=0, fold=fold)
         assert found.folding.is_folded == fold
         noisy = with_spread(found, 0.1, communication=communication)
         lateness[fold] = prediction.sampled_steps_s(noisy, DRAWS) / found.steady_s - 1
@@ -204,35 +204,31 @@ def with_rank_noise(problem: PlanningProblem, sigma: float) -> PlanningProblem:
 def test_steps_with_noisy_ranks_are_the_unfolded_ones_draw_by_draw(world: str, zero_stage: int) -> None:
     mesh, placements = SMALL_WORLDS[world]
     plan = replace(uniform_plan(mesh, placements), zero_stage=zero_stage)
-    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
-    problem = with_rank_noise(quiet, 0.1)
+    problem = with_rank_noise(QUIET, 0.1)
     every, folded = (evaluate(problem, plan, samples=0, fold=fold) for fold in (False, True))
     assert folded.folding.is_folded
     assert folded.result.step_s.median == pytest.approx(every.result.step_s.median, rel=1e-9)
-    assert folded.result.step_s.median > 1.01 * evaluate(quiet, plan, samples=0, fold=True).result.step_s.median
+    assert folded.result.step_s.median > 1.01 * evaluate(QUIET, plan, samples=0, fold=True).result.step_s.median
 
 
 def test_shards_that_meet_between_stages_too_give_an_upper_bound() -> None:
     """Pipelines of shards: the first rank of a stage need not be the slowest of every stage, the folded one is."""
     plan = uniform_plan(*SMALL_WORLDS["all three"])
-    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
-    every, folded = (evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=fold).result.step_s.median for fold in (0, 1))
+    every, folded = (evaluate(with_rank_noise(QUIET, 0.1), plan, samples=0, fold=fold).result.step_s.median for fold in (0, 1))
     assert every <= folded * (1 + 1e-9) <= 1.05 * every
 
 
 def test_a_large_program_with_noisy_ranks_takes_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = uniform_plan(Mesh(dp=8), BATCH)
-    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
-    all_draws = evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=True).result.step_s.median
+    all_draws = evaluate(with_rank_noise(QUIET, 0.1), plan, samples=0, fold=True).result.step_s.median
     monkeypatch.setattr(side_by_side, "TASK_TIMES", 1)
-    few = evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=True).result.step_s.median
+    few = evaluate(with_rank_noise(QUIET, 0.1), plan, samples=0, fold=True).result.step_s.median
     assert few != all_draws
     assert few == pytest.approx(all_draws, rel=0.1)
 
 
 def test_repeat_noise_shrinks_with_the_steps_averaged() -> None:
     plan = uniform_plan(Mesh(dp=8), BATCH)
-    problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
-    found = with_spread(evaluate(problem, plan, samples=0, fold=True), 0.2)
+    found = with_spread(evaluate(QUIET, plan, samples=0, fold=True), 0.2)
     unit = found.compiled.columns.unit
     assert np.max(repeat_sigmas(found.estimates, unit, steps_averaged=25)) == pytest.approx(0.2 / 5)

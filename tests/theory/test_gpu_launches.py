@@ -16,12 +16,13 @@ from parsim.costs.compute.gpu import gpu_launches
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.surfaces import SurfaceModel, gpu_terms_of, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
-from parsim.hardware.records import ComponentPoint, OperatorPoint
+from parsim.hardware.records import OperatorPoint
 from parsim.model.component import Component
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.work import Phase
+from tests.measured_points import component_point
 from tests.theory.test_operator_surfaces import point
 
 TOKENS, HIDDEN, VOCAB = 16, 32, 70
@@ -184,18 +185,8 @@ def test_a_surface_of_a_gpu_that_has_too_few_launches_is_left_out_with_a_warning
     assert warning == "left out matmul linear forward: 5 launches, a fit needs 8"
     surfaces = SurfaceModel(tuple(fit_surfaces(kept, "s", on_gpu=True)), tuple(kept))
     component = model.components[1]
-    point = ComponentPoint(
-        fingerprint=component.fingerprint,
-        model=model.name,
-        component=component.name,
-        phase="forward",
-        samples=SAMPLES,
-        device_type="gpu",
-        precision="amp_bf16",
-        seconds=1e-3,
-        spread=0.0,
-        repeats=3,
-        source="s",
+    point = component_point(
+        component, 1e-3, model=model.name, samples=SAMPLES, device_type="gpu", precision="amp_bf16", repeats=3
     )
     assert measured_parts([point], [model], surfaces, gpu_precision="amp_bf16") == []
     with pytest.raises(CostError, match="there is no fit for"):

@@ -11,13 +11,13 @@ from parsim.costs.compute.launches import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.records import ComponentPoint
 from parsim.model.catalogue.zoo import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.stages import balanced_plan
 from parsim.work import Compute, Phase
+from tests.measured_points import component_point
 from tests.models import chain_model
 
 HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -38,8 +38,7 @@ def test_the_halves_launch_the_kernels_of_the_whole(name: str) -> None:
         whole, into_inputs, into_weights = (
             component_kernels(replace(request, phase=phase), "fp32") for phase in (Phase.BACKWARD, *HALVES)
         )
-        key = repr
-        assert sorted(map(key, whole)) == sorted(map(key, (*into_inputs, *into_weights)))
+        assert sorted(map(repr, whole)) == sorted(map(repr, (*into_inputs, *into_weights)))
         second += len(into_weights)
         if not component.parameters:
             assert not into_weights
@@ -54,19 +53,7 @@ def test_the_halves_launch_the_kernels_of_the_whole(name: str) -> None:
 def test_halves_of_a_measured_backward_add_up_to_it_and_say_what_they_rest_on() -> None:
     model = chain_model()
     component = model.component("c2")
-    point = ComponentPoint(
-        fingerprint=component.fingerprint,
-        model="chain",
-        component="c2",
-        phase="backward",
-        samples=8,
-        device_type=machine().devices[0].type.name,
-        precision="fp32",
-        seconds=3e-3,
-        spread=0.02,
-        repeats=20,
-        source="here",
-    )
+    point = component_point(component, 3e-3, phase="backward", device_type=machine().devices[0].type.name, spread=0.02)
     profile = machine().profile
     known = profile.model_copy(update={"compute": profile.compute.model_copy(update={"components": (point,)})})
     costs = Costs(model=model, cluster=replace(machine(), profile=known))
@@ -75,8 +62,7 @@ def test_halves_of_a_measured_backward_add_up_to_it_and_say_what_they_rest_on() 
     assert whole.source == "measured"
     assert sum(half.median_s for half in halves) == pytest.approx(whole.median_s, rel=1e-12)
     for half in halves:
-        assert half.source == "measured"
-        assert half.extrapolated
+        assert (half.source, half.extrapolated) == ("measured", True)
         assert 0 < half.median_s < whole.median_s
         assert "% of the backward" in half.detail
         assert ("backward_halves", 0.2) in half.parameters

@@ -19,7 +19,6 @@ from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile, profile_from_parts
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile
-from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import Numerics
@@ -29,6 +28,7 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Compute, OptimizerStep, Phase
+from tests.measured_points import component_point, optimizer_point
 from tests.models import chain_model
 
 SHIPPED = "dgx1-v100-32gb"
@@ -44,35 +44,13 @@ def measured(seconds: list[float], issue_s: list[float | None], *, task_s: float
     components = []
     for component in MODEL.components:
         for phase in ("forward", "backward"):
-            own, host = next(values)
-            components.append(
-                ComponentPoint(
-                    fingerprint=component.fingerprint,
-                    model=MODEL.name,
-                    component=component.name,
-                    phase=phase,  # type: ignore[arg-type]
-                    samples=SAMPLES,
-                    device_type=device,
-                    precision="fp32",
-                    seconds=own,
-                    spread=0.0,
-                    repeats=9,
-                    issue_s=host,
-                    source="drift",
-                )
-            )
-    own, host = next(values)
-    update = OptimizerPoint(
-        optimizer="sgd_momentum",
-        elements=sum(component.parameter_bytes // 4 for component in MODEL.components),
-        tensors=len([parameter for component in MODEL.components for parameter in component.parameters]),
-        device_type=device,
-        seconds=own,
-        spread=0.0,
-        repeats=9,
-        issue_s=host,
-        source="drift",
-    )
+            device_s, host_s = next(values)
+            given = {"phase": phase, "samples": SAMPLES, "device_type": device, "issue_s": host_s, "source": "drift"}
+            components.append(component_point(component, device_s, **given))
+    device_s, host_s = next(values)
+    elements = sum(component.parameter_bytes // 4 for component in MODEL.components)
+    tensors = sum(len(component.parameters) for component in MODEL.components)
+    update = optimizer_point(elements, tensors, device_s, device_type=device, issue_s=host_s, source="drift")
     compute = base.compute.model_copy(update={"components": components, "optimizers": [update]})
     host_overhead = HostOverhead(task_s=task_s, step_s=0.0, source="drift")
     return base.model_copy(update={"compute": compute, "host": host_overhead})
@@ -178,31 +156,7 @@ def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> 
     issued = adjusted(estimate, work, 0, price_context(cluster_from_profile(load_profile(SHIPPED), 1)))
     assert (issued.median_s, issued.host_bound, estimate.host_bound) == (3e-4, True, False)
 
-    def parts(launches: int) -> Parts:
-        return Parts(
-            components=1.0,
-            launches=launches,
-            parameter_bytes=0.0,
-            activation_bytes=0.0,
-            seconds={"matmul": 1e-5 * launches},
-            sigma={"matmul": 0.1},
-            widening={"matmul": 0.0},
-            outside_s=0.0,
-        )
-
-    seen = [
-        MeasuredComponent(
-            model="m",
-            fingerprint=f"{launches}",
-            phase=phase,
-            samples=1,
-            seconds=1e-5 * launches,
-            parts=parts(launches),
-            issue_s=2e-5 + 6e-6 * launches,
-        )
-        for launches in (3, 5, 9, 20, 40)
-        for phase in ("forward", "backward")
-    ]
+    seen = seen_components({(launches, 0): 2e-5 + 6e-6 * launches for launches in (3, 5, 9, 20, 40)})
     forward, _ = fit_compositions(seen, "gpu", "fp32", "drift")
     assert composed_issue_s(parts(30), forward) == pytest.approx(2e-5 + 30 * 6e-6, rel=1e-4)
     assert composed_issue_s(parts(30), None) == 0.0
@@ -211,24 +165,24 @@ def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> 
     assert composed_issue_s(parts(30), without) == 0.0
 
 
-def test_a_kind_that_takes_the_host_longer_is_told_from_the_others() -> None:
-    """Convolutions take it 25 us, all else 5. A component of products alone costs no convolution."""
+def parts(products: int, convolutions: int = 0) -> Parts:
+    kinds = {"matmul": products, "convolution": convolutions} if convolutions else {"matmul": products}
+    return Parts(
+        components=1.0,
+        launches=products + convolutions,
+        parameter_bytes=0.0,
+        activation_bytes=0.0,
+        seconds={kind: 1e-5 * (count + 1) for kind, count in kinds.items()},
+        sigma=dict.fromkeys(kinds, 0.1),
+        widening=dict.fromkeys(kinds, 0.0),
+        outside_s=0.0,
+        counts=kinds,
+    )
 
-    def parts(products: int, convolutions: int) -> Parts:
-        return Parts(
-            components=1.0,
-            launches=products + convolutions,
-            parameter_bytes=0.0,
-            activation_bytes=0.0,
-            seconds={"matmul": 1e-5 * (products + 1), "convolution": 1e-5 * (convolutions + 1)},
-            sigma=dict.fromkeys(("matmul", "convolution"), 0.1),
-            widening=dict.fromkeys(("matmul", "convolution"), 0.0),
-            outside_s=0.0,
-            counts={"matmul": products, "convolution": convolutions},
-        )
 
-    shapes = [(4, 0), (8, 0), (20, 0), (40, 0), (6, 3), (10, 8), (12, 4), (16, 12)]
-    seen = [
+def seen_components(issue_s: dict[tuple[int, int], float]) -> list[MeasuredComponent]:
+    """Measured components of so many products and convolutions, with what the host took to queue each."""
+    return [
         MeasuredComponent(
             model="m",
             fingerprint=f"{products} {convolutions}",
@@ -236,11 +190,17 @@ def test_a_kind_that_takes_the_host_longer_is_told_from_the_others() -> None:
             samples=1,
             seconds=1e-5 * (products + convolutions),
             parts=parts(products, convolutions),
-            issue_s=2e-5 + 5e-6 * products + 25e-6 * convolutions,
+            issue_s=seconds,
         )
-        for products, convolutions in shapes
+        for (products, convolutions), seconds in issue_s.items()
         for phase in ("forward", "backward")
     ]
+
+
+def test_a_kind_that_takes_the_host_longer_is_told_from_the_others() -> None:
+    """Convolutions take it 25 us, all else 5. A component of products alone costs no convolution."""
+    shapes = [(4, 0), (8, 0), (20, 0), (40, 0), (6, 3), (10, 8), (12, 4), (16, 12)]
+    seen = seen_components({shape: 2e-5 + 5e-6 * shape[0] + 25e-6 * shape[1] for shape in shapes})
     forward, _ = fit_compositions(seen, "gpu", "fp32", "drift")
     assert composed_issue_s(parts(30, 0), forward) == pytest.approx(2e-5 + 30 * 5e-6, rel=0.05)
     assert composed_issue_s(parts(10, 10), forward) == pytest.approx(2e-5 + 10 * 30e-6, rel=0.05)

@@ -25,12 +25,14 @@ from parsim.costs.compute.launches import ComputeRequest, Launch
 from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_s, composition_of, launches_on
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.records import ComponentPoint, OperatorPoint
+from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.units import GIB
 from parsim.work import Phase
+from tests.measured_points import component_point
+from tests.theory.test_operator_surfaces import point
 
 PRECISION, HALF_BYTES = "amp_bf16", 2.0
 NOISE = 0.05
@@ -96,16 +98,11 @@ class KnownGpu:
         self.truth = KernelModel(profile, self.device, PRECISION)
         rng = np.random.default_rng(0)
         points = [
-            OperatorPoint(
-                kind=launch.kind,
-                function=launch.function,
-                phase=launch.phase,  # type: ignore[arg-type]
-                shape={name: int(size) for name, size in launch.sizes},
-                samples=1,
+            point(
+                launch,
+                self.truth.price(kernel_of(launch)).seconds * float(np.exp(NOISE * rng.normal())),
                 device_type=self.device.name,
                 precision=PRECISION,
-                seconds=self.truth.price(kernel_of(launch)).seconds * float(np.exp(NOISE * rng.normal())),
-                source="s",
             )
             for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2))
         ]
@@ -125,18 +122,14 @@ class KnownGpu:
             for samples in batches:
                 for component in model.components:
                     for phase in PHASES:
-                        yield ComponentPoint(
-                            fingerprint=component.fingerprint,
+                        yield component_point(
+                            component,
+                            self.seconds(model, component.name, phase, samples),
                             model=model.name,
-                            component=component.name,
-                            phase=phase.value,  # type: ignore[arg-type]
+                            phase=phase.value,
                             samples=samples,
                             device_type=self.device.name,
                             precision=PRECISION,
-                            seconds=self.seconds(model, component.name, phase, samples),
-                            spread=0.0,
-                            repeats=5,
-                            source="s",
                         )
 
     def errors(self, *, gpu_precision: str) -> list[float]:

@@ -29,37 +29,32 @@ def seconds(made: Cluster, operation: str = "all_reduce", size_bytes: int = S, g
     return estimate_collective(work, made).median_s
 
 
-def test_ring_all_reduce_over_two_nodes() -> None:
-    """4 ranks: 6 steps, of which 2 between nodes (6 us + card up 1 us + card down 1 us), 4 inside (2 us); 3/2 S over the one
-    card of 5 GB/s."""
-    assert seconds(cluster(2, algorithms=["ring"])) == pytest.approx(10e-6 + 4 * 2e-6 + 2 * 8e-6 + 1.5 * S / 5e9, rel=1e-12)
+HOP_S = 8e-6
+"""Between nodes: 6 us, and 1 us of each card."""
 
 
-@pytest.mark.parametrize(("operation", "steps", "share"), [("all_gather", 1, 3 / 4), ("reduce_scatter", 1, 3 / 4)])
-def test_ring_all_gather_and_reduce_scatter(operation: str, steps: int, share: float) -> None:
-    expected = 10e-6 + 2 * 2e-6 + steps * 8e-6 + share * S / 5e9
-    assert seconds(cluster(2, algorithms=["ring"]), operation) == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize(
+    ("operation", "changes", "expected_s"),
+    [
+        # 4 ranks: 6 steps, of which 2 between nodes and 4 inside (2 us); 3/2 S over the one card of 5 GB/s
+        ("all_reduce", {}, 10e-6 + 4 * 2e-6 + 2 * HOP_S + 1.5 * S / 5e9),
+        ("all_gather", {}, 10e-6 + 2 * 2e-6 + HOP_S + 3 / 4 * S / 5e9),
+        ("reduce_scatter", {}, 10e-6 + 2 * 2e-6 + HOP_S + 3 / 4 * S / 5e9),
+        ("broadcast", {}, 10e-6 + 2 * 2e-6 + HOP_S + S / 5e9),
+        # cards of 100 GB/s over PCIe of 50: the lane of 20 GB/s inside the node sets the pace
+        ("all_reduce", {"bandwidth": 100e9}, 10e-6 + 4 * 2e-6 + 2 * HOP_S + 1.5 * S / 20e9),
+    ],
+)
+def test_rings_over_two_nodes(operation: str, changes: dict[str, float], expected_s: float) -> None:
+    assert seconds(cluster(2, algorithms=["ring"], **changes), operation) == pytest.approx(expected_s, rel=1e-12)
 
 
-def test_ring_broadcast() -> None:
-    assert seconds(cluster(2, algorithms=["ring"]), "broadcast") == pytest.approx(10e-6 + 2 * 2e-6 + 8e-6 + S / 5e9, rel=1e-12)
-
-
-def test_a_ring_is_paced_inside_where_that_is_slower() -> None:
-    """Cards of 100 GB/s over PCIe of 50: the lane of 20 GB/s inside the node sets the pace."""
-    made = cluster(2, algorithms=["ring"], bandwidth=100e9)
-    assert seconds(made) == pytest.approx(10e-6 + 4 * 2e-6 + 2 * 8e-6 + 1.5 * S / 20e9, rel=1e-12)
-
-
-def test_tree_all_reduce_over_four_nodes() -> None:
-    """A chain of 2 inside, 2 levels over the nodes, up and down: 2 S over the card of 5 GB/s."""
-    found = choices("all_reduce", tuple(range(8)), S, cluster(4, algorithms=["tree"]))
-    assert [choice.algorithm for choice in found] == ["tree"]
-    assert found[0].seconds == pytest.approx(10e-6 + 2 * 2e-6 + 4 * 8e-6 + 2 * S / 5e9, rel=1e-12)
-
-
-def test_tree_over_two_nodes_sends_each_half_once() -> None:
-    expected = 10e-6 + 2 * 2e-6 + 2 * 8e-6 + max(S / 5e9, 2 * S / 20e9)
+def test_trees_over_four_nodes_and_over_two() -> None:
+    """A chain of 2 inside, 2 levels over the nodes, up and down: 2 S over the card of 5 GB/s. Two nodes send each half once."""
+    (tree,) = choices("all_reduce", tuple(range(8)), S, cluster(4, algorithms=["tree"]))
+    assert tree.algorithm == "tree"
+    assert tree.seconds == pytest.approx(10e-6 + 2 * 2e-6 + 4 * HOP_S + 2 * S / 5e9, rel=1e-12)
+    expected = 10e-6 + 2 * 2e-6 + 2 * HOP_S + max(S / 5e9, 2 * S / 20e9)
     assert seconds(cluster(2, algorithms=["tree"])) == pytest.approx(expected, rel=1e-12)
 
 

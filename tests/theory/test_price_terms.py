@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from parsim.costs import Costs, Estimate
 from parsim.costs.adjustments import ADJUSTMENTS, COMPUTATION
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.compute.measured import interpolation_terms
 from parsim.costs.costs import price
 from parsim.costs.estimate import Term, folded_s, running_totals_s
 from parsim.costs.observed import CommunicationClass, RunCorrections
@@ -32,9 +31,9 @@ from parsim.hardware.profile import (
     Regime,
     Update,
 )
-from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.model import Model
 from parsim.work import PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from tests.measured_points import component_point, optimizer_point
 from tests.models import sharded_model
 
 SHIPPED = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
@@ -48,39 +47,24 @@ seconds = st.floats(1e-7, 1.0)
 def profiles(draw: st.DrawFn) -> Profile:
     """A shipped profile with measured components, host overheads, a refreshed speed and updates drawn at random."""
     known = SHIPPED[draw(st.sampled_from(sorted(SHIPPED)))]
-    device_type = known.devices[0].type
+    source = next(iter(known.sources))
+    usual = {"device_type": known.devices[0].type, "spread": 0.1, "source": source}
     points = [
-        ComponentPoint(
-            fingerprint=component.fingerprint,
-            model=MODEL.name,
-            component=component.name,
-            phase=phase,  # type: ignore[arg-type]
+        component_point(
+            component,
+            draw(seconds),
+            phase=phase,
             samples=samples,
-            device_type=device_type,
-            precision="fp32",
             ranks_active=draw(st.sampled_from([1, 4])),
-            seconds=draw(seconds),
-            spread=0.1,
-            repeats=10,
             issue_s=draw(st.none() | seconds),
-            source=next(iter(known.sources)),
+            **usual,
         )
         for component in MODEL.components
         for phase in ("forward", "backward")
         for samples in draw(st.lists(st.integers(1, 40), max_size=3, unique=True))
     ]
     optimizers = [
-        OptimizerPoint(
-            optimizer="sgd_momentum",
-            elements=elements,
-            tensors=tensors,
-            device_type=device_type,
-            seconds=draw(seconds),
-            spread=0.1,
-            repeats=10,
-            issue_s=draw(st.none() | seconds),
-            source=next(iter(known.sources)),
-        )
+        optimizer_point(elements, tensors, draw(seconds), issue_s=draw(st.none() | seconds), **usual)
         for elements, tensors in draw(st.lists(st.tuples(st.integers(1, 10**7), st.integers(1, 50)), max_size=5))
     ]
     host = HostOverhead(
@@ -90,7 +74,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         core_sharing=draw(st.floats(1.0, 2.0)),
         load_s=draw(st.none() | seconds),
         load_seconds_per_byte=draw(st.none() | st.floats(0, 1e-9)),
-        source=next(iter(known.sources)),
+        source=source,
     )
     update = Update(
         created="today",
@@ -102,7 +86,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         phases=[PhaseFactor(phase="forward", factor=draw(factors))],
         communication=[CommunicationFactor(operation="all_reduce", devices=[0, 1], factor=draw(factors))],
     )
-    noise = Noise(drift_sigma=0.1, probe=ProbeSeconds(alone=2e-3, together=3e-3), source=next(iter(known.sources)))
+    noise = Noise(drift_sigma=0.1, probe=ProbeSeconds(alone=2e-3, together=3e-3), source=source)
     cores = draw(st.sampled_from([None, 2]))
     devices = [entry if cores is None else entry.model_copy(update={"core": entry.index % cores}) for entry in known.devices]
     fits = [
@@ -118,7 +102,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             repeat_sigma=0.1,
             min_size_bytes=1,
             max_size_bytes=10**6,
-            source=next(iter(known.sources)),
+            source=source,
         )
     ]
     communication = known.communication
@@ -304,23 +288,6 @@ def test_adding_terms_one_by_one_is_folding_all_of_them(more: list[tuple[str, fl
         terms.append(Term("next", operation, value, "fitted"))  # type: ignore[arg-type]
         estimate = estimate.then(terms[-1])
     assert estimate.median_s == folded_s(terms) == recomputed(tuple(terms))
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(1e-6, 10)), min_size=1, max_size=6, unique_by=lambda point: point[0]),
-    st.integers(1, 100),
-)
-def test_interpolation_is_numpys_between_measured_points(points: list[tuple[int, float]], wanted: int) -> None:
-    import numpy as np
-
-    samples, times = zip(*sorted(points), strict=True)
-    found = interpolation_terms(samples, times, wanted)
-    if samples[0] <= wanted <= samples[-1]:
-        assert found.seconds == pytest.approx(float(np.interp(wanted, samples, times)), rel=1e-14)
-        assert found.doublings == 0.0
-    elif wanted > samples[-1]:
-        assert found.seconds == times[-1] * wanted / samples[-1]
-    assert found.seconds == recomputed(found.terms)
 
 
 def cluster() -> Cluster:

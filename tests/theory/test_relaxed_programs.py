@@ -21,7 +21,6 @@ from parsim.execute.rank_run import RankRun
 from parsim.execute.runtime import StepScripts
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -57,7 +56,6 @@ def problem() -> PlanningProblem:
         model=model,
         cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8),
         global_batch=64,
-        numerics=Numerics(precision="fp32", optimizer="sgd_momentum"),
     )
 
 
@@ -264,9 +262,7 @@ def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
 def test_messages_share_links_with_those_of_their_own_round_alone(problem: PlanningProblem, text: str) -> None:
     """A round of one peer per rank is priced as it runs, not as if all rounds of the cycle ran at once."""
     nodes = cluster_from_profile(load_profile("p3-16xlarge"), nodes=2, network="ethernet-25g")
-    wide = PlanningProblem(
-        model=problem.model, cluster=nodes, global_batch=64, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
+    wide = replace(problem, cluster=nodes, global_batch=64)
     plan = custom_plan(wide, Mesh(dp=16), synchronisation=parse_synchronisation(text))
     period = mixing_period(wide, wide.layout(plan))
     seconds = period.medians_s[0][period.unit]
@@ -288,9 +284,7 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
 def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -> None:
     """Two stages of eight replicas each: ranks are not replicas."""
     nodes = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="infiniband-100g")
-    wide = PlanningProblem(
-        model=problem.model, cluster=nodes, global_batch=64, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
+    wide = replace(problem, cluster=nodes, global_batch=64)
     plan = custom_plan(wide, Mesh(dp=8, pp=2), synchronisation=parse_synchronisation("gossip/1 ring"))
     found = evaluate(wide, plan, samples=0, fold=True)
     assert not found.folding.is_folded
@@ -310,9 +304,7 @@ def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -
 @pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
 def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=2, network="infiniband-100g")
-    wide = PlanningProblem(
-        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
+    wide = replace(problem, cluster=machine, global_batch=96)
     plan = custom_plan(wide, Mesh(**axes), synchronisation=parse_synchronisation(text))
     whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
     assert folded.folding.is_folded
@@ -345,9 +337,7 @@ def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
 ) -> None:
     """Moved on by a node, all replicas have the same neighbours on the same links: one node stands for all."""
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
-    wide = PlanningProblem(
-        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
+    wide = replace(problem, cluster=machine, global_batch=96)
     plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
     whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
     assert len(folded.folding.ranks) == kinds
@@ -366,9 +356,7 @@ def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(probl
     """20 nodes fill one leaf of 18 and a part of another: a message that crosses them takes a microsecond longer."""
     machine = cluster_from_profile(load_profile("summit-v100"), nodes=20, network="infiniband-100g")
     model = load_model(ModelSpec(name="resnet50"), granularity="block")
-    wide = PlanningProblem(
-        model=model, cluster=machine, global_batch=960, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
+    wide = replace(problem, model=model, cluster=machine, global_batch=960)
     plan = custom_plan(wide, Mesh(dp=120), synchronisation=parse_synchronisation(text))
     whole, folded = (simulated_step(wide, plan, fold=fold) for fold in (False, True))
     assert not folded.folding.is_exact
@@ -376,19 +364,15 @@ def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(probl
     assert 1.0 - 1e-12 <= folded.step_s / whole.step_s <= 1.0 + NEARLY
 
 
-@pytest.mark.parametrize("text", ["gossip/1 star", "gossip/1 mesh"])
-def test_graphs_that_do_not_repeat_are_not_folded(problem: PlanningProblem, text: str) -> None:
-    machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
-    wide = PlanningProblem(
-        model=problem.model, cluster=machine, global_batch=96, numerics=Numerics(precision="fp32", optimizer="sgd_momentum")
-    )
-    plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
-    assert not evaluate(wide, plan, samples=0, fold=True).folding.is_folded
-
-
-@pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])
-def test_replicas_that_are_not_alike_are_not_folded(problem: PlanningProblem, text: str) -> None:
-    assert not evaluate(problem, plan_of(problem, text), samples=0, fold=True).folding.is_folded
+@pytest.mark.parametrize(
+    ("text", "nodes"), [("gossip/1 star", 4), ("gossip/1 mesh", 4), ("gossip/1 ring", 1), ("average/4 participation=0.5", 1)]
+)
+def test_what_does_not_repeat_is_not_folded(problem: PlanningProblem, text: str, nodes: int) -> None:
+    if nodes > 1:
+        machine = cluster_from_profile(load_profile("summit-v100"), nodes=nodes, network="infiniband-100g")
+        problem = replace(problem, cluster=machine, global_batch=96)
+    plan = plan_of(problem, text, dp=24 if nodes > 1 else 4)
+    assert not evaluate(problem, plan, samples=0, fold=True).folding.is_folded
 
 
 @pytest.mark.parametrize("text", ["average/4 participation=0.5", "average/4 participation=0.5 seed=3"])

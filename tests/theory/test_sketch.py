@@ -12,9 +12,9 @@ from strategies import graph_of
 
 from parsim.engines.static import compile_graph, simulate
 from parsim.program.task import Resource
-from parsim.report import sketch as module
 from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
-from parsim.work import Collective, Compute, LoadBatch, Phase
+from parsim.timeline import Span, Timeline
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 
 
 def unfolded(text: str) -> str:
@@ -42,18 +42,29 @@ def test_a_step_is_written_by_its_parts() -> None:
     assert {"F", "B", "C"} <= set(LETTERS)
 
 
-SPANS = st.lists(st.tuples(st.sampled_from("FBC"), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12)
+WORKS = {
+    "F": Compute(component="a", phase=Phase.FORWARD, samples=1),
+    "B": Compute(component="a", phase=Phase.BACKWARD, samples=1),
+    "O": OptimizerStep(elements=1, tensors=1),
+}
+SPANS = st.lists(st.tuples(st.sampled_from("FBO"), st.floats(0, 1), st.floats(0, 1)), max_size=12)
 
 
 @given(SPANS)
 def test_it_equals_the_shares_counted_piece_by_piece(spans: list[tuple[str, float, float]]) -> None:
+    """On a step of 1 s, which a load on another rank takes."""
     spans = [(letter, min(a, b), max(a, b)) for letter, a, b in spans]
-    letters = np.array([letter for letter, _, _ in spans])
-    text = unfolded(module._painted(letters, np.array([a for _, a, _ in spans]), np.array([b for _, _, b in spans])))
-    assert len(text) == PIECES
+    works = [(WORKS[letter], [Resource(0, "compute")], []) for letter, _, _ in spans]
+    graph = graph_of(2, *works, (LoadBatch(samples=1, size_bytes=8), [Resource(1, "host")], []))
+    rows = [Span(number, "r0.compute", a, b) for number, (_, a, b) in enumerate(spans)]
+    timeline = Timeline.from_spans([*rows, Span(len(spans), "r1.host", 0.0, 1.0)], "measured")
+    lanes = dict(sketch(compile_graph(graph), timeline, [0]))
+    assert list(lanes) == (["rank 0 computation"] if spans else [])
+    text = unfolded(lanes["rank 0 computation"]) if spans else ""
+    assert len(text) == (PIECES if spans else 0)
     for piece, letter in enumerate(text):
         low, high = piece / PIECES, (piece + 1) / PIECES
-        shares = dict.fromkeys("FBC", 0.0)
+        shares = dict.fromkeys("FBO", 0.0)
         for kind, a, b in spans:
             shares[kind] += max(0.0, min(b, high) - max(a, low)) * PIECES
         if letter == IDLE:

@@ -116,7 +116,7 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("cluster.nodes=2",), ("cluster.nodes", "2", "needs cluster.network", "for example network = ")),
     (("plan.zero_stage=1", *READ), ("plan.zero_stage", "the plan is read from", "drop zero_stage")),
     (("plan.recompute=full", *READ), ("plan.recompute", "the plan is read from", "drop recompute")),
-    (("plan.bucket_bytes=3", *READ), ("plan.bucket_bytes", "read from that file")),
+    (("plan.bucket_bytes=3", *READ), ("plan.bucket_bytes = 3", "the plan is read from", "drop bucket_bytes")),
     (("plan.placements={ head = 'batch' }",), ("plan.placements", "strategy = ")),
     (("plan.pin={ head = 'place:0' }", *PLACED), ("plan.pin", "'custom'", 'strategy = "adaptive"')),
     (("plan.strategy=custom",), ('plan.strategy = "custom"', "needs plan.mesh")),

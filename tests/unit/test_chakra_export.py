@@ -141,29 +141,22 @@ def test_a_rank_has_its_tasks_and_no_others() -> None:
     _, others = read(rank_trace(small_graph(), 1, COSTS, groups, "test"))
     assert [node["type"] for node in others] == [RECEIVE, COMPUTE, COLLECTIVE, COLLECTIVE, SEND, RECEIVE]
     assert groups.to_dict() == {"1": [0, 1]}
+    sent, received = attributes(nodes[1]), attributes(others[0])
+    assert (sent["comm_src"], sent["comm_dst"]) == (0, 1)
+    assert {key: sent[key] for key in sent if key.startswith("comm_")} == {
+        key: received[key] for key in received if key.startswith("comm_")
+    }, "both ends of a transfer have one tag"
 
 
-def test_sizes_are_what_a_rank_puts_in() -> None:
+def test_sizes_are_what_a_rank_puts_in_and_durations_whole_microseconds() -> None:
     _, nodes = read(rank_trace(small_graph(), 0, COSTS, GroupNames(), "test"))
     found = [attributes(node) for node in nodes]
     assert [entry.get("comm_size") for entry in found] == [None, 800, 1000, 500, 300, 300, None]
     assert (found[2]["comm_type"], found[3]["comm_type"]) == (0, 2)
-    assert (found[1]["comm_src"], found[1]["comm_dst"]) == (0, 1)
     assert found[6]["num_ops"] == 60
     assert [entry["is_cpu_op"] for entry in found] == [0] * 7
-
-
-def test_both_ends_of_a_transfer_have_one_tag() -> None:
-    sent = [attributes(node) for node in read(rank_trace(small_graph(), 0, COSTS, GroupNames(), ""))[1]]
-    received = [attributes(node) for node in read(rank_trace(small_graph(), 1, COSTS, GroupNames(), ""))[1]]
-    keys = ("comm_src", "comm_dst", "comm_size", "comm_tag")
-    assert [sent[1][key] for key in keys] == [received[0][key] for key in keys]
-
-
-def test_durations_are_whole_microseconds_and_exact_beside_them() -> None:
-    _, nodes = read(rank_trace(small_graph(), 0, COSTS, GroupNames(), ""))
     assert [node["duration_micros"] for node in nodes] == [2, 3, 6, 8, 9, 9, 11]
-    assert attributes(nodes[0])["duration_s"] == 1.5e-6
+    assert found[0]["duration_s"] == 1.5e-6
 
 
 def test_dependencies_stay_within_the_rank_and_point_back() -> None:
@@ -221,14 +214,11 @@ def test_an_answer_becomes_one_trace_per_rank(tmp_path: Path) -> None:
     for file in files:
         rank = int(file.name.split(".")[1])
         for node in read(file.read_bytes())[1]:
-            found_attributes = attributes(node)
+            values = attributes(node)
             if node["type"] == COLLECTIVE:
-                assert rank in groups[found_attributes["pg_name"]]
-            if node["type"] == SEND:
-                sends.append((found_attributes["comm_tag"], found_attributes.get("comm_src", 0), found_attributes["comm_dst"]))
-            if node["type"] == RECEIVE:
-                receives.append(
-                    (found_attributes["comm_tag"], found_attributes.get("comm_src", 0), found_attributes["comm_dst"])
-                )
+                assert rank in groups[values["pg_name"]]
+            elif node["type"] in (SEND, RECEIVE):
+                ends = (values["comm_tag"], values.get("comm_src", 0), values["comm_dst"])
+                (sends if node["type"] == SEND else receives).append(ends)
     assert sorted(sends) == sorted(receives)
     assert sends

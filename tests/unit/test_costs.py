@@ -16,7 +16,7 @@ from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import CollectiveFit, Communication, HostOverhead, Overlap, OverlapPoint, Profile, Regime
-from parsim.hardware.records import ComponentPoint, ComputeRecords, OptimizerPoint
+from parsim.hardware.records import ComputeRecords
 from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import Numerics
@@ -26,6 +26,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from parsim.work import Compute as ComputeWork
+from tests.measured_points import component_point, optimizer_point, toy_profile
 from tests.models import chain_model
 
 MODEL = chain_model()
@@ -42,7 +43,6 @@ def v100() -> Cluster:
 
 def gloo_profile(**changes: object) -> Profile:
     """Two CPUs with a measured component and a fit for groups of two."""
-    number = {"value": 1e10, "source": "x"}
     fit = CollectiveFit(
         operation="all_reduce",
         group_size=2,
@@ -55,42 +55,12 @@ def gloo_profile(**changes: object) -> Profile:
         repeat_sigma=0.2,
         min_size_bytes=10,
         max_size_bytes=10**6,
-        source="x",
+        source="s",
     )
-    point = ComponentPoint(
-        fingerprint=MODEL.components[0].fingerprint,
-        model="chain",
-        component="c0",
-        phase="forward",
-        samples=32,
-        device_type="toy",
-        precision="fp32",
-        seconds=2e-3,
-        spread=0.1,
-        repeats=10,
-        source="x",
-    )
-    document = Profile.model_validate(
-        {
-            "schema_version": 1,
-            "name": "gloo",
-            "description": "for tests",
-            "provenance": {"created": "today", "command": "none", "machine": "none"},
-            "sources": {"x": {"kind": "measurement", "text": "made up"}},
-            "device_types": {
-                "toy": {
-                    "kind": "cpu",
-                    "memory_bytes": number,
-                    "memory_bandwidth_bytes_per_s": number,
-                    "context_bytes": number,
-                    "peak_flop_per_s": {"fp32": number},
-                }
-            },
-            "devices": [{"index": index, "type": "toy"} for index in range(4)],
-            "communication": Communication(backend="gloo", fits=[fit]).model_dump(),
-            "compute": ComputeRecords(components=[point]).model_dump(),
-        }
-    )
+    point = component_point(MODEL.components[0], 2e-3, samples=32, spread=0.1, source="s")
+    communication = Communication(backend="gloo", fits=[fit]).model_dump()
+    compute = ComputeRecords(components=[point]).model_dump()
+    document = toy_profile(kind="cpu", devices=4, communication=communication, compute=compute)
     return document.model_copy(update=changes)
 
 
@@ -128,15 +98,13 @@ def test_costs_are_those_of_the_parts(v100: Cluster) -> None:
 
 
 def test_precision_and_optimizer_matter(v100: Cluster) -> None:
-    assert (
-        Costs(MODEL, v100, numerics=Numerics(optimizer="adam")).estimate(STEP, 0).median_s
-        > Costs(MODEL, v100).estimate(STEP, 0).median_s
+    plain, adam, half = (
+        Costs(MODEL, v100, numerics=numerics)
+        for numerics in (Numerics(), Numerics(optimizer="adam"), Numerics(precision="amp_fp16"))
     )
+    assert adam.estimate(STEP, 0).median_s > plain.estimate(STEP, 0).median_s
     wide = ComputeWork(component="c1", phase=Phase.FORWARD, samples=10**5)
-    assert (
-        Costs(MODEL, v100, numerics=Numerics(precision="amp_fp16")).estimate(wide, 0).median_s
-        < Costs(MODEL, v100, numerics=Numerics(precision="fp32")).estimate(wide, 0).median_s
-    )
+    assert half.estimate(wide, 0).median_s < plain.estimate(wide, 0).median_s
 
 
 def test_ranks_are_places_in_the_device_list(v100: Cluster) -> None:
@@ -152,7 +120,7 @@ def test_ranks_are_places_in_the_device_list(v100: Cluster) -> None:
 
 def test_host_seconds_are_added_to_computation_only() -> None:
     plain = Costs(MODEL, cluster_from_profile(gloo_profile()))
-    slow = Costs(MODEL, cluster_from_profile(gloo_profile(host=HostOverhead(task_s=1e-4, step_s=0.0, source="x"))))
+    slow = Costs(MODEL, cluster_from_profile(gloo_profile(host=HostOverhead(task_s=1e-4, step_s=0.0, source="s"))))
     assert slow.estimate(FORWARD, 0).median_s == pytest.approx(plain.estimate(FORWARD, 0).median_s + 1e-4, rel=1e-12)
     assert slow.estimate(FORWARD, 0).source == plain.estimate(FORWARD, 0).source == "measured"
     collective = Collective(operation="all_reduce", group=(0, 1), size_bytes=100)
@@ -193,7 +161,7 @@ def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
         found = Costs(MODEL, cluster_from_profile(gloo_profile(overlap=overlap))).overlap(works, seconds)
         return round(found.compute, 9), round(found.communication, 9)
 
-    overlap = Overlap(compute_factor=1.2, communication_factor=1.5, source="x")
+    overlap = Overlap(compute_factor=1.2, communication_factor=1.5, source="s")
     assert factors(overlap, [small, large], [1.0, 2.0]) == (1.2, 1.5)
     point = OverlapPoint(
         operation="all_reduce",
@@ -202,7 +170,7 @@ def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
         compute_factor=1.1,
         communication_factor=1.0,
         repeats=3,
-        source="x",
+        source="s",
     )
     bigger = point.model_copy(update={"size_bytes": 10_000, "compute_factor": 1.7, "communication_factor": 2.0})
     by_size = overlap.model_copy(update={"points": [bigger, point]})
@@ -220,16 +188,10 @@ def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
 
 def test_four_replicas_on_two_cores_take_twice_the_computation_of_two() -> None:
     """Processor sharing: the same batch per rank, prices of one rank per core, and the engines share the cores."""
-    point = {"device_type": "toy", "precision": "fp32", "seconds": 4e-3, "spread": 0.0, "repeats": 9, "source": "x"}
     points = [
-        ComponentPoint(
-            fingerprint=component.fingerprint, model="chain", component=component.name, phase=phase, samples=8, **point
-        )
-        for component in MODEL.components
-        for phase in ("forward", "backward")
+        component_point(component, 4e-3, phase=phase) for component in MODEL.components for phase in ("forward", "backward")
     ]
-    step = {"optimizer": "sgd_momentum", "device_type": "toy", "seconds": 1e-3, "spread": 0.0, "repeats": 9, "source": "x"}
-    optimizer = OptimizerPoint(elements=MODEL.parameter_count, tensors=len(MODEL.parameters), **step)
+    optimizer = optimizer_point(MODEL.parameter_count, len(MODEL.parameters), 1e-3, source="s")
     profile = gloo_profile(compute=ComputeRecords(components=points, optimizers=[optimizer]))
     devices = [entry.model_copy(update={"core": 5 + entry.index % 2}) for entry in profile.devices]
     shared = profile.model_copy(update={"devices": devices})
@@ -273,7 +235,7 @@ def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:
     assert Costs(MODEL, v100).estimate(LoadBatch(samples=1, size_bytes=size), 0).median_s == pytest.approx(
         size / pcie, rel=1e-4
     )
-    host = HostOverhead(task_s=1e-3, step_s=0.0, source="x")
+    host = HostOverhead(task_s=1e-3, step_s=0.0, source="s")
     cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
     load = cpu.estimate(LoadBatch(samples=1, size_bytes=10**9), 0)
     assert load.median_s == pytest.approx(0.1 + 1e-3, rel=1e-12)
@@ -282,11 +244,13 @@ def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:
     assert parts.median_s == pytest.approx(0.1 + 4e-3, rel=1e-12)
 
 
-def test_a_measured_batch_takes_a_call_per_part() -> None:
-    host = HostOverhead(task_s=1e-3, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, source="x")
+@pytest.mark.parametrize(("again", "expected"), [({}, [1.3e-3, 2.2e-3]), ({"load_part_s": 1e-4}, [1.3e-3, 1.6e-3])])
+def test_a_measured_batch_takes_a_call_per_part(again: dict[str, float], expected: list[float]) -> None:
+    """Further parts take what the first took, or what they took right after one another where that was measured."""
+    host = HostOverhead(task_s=1e-3, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, source="s", **again)
     cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
     seconds = [cpu.estimate(LoadBatch(samples=8, size_bytes=10**6, parts=parts), 0).median_s for parts in (1, 4)]
-    assert seconds == pytest.approx([1.3e-3, 2.2e-3], rel=1e-12)
+    assert seconds == pytest.approx(expected, rel=1e-12)
 
 
 def shared_cores(profile: Profile, *, ranks: int, cores: int) -> Profile:
@@ -297,7 +261,7 @@ def shared_cores(profile: Profile, *, ranks: int, cores: int) -> Profile:
 
 def test_crowded_ranks_compute_longer_in_proportion_to_those_beyond_the_cores() -> None:
     """Four ranks of a profile on two cores; loading and communication have prices of their own."""
-    host = HostOverhead(task_s=0.0, step_s=0.0, core_sharing=1.2, load_s=1e-3, source="x")
+    host = HostOverhead(task_s=0.0, step_s=0.0, core_sharing=1.2, load_s=1e-3, source="s")
     profile = shared_cores(gloo_profile(host=host), ranks=4, cores=2)
     cluster = cluster_from_profile(profile)
     alone = Costs(MODEL, cluster_from_profile(gloo_profile())).estimate(FORWARD, 0).median_s
@@ -324,35 +288,20 @@ def test_a_transfer_on_one_core_has_a_price_of_its_own() -> None:
     assert seconds(2, 1) == 1e-3, "a profile of old"
 
 
-def test_further_parts_of_a_batch_take_what_they_took_right_after_one_another() -> None:
-    host = HostOverhead(task_s=0.0, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, load_part_s=1e-4, source="x")
-    cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
-    seconds = [cpu.estimate(LoadBatch(samples=8, size_bytes=10**6, parts=parts), 0).median_s for parts in (1, 4)]
-    assert seconds == pytest.approx([1.3e-3, 1.6e-3], rel=1e-12)
-
-
 # --- gloo fits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(0, 1e-3), (100, 1e-3), (1000, 1e-3), (1001, 1.501e-3), (10**6, 1.0005)])
+@pytest.mark.parametrize(
+    ("size", "seconds"), [(0, 1e-3), (100, 1e-3), (1000, 1e-3), (1001, 1.501e-3), (10**6, 1.0005), (10**7, 10.0005)]
+)
 def test_piecewise_lines_by_size(size: int, seconds: float) -> None:
+    """Outside the measured sizes the spread widens."""
     costs = Costs(MODEL, cluster_from_profile(gloo_profile()))
     estimate = costs.estimate(Collective(operation="all_reduce", group=(2, 1), size_bytes=size), 1)
     assert estimate.median_s == pytest.approx(seconds, rel=1e-9)
     assert estimate.repeat_sigma == 0.2
-    assert estimate.extrapolated == (size < 10)
-
-
-def test_outside_the_measured_sizes_the_spread_widens() -> None:
-    costs = Costs(MODEL, cluster_from_profile(gloo_profile()))
-
-    def spread(size: int) -> tuple[bool, float]:
-        estimate = costs.estimate(Collective(operation="all_reduce", group=(0, 1), size_bytes=size), 0)
-        return estimate.extrapolated, sum(sigma for _, sigma in estimate.parameters)
-
-    assert spread(10**5) == (False, 0.05)
-    assert spread(10**7)[0]
-    assert spread(10**7)[1] > 0.05
+    assert estimate.extrapolated == (not 10 <= size <= 10**6)
+    assert (sum(sigma for _, sigma in estimate.parameters) > 0.05) == estimate.extrapolated
 
 
 # --- no cost known ----------------------------------------------------------------------------------------------------
@@ -363,7 +312,7 @@ def test_outside_the_measured_sizes_the_spread_widens() -> None:
     [
         (
             Collective(operation="all_reduce", group=(0, 1, 2), size_bytes=8),
-            r"profile gloo has no measured all_reduce over 3 ranks \(measured group sizes: 2\); measure it with "
+            r"profile toy has no measured all_reduce over 3 ranks \(measured group sizes: 2\); measure it with "
             r"`parsim calibrate --nproc 3`",
         ),
         (Collective(operation="broadcast", group=(0, 1), size_bytes=8), r"no measured broadcast over 2 ranks .*sizes: none"),
@@ -394,27 +343,18 @@ def test_pricing_keeps_the_order_and_prices_once(v100: Cluster) -> None:
     costs = Costs(MODEL, v100)
     works: list[tuple[Work, int]] = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (STEP, 5), (FORWARD, 0)]
     estimates = price(works, costs)
-    assert [estimate == costs.estimate(work, rank) for (work, rank), estimate in zip(works, estimates, strict=True)] == [
-        True
-    ] * 5
+    assert estimates == [costs.estimate(work, rank) for work, rank in works]
     assert estimates[0] is estimates[2] is estimates[4]
     assert price([], costs) == []
 
 
-def test_pricing_tells_placements_apart(v100: Cluster) -> None:
+def test_pricing_tells_placements_apart_and_reports_the_unknown(v100: Cluster) -> None:
     costs = Costs(MODEL, v100)
-    pairs: list[tuple[Work, int]] = [
-        (SendRecv(source=0, destination=1, size_bytes=2**24), 0),
-        (SendRecv(source=0, destination=3, size_bytes=2**24), 0),
-        (SendRecv(source=0, destination=5, size_bytes=2**24), 0),
-    ]
+    pairs: list[tuple[Work, int]] = [(SendRecv(source=0, destination=to, size_bytes=2**24), 0) for to in (1, 3, 5)]
     one, two, relayed = (estimate.median_s for estimate in price(pairs, costs))
     assert two < one < relayed
-
-
-def test_pricing_reports_the_first_unknown(v100: Cluster) -> None:
     with pytest.raises(CostError, match="no such component"):
-        price([(FORWARD, 0), (ComputeWork(component="zz", phase=Phase.FORWARD, samples=1), 0)], Costs(MODEL, v100))
+        price([(FORWARD, 0), (ComputeWork(component="zz", phase=Phase.FORWARD, samples=1), 0)], costs)
 
 
 def test_estimates_are_plain_values(v100: Cluster) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError
 from parsim.report import explorer as page
 from parsim.report.explorer import METRICS, ExplorerData, document_of, explorer_html
+from tests.unit.browser import needs_chromium, visiting
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -98,15 +98,24 @@ def test_the_document_holds_every_point_as_it_is() -> None:
     assert [plans["words"][code] for code in plans["codes"]] == [entry["plan"] for entry in given]
 
 
-def test_timelines_are_left_out_before_points(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timelines", [True, False])
+def test_a_page_that_is_too_large_loses_timelines_before_points(monkeypatch: pytest.MonkeyPatch, timelines: bool) -> None:
     given = [{**entry, "point": number} for number, entry in enumerate(rows() * 100)]
-    whole = len(explorer_html(data_of(given)).encode())
-    monkeypatch.setattr(page, "LARGEST_BYTES", whole - 5_000)
-    document = document_in(explorer_html(data_of(given, picked=777)))
-    assert document["count"] == 800
-    with_lanes = [number for number, lanes in enumerate(document["timeline"]["at"]) if lanes]
-    assert with_lanes == sorted({*range(0, 800, 2), 777})
-    assert "has the timelines of 401 of 800 points" in document["notes"][0]
+    given = given if timelines else [{**entry, "timeline": []} for entry in given]
+    largest = len(explorer_html(data_of(given)).encode()) - (5_000 if timelines else 20_000)
+    monkeypatch.setattr(page, "LARGEST_BYTES", largest)
+    text = explorer_html(data_of(given, picked=777))
+    document = document_in(text)
+    assert len(text.encode()) <= largest
+    assert document["numbers"][document["picked"]] == 777
+    if timelines:
+        assert document["count"] == 800
+        with_lanes = [number for number, lanes in enumerate(document["timeline"]["at"]) if lanes]
+        assert with_lanes == sorted({*range(0, 800, 2), 777})
+        assert "has the timelines of 401 of 800 points" in document["notes"][0]
+    else:
+        assert document["count"] < 800
+        assert "of 800 points; points.csv has all" in " ".join(document["notes"])
 
 
 def test_hostile_names_are_data() -> None:
@@ -116,18 +125,6 @@ def test_hostile_names_are_data() -> None:
     document = document_in(text)
     assert document["title"] == HOSTILE
     assert document["axes"][1]["values"] == [HOSTILE]
-
-
-def test_too_many_points_are_thinned_out_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [{**entry, "point": number, "timeline": []} for number, entry in enumerate(rows() * 100)]
-    whole = len(explorer_html(data_of(given)).encode())
-    monkeypatch.setattr(page, "LARGEST_BYTES", whole - 20_000)
-    text = explorer_html(data_of(given, picked=777))
-    document = document_in(text)
-    assert len(text.encode()) <= whole - 20_000
-    assert document["count"] < 800
-    assert document["numbers"][document["picked"]] == 777
-    assert "of 800 points; points.csv has all" in " ".join(document["notes"])
 
 
 def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
@@ -164,31 +161,18 @@ MARK_OF_POINT = """(point) => {
 }"""
 """Where a point is drawn in the window."""
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+@needs_chromium
 @pytest.mark.parametrize("width", [390, 1280, 2560])
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
     """Every view is drawn; sliders, keys and the address change it; nothing is fetched, nothing scrolls sideways."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     given = [*rows(), row(8, 8, "mp", status="failed", reason=HOSTILE)]
     given.append(row(9, 1, HOSTILE, plan_in_words=HOSTILE, timeline=[[HOSTILE, "F300"]]))
     path = tmp_path / "explorer.html"
     path.write_text(explorer_html(data_of(given, picked=2)), encoding="utf-8")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    problems: list[str] = []
-    requests: list[str] = []
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=flags)
-        tab = browser.new_page(viewport={"width": width, "height": 900})
-        tab.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
-        tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("dialog", lambda dialog: problems.append(f"dialog {dialog.message}"))
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.goto(path.as_uri())
-        tab.wait_for_selector("body[data-ready]", state="attached")
+    with visiting(width) as visit:
+        tab = visit.tab(path.as_uri())
         assert tab.locator("#point-title").inner_text() == "Point 2"
         drawn = tab.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)")
         assert all(drawn)
@@ -200,9 +184,9 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert "twice the devices, twice the throughput" in tab.locator("#curve-legend").inner_text()
         assert tab.evaluate("document.getElementById('curve').data.at(-1).y") == [256, 8 * 256]
         tab.mouse.move(*tab.evaluate(MARK_OF_POINT, 6))
-        playwright.expect(tab.locator("#point-title")).to_have_text("Point 6 under the cursor")
+        visit.expect(tab.locator("#point-title")).to_have_text("Point 6 under the cursor")
         tab.mouse.move(1, 1)
-        playwright.expect(tab.locator("#point-title")).to_have_text("Point 2")
+        visit.expect(tab.locator("#point-title")).to_have_text("Point 2")
         assert "point=" not in tab.evaluate("location.hash")
         slider = tab.locator("[id='control-cluster.nodes']")
         slider.focus()
@@ -221,10 +205,9 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert "metric=usd_per_million_samples" in address
         assert "theme=dark" in address
         tab.locator("summary").click()
-        playwright.expect(tab.locator("#table tbody tr")).to_have_count(
-            2
-        )  # the table is filled once the browser says it is open
-        other = browser.new_page(viewport={"width": width, "height": 900})
+        # the table is filled once the browser says it is open
+        visit.expect(tab.locator("#table tbody tr")).to_have_count(2)
+        other = visit.browser.new_page(viewport={"width": width, "height": 900})
         other.goto(f"{path.as_uri()}{address}")
         other.wait_for_selector("body[data-ready]", state="attached")
         assert other.evaluate(front) == 2
@@ -250,6 +233,5 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert other.evaluate(front) == 12
         tab.emulate_media(media="print")
         assert not tab.locator("#theme").is_visible()
-        browser.close()
-    assert problems == []
-    assert requests == [path.as_uri()]
+    assert visit.problems == []
+    assert visit.requests == [path.as_uri()]

@@ -15,6 +15,7 @@ from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, Program
 from parsim.engines.scenario.scenario import Scenario, conditions_for, parse_scenario
 from parsim.errors import ScenarioError
+from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.forecast import Played
@@ -137,11 +138,8 @@ def test_evaluation_is_the_forwards_share_of_a_step() -> None:
 def test_a_checkpoint_by_its_bytes() -> None:
     text = RUN + "[checkpoints]\ninterval_s = 100.0\nwrite_bytes_per_s = 1e8\n"
     model = PROBLEM.model
-    momentum = replace(PROBLEM, numerics=replace(PROBLEM.numerics, optimizer="adam"))
-    for problem, per_element in (
-        (PROBLEM, {"sgd": 0, "sgd_momentum": 4, "adam": 8}[PROBLEM.numerics.optimizer]),
-        (momentum, 8),
-    ):
+    for optimizer, per_element in (("sgd", 0), ("sgd_momentum", 4), ("adam", 8)):
+        problem = replace(PROBLEM, numerics=Numerics(optimizer=optimizer))
         run = Played(problem=problem, evaluation=DP_STEP, scenario=parse_scenario(text))
         assert run.write_s == pytest.approx((model.parameter_bytes + per_element * model.parameter_count) / 1e8)
 

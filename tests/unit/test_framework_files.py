@@ -9,11 +9,17 @@ import pytest
 import parsim
 from parsim.errors import ConfigError
 from parsim.formats.megatron import expanded, options_of, read_script
-from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.formats.recipe import Recipe, is_framework_file, read_recipe
 from parsim.formats.torchtitan import read_toml
 
 FILES = Path(__file__).parents[1] / "frameworks"
 SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "
+
+
+def titan(**tables: dict[str, object]) -> Recipe:
+    """A file of torchtitan with these tables beside those of a small training of Llama 3 8B."""
+    document = {"model": {"name": "llama3", "flavor": "8B"}, "training": {"local_batch_size": 1, "seq_len": 128}}
+    return read_toml(document | tables)
 
 
 def test_a_shell_script_is_followed() -> None:
@@ -69,25 +75,15 @@ def test_a_file_of_torchtitan() -> None:
     ],
 )
 def test_torchtitan_shards_within_groups(degrees: dict[str, object], states: tuple[int, int | None]) -> None:
-    document = {
-        "model": {"name": "llama3", "flavor": "8B"},
-        "training": {"local_batch_size": 1, "seq_len": 128},
-        "parallelism": degrees,
-    }
-    recipe = read_toml(document)
+    recipe = titan(parallelism=degrees)
     settings = recipe.settings(8)
     assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
     assert not {key for key in recipe.left_out if "data_parallel" in key}
 
 
 def test_torchtitan_keeps_states_as_often_as_divides_the_replicas() -> None:
-    document = {
-        "model": {"name": "llama3", "flavor": "8B"},
-        "training": {"local_batch_size": 1, "seq_len": 128},
-        "parallelism": {"data_parallel_replicate_degree": 3},
-    }
     with pytest.raises(ConfigError, match=r"keeps states 3 times, which must divide the 8 replicas; the nearest that do: 2"):
-        read_toml(document).settings(8)
+        titan(parallelism={"data_parallel_replicate_degree": 3}).settings(8)
 
 
 @pytest.mark.parametrize(
@@ -106,35 +102,19 @@ def test_megatron_has_several_instances_of_the_optimizer(optimizer: str, states:
 
 @pytest.mark.parametrize(("converters", "told"), [(["float8"], True), ([], False)])
 def test_gathering_in_8_bits_is_left_out_where_torchtitan_trains_in_8_bits(converters: list[str], told: bool) -> None:
-    document = {
-        "model": {"name": "llama3", "flavor": "8B", "converters": converters},
-        "training": {"local_batch_size": 1, "seq_len": 128},
-        "float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
-    }
-    recipe = read_toml(document)
+    model = {"name": "llama3", "flavor": "8B", "converters": converters}
+    recipe = titan(model=model, float8={"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"})
     assert ("float8.enable_fsdp_float8_all_gather" in recipe.left_out) == told
     assert ("float8.enable_fsdp_float8_all_gather" in recipe.ignored) != told
 
 
-def test_every_second_layer_is_recomputed_by_torchtitan() -> None:
-    document = {
-        "model": {"name": "llama3", "flavor": "8B"},
-        "training": {"local_batch_size": 1, "seq_len": 128},
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
-    }
-    again = read_toml(document).settings(2)["plan.recompute"]
-    assert again == [f"h.{layer}" for layer in range(1, 32, 2)]
-
-
-def test_operators_that_torchtitan_saves_are_kept_by_operator() -> None:
-    document = {
-        "model": {"name": "llama3", "flavor": "8B"},
-        "training": {"local_batch_size": 1, "seq_len": 128},
-        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
-    }
-    recipe = read_toml(document)
-    assert recipe.settings(2)["plan.recompute"] == "selective"
-    assert "every second product" in recipe.left_out["activation_checkpoint.selective_ac_option"]
+@pytest.mark.parametrize(("option", "again"), [("2", [f"h.{layer}" for layer in range(1, 32, 2)]), ("op", "selective")])
+def test_what_torchtitan_recomputes_selectively(option: str, again: object) -> None:
+    """Every second layer; or by operator, where it also computes every second product again."""
+    recipe = titan(activation_checkpoint={"mode": "selective", "selective_ac_option": option})
+    assert recipe.settings(2)["plan.recompute"] == again
+    left_out = recipe.left_out.get("activation_checkpoint.selective_ac_option", "")
+    assert ("every second product" in left_out) == (option == "op")
 
 
 @pytest.mark.parametrize(
@@ -202,11 +182,8 @@ def test_offload_of_megatron_is_taken_where_it_means_the_same() -> None:
     assert {"--optimizer-cpu-offload", "--optimizer-offload-fraction"} <= set(part.left_out)
 
 
-def test_half_precision_of_megatron_says_what_it_is_taken_as() -> None:
+def test_precisions_of_megatron_say_what_they_are_taken_as() -> None:
     assert read_script(SIZES + "--fp16").left_out["--fp16"].startswith("taken as amp_fp16")
-
-
-def test_four_bits_of_megatron() -> None:
     recipe = read_script(SIZES + "--fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --reset-attention-mask")
     assert (recipe.training["precision"], recipe.args["fp8_casts"]) == ("nvfp4", True)
     assert list(recipe.left_out) == ["--reset-attention-mask"]
@@ -214,13 +191,9 @@ def test_four_bits_of_megatron() -> None:
 
 
 def test_dualpipe_v_of_torchtitan_is_its_own_order() -> None:
-    parallelism = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "DualPipeV"}
-    recipe = read_toml({"model": {"name": "llama3", "flavor": "8B"}, "parallelism": parallelism})
-    assert (recipe.order, recipe.chunks, recipe.left_out.get("parallelism.pipeline_parallel_schedule")) == (
-        "dualpipe-v",
-        2,
-        None,
-    )
+    recipe = titan(parallelism={"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "DualPipeV"})
+    assert (recipe.order, recipe.chunks) == ("dualpipe-v", 2)
+    assert "parallelism.pipeline_parallel_schedule" not in recipe.left_out
 
 
 def test_experts_of_megatron() -> None:
@@ -254,22 +227,30 @@ def test_context_and_expert_axes_of_megatron() -> None:
     assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
 
 
-def test_fewer_devices_than_the_mesh_has() -> None:
-    with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(6\); ask for 8$"):
-        read_script(SIZES + "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2").settings(6)
-
-
-def test_devices_and_batch_must_divide() -> None:
-    recipe = read_script(SIZES + "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4")
-    with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(12\); ask for 8 or 16"):
-        recipe.settings(12)
-    with pytest.raises(ConfigError, match=r"must be divisible by 1 replicas x micro-batch 4 = 4; the nearest that is: 8"):
-        recipe.settings(8)
+@pytest.mark.parametrize(
+    ("extra", "devices", "message"),
+    [
+        (
+            "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+            6,
+            r"= 8 must divide the devices \(6\); ask for 8$",
+        ),
+        ("--tensor-model-parallel-size 8", 12, r"= 8 must divide the devices \(12\); ask for 8 or 16"),
+        (
+            "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4",
+            8,
+            "must be divisible by 1 replicas x micro-batch 4 = 4; the nearest that is: 8",
+        ),
+    ],
+)
+def test_devices_and_batch_must_divide(extra: str, devices: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_script(SIZES + extra).settings(devices)
 
 
 def test_torchtitan_models_that_are_not_known() -> None:
     with pytest.raises(ConfigError, match=r"flavor = '71B' is not known; did you mean"):
-        read_toml({"model": {"name": "llama3", "flavor": "71B"}})
+        titan(model={"name": "llama3", "flavor": "71B"})
 
 
 def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from experiments.adaptive.disturbing import Throttle
 from experiments.adaptive.judge import PAIRS
 from experiments.adaptive.judge import live_claims as claims
-from experiments.adaptive.throttle import Throttle
 from experiments.common.claims import MET, MISSED, NOT_CHECKED
 from parsim.execute.processes.output import rank_processes
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
-from parsim.costs.compute.launches import ComputeRequest, Launch, element_bytes, product_sizes
+from parsim.costs.compute.formula import component_kernels, kernel_roofline_s
+from parsim.costs.compute.launches import ComputeRequest, Launch
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.names import named_model
@@ -19,27 +19,9 @@ from parsim.model.model import Model
 from parsim.model.trace.trace import trace
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Phase
+from tests.unit.test_parts import model_of, product
 
 LOW = ("fp8", "nvfp4")
-
-
-@lru_cache(maxsize=16)
-def prices(gpu: str, precision: str) -> KernelModel:
-    profile = profile_from_parts(gpu, 1)
-    return KernelModel(profile, cluster_from_profile(profile).devices[0].type, precision)
-
-
-def product(precision: str, rows: int, columns: int, depth: int, *, low: bool = True) -> Launch:
-    elements = rows * depth + depth * columns + rows * columns
-    return Launch(
-        kind="matmul",
-        function="linear",
-        phase="forward",
-        sizes=product_sizes(1, rows, columns, depth),
-        flop=2.0 * rows * columns * depth,
-        size_bytes=float(element_bytes(precision) * elements),
-        low=low,
-    )
 
 
 @lru_cache(maxsize=1)
@@ -56,9 +38,12 @@ def kernels(component: str, precision: str, phase: Phase) -> tuple[Launch, ...]:
 @pytest.mark.parametrize("name", ["b200", "gb200", "gb300", "b300"])
 def test_four_bits_multiply_faster_than_eight(name: str) -> None:
     """Medians of published products above 1e12 FLOP: GB200 3,435 and 2,328 to 2,656 TFLOP/s, GB300 4,721 and 2,982."""
-    eight, four = (prices(name, precision).price(product(precision, 16384, 8192, 8192)).seconds for precision in LOW)
+    eight, four = (
+        model_of(name, precision).price(product(16384, 8192, 8192, precision=precision)).seconds for precision in LOW
+    )
     assert 1.2 < eight / four < 2.2
-    eight, four = (prices(name, precision).price(product(precision, 128, 128, 128)).seconds for precision in LOW)
+    small = (product(128, 128, 128, precision=precision) for precision in LOW)
+    eight, four = (model_of(name, precision).price(launch).seconds for precision, launch in zip(LOW, small, strict=True))
     assert four > 0.3 * eight, "no peak shortens a launch"
 
 
@@ -66,8 +51,8 @@ def test_four_bits_multiply_faster_than_eight(name: str) -> None:
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_the_head_costs_what_it_does_in_bf16(precision: str, phase: Phase) -> None:
     own, half = kernels("head", precision, phase), kernels("head", "bf16", phase)
-    assert [prices("b200", precision).price(entry).seconds for entry in own] == [
-        prices("b200", "bf16").price(entry).seconds for entry in half
+    assert [model_of("b200", precision).price(entry).seconds for entry in own] == [
+        model_of("b200", "bf16").price(entry).seconds for entry in half
     ]
 
 
@@ -77,15 +62,15 @@ def test_products_without_a_weight_and_the_router_stay_in_bf16(precision: str) -
     assert [entry.low for entry in found] == [True, False, False, True, False, True, True], (
         "queries, keys and values; two of scores; what attention puts out; router; up and down of the experts"
     )
-    kept = product("bf16", 4096, 4096, 128, low=False)
-    own, half = prices("b200", precision), prices("b200", "bf16")
+    kept = product(4096, 4096, 128, precision="bf16", low=False)
+    own, half = model_of("b200", precision), model_of("b200", "bf16")
     assert own.price(kept) == half.price(replace(kept, low=True))
     assert own.price(replace(kept, low=True)).seconds != own.price(kept).seconds
 
 
 @pytest.mark.parametrize("precision", LOW)
 def test_nothing_is_priced_below_the_roofline_of_its_own_precision(precision: str) -> None:
-    model = prices("b200", precision)
+    model = model_of("b200", precision)
     for component in ("head", "h.0"):
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             for entry in kernels(component, precision, phase):
@@ -95,8 +80,8 @@ def test_nothing_is_priced_below_the_roofline_of_its_own_precision(precision: st
 
 def test_without_low_precision_nothing_is_left_out_of_it() -> None:
     """All products of a bf16 training have one price, whatever training in 8 bits would do with them."""
-    kept = product("bf16", 4096, 32000, 4096, low=False)
-    assert prices("h100-sxm", "bf16").price(kept) == prices("h100-sxm", "bf16").price(replace(kept, low=True))
+    kept = product(4096, 32000, 4096, precision="bf16", low=False)
+    assert model_of("h100-sxm", "bf16").price(kept) == model_of("h100-sxm", "bf16").price(replace(kept, low=True))
 
 
 @lru_cache(maxsize=1)
@@ -122,7 +107,7 @@ def test_a_traced_head_and_convolutions_cost_what_they_do_in_bf16(precision: str
         model=convolutional(), cluster=cluster, global_batch=64, numerics=Numerics(precision=precision)
     ).model
     assert [entry.low for entry in products_of(planned, precision, "matmul")] == [True, False]
-    low, half = prices("b200", precision), prices("b200", "bf16")
+    low, half = model_of("b200", precision), model_of("b200", "bf16")
     own = [low.price(entry).seconds for entry in products_of(planned, precision, "convolution")]
     assert own == [half.price(entry).seconds for entry in products_of(convolutional(), "bf16", "convolution")]
     assert own

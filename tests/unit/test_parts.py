@@ -40,7 +40,7 @@ def model_of(gpu: str, precision: str) -> KernelModel:
     return KernelModel(profile, device, precision)
 
 
-def product(rows: int, columns: int, depth: int, problems: int = 1, precision: str = "amp_bf16") -> Launch:
+def product(rows: int, columns: int, depth: int, problems: int = 1, precision: str = "amp_bf16", *, low: bool = True) -> Launch:
     elements = rows * depth + depth * columns + rows * columns
     return Launch(
         kind="matmul",
@@ -48,7 +48,8 @@ def product(rows: int, columns: int, depth: int, problems: int = 1, precision: s
         phase="forward",
         sizes=product_sizes(problems, rows, columns, depth),
         flop=2.0 * problems * rows * columns * depth,
-        size_bytes=element_bytes(precision) * problems * elements,
+        size_bytes=float(element_bytes(precision) * problems * elements),
+        low=low,
     )
 
 
@@ -232,23 +233,22 @@ def test_units_that_cannot_be_are_refused() -> None:
         parse_network(json.dumps(network), "mine")
 
 
-@pytest.mark.parametrize(("key", "value"), [("memory_bytes", 80), ("memory_bandwidth_bytes_per_s", 3350)])
-def test_a_gpu_in_other_units_is_refused(tmp_path: Path, key: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("memory_bytes", {"value": 80}, "memory_bytes = .*meant"),
+        ("memory_bandwidth_bytes_per_s", {"value": 3350}, "memory_bandwidth_bytes_per_s = .*meant"),
+        ("memory_bytes", {"source": "nowhere"}, "source 'nowhere' is not listed"),
+    ],
+)
+def test_a_number_of_a_gpu_in_other_units_or_without_its_source_is_refused(
+    tmp_path: Path, key: str, change: dict[str, Any], message: str
+) -> None:
     document: dict[str, Any] = load_gpu("h100-sxm").model_dump(mode="json")
-    document[key]["value"] = value
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match=f"{key} = .*meant"):
-        load_gpu(str(path))
-
-
-def test_a_number_without_a_listed_source_is_refused(tmp_path: Path) -> None:
-    document: dict[str, Any] = load_gpu("h100-sxm").model_dump(mode="json")
-    document["memory_bytes"]["source"] = "nowhere"
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match="source 'nowhere' is not listed"):
-        load_gpu(str(path))
+    document[key] |= change
+    (tmp_path / "mine.json").write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match=message):
+        load_gpu(str(tmp_path / "mine.json"))
 
 
 def test_shorthand_means_whole_nodes() -> None:
@@ -348,17 +348,11 @@ def test_memory_of_the_newest_parts_is_no_more_than_their_stacks_hold() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "name"),
-    [("NVIDIA GB300", "gb300"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200")],
-)
-def test_a_driver_s_name_of_a_blackwell_is_its_own_part(driver: str, name: str) -> None:
-    found = gpu_named(driver)
-    assert found is not None
-    assert found.name == name
-
-
-@pytest.mark.parametrize(
-    ("driver", "name"),
     [
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA H800", "h800-sxm"),
         ("NVIDIA H800 PCIe", None),
         ("NVIDIA H20", "h20"),
@@ -374,8 +368,8 @@ def test_a_driver_s_name_of_a_blackwell_is_its_own_part(driver: str, name: str) 
     ],
 )
 def test_a_driver_s_name_is_that_of_its_own_board(driver: str, name: str | None) -> None:
-    found = gpu_named(driver)
-    assert (None if found is None else found.name) == name
+    gpu = gpu_named(driver)
+    assert (None if gpu is None else gpu.name) == name
 
 
 @pytest.mark.parametrize(("less", "whole", "lanes"), [("h800-sxm", "h100-sxm", 18), ("a800-sxm-80gb", "a100-sxm-80gb", 12)])

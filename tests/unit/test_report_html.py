@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -35,6 +34,7 @@ from parsim.report import figures
 from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
 from parsim.units import format_seconds
+from tests.unit.browser import needs_chromium, visiting
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -265,9 +265,6 @@ def test_kinds_of_task_have_colours_of_their_own() -> None:
     assert len(set(figures.CATEGORY_COLOURS.values())) == len(figures.CATEGORY_COLOURS)
 
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-
-
 CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {
   const box = text.getBoundingClientRect(), plot = text.closest('.plot').getBoundingClientRect();
   return box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1;
@@ -275,24 +272,13 @@ CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+@needs_chromium
 @pytest.mark.parametrize("width", [1280, 390])
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
     """Draws every figure without a console message or a request, fits the width, and its legend hides traces."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     write_report(report_data(), tmp_path / "report.html")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync"]
-    problems: list[str] = []
-    requests: list[str] = []
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto((tmp_path / "report.html").as_uri())
-        page.wait_for_selector("body[data-ready]", state="attached")
+    with visiting(width) as visit:
+        page = visit.tab((tmp_path / "report.html").as_uri())
         page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
         page.wait_for_function(
             "document.querySelectorAll('.plot .main-svg').length > 0 && !document.querySelector('.plot:empty')"
@@ -308,9 +294,8 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
             ".querySelector('.plot').data.find((trace) => trace.name === 'forward').visible"
         )
         clipped = page.evaluate(CLIPPED)
-        browser.close()
-    assert problems == []
-    assert requests == [(tmp_path / "report.html").as_uri()]
+    assert visit.problems == []
+    assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert len(drawn) > 15
     assert all(drawn)
     assert widths[0] <= widths[1], "the page scrolls sideways"

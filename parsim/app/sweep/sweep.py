@@ -303,7 +303,7 @@ def open_sweep(path: Path) -> Sweep:
 
 
 SAY_EVERY_S = 5.0
-Place = Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]
+PointPlace = Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]
 """Where points are answered: yields their rows."""
 
 
@@ -406,7 +406,7 @@ def sweep(
     return answered
 
 
-def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: Place, folder: SweepFolder | None) -> Sweep:
+def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: PointPlace, folder: SweepFolder | None) -> Sweep:
     """The sweep with its answers. Equal points are asked once, and points that the folder holds not at all."""
     with nullcontext() if folder is None else folder.writing() as log:
         answers: dict[str, dict[str, Any]] = {}
@@ -422,7 +422,7 @@ def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: Place, folder: 
 
 
 def _ask_all(
-    order: Sequence[SweepPoint], place: Place, log: RowLog | None, answers: dict[str, dict[str, Any]], say: Say
+    order: Sequence[SweepPoint], place: PointPlace, log: RowLog | None, answers: dict[str, dict[str, Any]], say: Say
 ) -> None:
     """Fill `answers`, and the log, row by row."""
     by_number = {point.number: point for point in order}
@@ -465,7 +465,7 @@ def _neighbours(points: Iterable[SweepPoint]) -> list[SweepPoint]:
     return sorted(points, key=place)
 
 
-def _place(jobs: int | None, on: str | None) -> Place:
+def _place(jobs: int | None, on: str | None) -> PointPlace:
     if on is not None:
         if jobs is not None:
             raise ConfigError(f"--jobs {jobs} is for this machine, and --on {on} has its own workers; drop one of them")

@@ -13,7 +13,7 @@ import numpy as np
 
 from parsim.costs.estimate import OverlapFactors, Term, TermOrigin, Terms
 from parsim.errors import CostError
-from parsim.hardware.profile import Overlap, OverlapPoint, Regime
+from parsim.hardware.profile import Overlap, Regime
 from parsim.units import format_bytes, format_seconds
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv, Work
 
@@ -93,22 +93,18 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
 
 
 def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:
-    """(compute, communication) factors while one operation of one size runs."""
-    points = _of_operation(measured.points, operation) or _of_operation(measured.points, "all_reduce")
+    """(compute, communication) factors while one operation of one size runs; of several group sizes those of most ranks."""
+    points = [point for point in measured.points if point.operation == operation]
+    points = points or [point for point in measured.points if point.operation == "all_reduce"]
     if not points:
         return measured.compute_factor, measured.communication_factor
+    most = max(point.group_size for point in points)
+    points = sorted((point for point in points if point.group_size == most), key=lambda point: point.size_bytes)
     sizes = [math.log(max(1, point.size_bytes)) for point in points]
     at = math.log(max(1, size_bytes))
     held = np.interp(at, sizes, [1 - 1 / point.compute_factor for point in points])
     communication = np.interp(at, sizes, [point.communication_factor for point in points])
     return 1 / (1 - float(held)), float(communication)
-
-
-def _of_operation(points: Sequence[OverlapPoint], operation: str) -> list[OverlapPoint]:
-    """Ascending in size; of several group sizes that of the most ranks."""
-    measured = [point for point in points if point.operation == operation]
-    most = max((point.group_size for point in measured), default=0)
-    return sorted((point for point in measured if point.group_size == most), key=lambda point: point.size_bytes)
 
 
 # --- piecewise lines through a measured collective --------------------------------------------------------------------

@@ -143,7 +143,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
 
 
 def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
-    others = tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
+    others = _distinct(_hashable(concurrent))
     if COLLECTIVE_KINDS[work.operation].pairwise:
         return _pairwise(work.operation, group, work.size_bytes, cluster, others)
     if len(cluster.spread(group)) > 1:

@@ -39,7 +39,7 @@ Vertex = TypeVar("Vertex")
 
 
 def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
-    """As many edge-disjoint directed Hamiltonian cycles as the multigraph holds.
+    """Pack as many edge-disjoint directed Hamiltonian cycles as the multigraph holds.
 
     Args:
         lanes: lanes[i][j] >= 0 directed lanes from vertex i to vertex j, n x n with 2 <= n <= MAX_RING_DEVICES.

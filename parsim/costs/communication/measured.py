@@ -14,10 +14,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parsim.costs.communication.contention import group_pace, inside_pace, rings_of, transfer_pace
+from parsim.costs.communication.intranode import link_model_of
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, NodeShape
-from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication, Profile
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication
 from parsim.work import COLLECTIVE_KINDS
 
 FITTED_BY_LINKS = "all_reduce"
@@ -97,7 +98,7 @@ def measured_fit(
     For a machine with a link model; `group` is ascending. Raises CostError as `fits_of`.
     """
     ((node, members),) = cluster.spread(group)
-    link_kind = _link_kind(cluster.profile)
+    link_kind = link_model_of(cluster).link_kind
     fit = _fit_for(cluster, operation, cluster.nodes.shapes[node], members, link_kind)
     if fit is None:
         return None
@@ -119,7 +120,7 @@ def measured_transfer(
     (node, _), (other, _) = (cluster.places[rank] for rank in pair)
     if node != other:
         return None
-    link_kind = _link_kind(cluster.profile)
+    link_kind = link_model_of(cluster).link_kind
     members = tuple(sorted(cluster.places[rank][1] for rank in pair))
     fit = _fit_for(cluster, "send_recv", cluster.nodes.shapes[node], members, link_kind)
     if fit is None:
@@ -127,12 +128,6 @@ def measured_transfer(
     alone = transfer_pace(cluster, link_kind, pair)[0]
     beside = transfer_pace(cluster, link_kind, pair, concurrent)[0] if concurrent else alone
     return fit, beside / alone if alone else 1.0
-
-
-def _link_kind(profile: Profile) -> str:
-    model = profile.communication.link_model
-    assert model is not None  # the callers price by links
-    return model.link_kind
 
 
 def _fit_for(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from parsim.costs.compute.formula import KernelModel, OperatorModel, drift_of, has_published_peaks
 from parsim.costs.compute.launches import HALVES, ComputeRequest, Launch
@@ -34,7 +34,7 @@ from parsim.hardware.devices import Device, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.component import Component, Operator
-from parsim.model.formats import DEFAULT_NUMERICS, Numerics, number_format
+from parsim.model.formats import DEFAULT_NUMERICS, FULL_BYTES, Numerics, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase
@@ -53,7 +53,6 @@ REPEATED_SIGMA = 0.2
 IMBALANCE_SIGMA = 0.1
 """Assumed relative spread of the busiest rank's visits to its experts, beyond those of tokens that choose at random."""
 
-FULL_BYTES = 4
 MASTER_ACCESSES = 3
 """Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 EMA_ACCESSES = 3
@@ -62,14 +61,8 @@ CLIP_SIGMA = 0.3
 """Assumed: nothing measures clipping, or the arithmetic of mixing, by itself."""
 
 
-class MeasuredWork(NamedTuple):
-    """What a ComponentPoint was measured on."""
-
-    fingerprint: str
-    phase: str
-    device_type: str
-    precision: str
-
+MeasuredWork = tuple[str, str, str, str]
+"""What a ComponentPoint was measured on: fingerprint, phase, device type and precision."""
 
 MOST_KNOWN = 2**15
 """Estimates that are kept of one machine."""
@@ -140,7 +133,7 @@ class ComputeCosts:
             return _half(both, part, model) if both.source == "measured" else model.estimate(part)
         for ways in (ways for ways in range(work.ways if self._points else 0, 0, -1) if work.ways % ways == 0):
             base = replace(part, component=narrow(component, work.rule, ways))
-            key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.numerics.precision)
+            key = base.component.fingerprint, work.phase.value, device.type.name, self.numerics.precision
             if key in self._points:
                 measured = measured_component(base, self._points[key], self.ranks_active, drift_of(self.profile))
                 return measured if ways == work.ways else _shard(measured, base, part, model, ways, work.ways)
@@ -281,9 +274,9 @@ class ComputeCosts:
             ConfigError, CostError: as `optimizer`.
         """
         optimizer = self.numerics.optimizer
-        whole = self._step(OptimizerStep(elements=work.elements, tensors=work.tensors), device)
+        step = self._step(OptimizerStep(elements=work.elements, tensors=work.tensors), device)
         if not work.elements:
-            return whole
+            return step
         every = self._step_accesses(optimizer, device)
         if isinstance(work, ClipGradients):
             accesses, name = CLIP_ACCESSES[work.part], "operator:clip"
@@ -291,7 +284,7 @@ class ComputeCosts:
         else:
             accesses, name = work.accesses, "operator:mix"
             detail = f"{accesses} accesses, where a step of {optimizer} has {every}"
-        return _multiple_of(whole, accesses / every, detail, (name, CLIP_SIGMA))
+        return _multiple_of(step, accesses / every, detail, (name, CLIP_SIGMA))
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
@@ -312,8 +305,7 @@ class ComputeCosts:
     def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
         points: dict[MeasuredWork, list[ComponentPoint]] = {}
         for point in self.profile.compute.components:
-            key = MeasuredWork(point.fingerprint, point.phase, point.device_type, point.precision)
-            points.setdefault(key, []).append(point)
+            points.setdefault((point.fingerprint, point.phase, point.device_type, point.precision), []).append(point)
         return points
 
 

@@ -222,11 +222,16 @@ def tile_seconds(
         Seconds, float64 [shapes]. Leaves out the cache and unaligned operands.
     """
     compute, memory, partial_sums = tile_parts(rows, columns, depth, problems, size_bytes, coefficients)
-    p = coefficients["sharpness"]
-    larger = np.maximum(compute, memory)
-    seconds = larger * (1.0 + (np.minimum(compute, memory) / larger) ** p) ** (1.0 / p) + partial_sums
+    seconds = _joined(compute, memory, coefficients["sharpness"]) + partial_sums
     best: Array = coefficients["floor_s"] + seconds.min(axis=0)
     return best
+
+
+def _joined(compute: Array, memory: Array, p: float) -> Array:
+    """(c^p + m^p)^(1/p), without leaving the range of floats."""
+    larger = np.maximum(compute, memory)
+    joined: Array = larger * (1.0 + (np.minimum(compute, memory) / larger) ** p) ** (1.0 / p)
+    return joined
 
 
 def tile_parts(
@@ -287,10 +292,7 @@ def attention_seconds(
     longest = per_key * (keys + coefficients["key_overhead"])
     compute = np.maximum(waves * block, longest)
     memory = size_bytes / (coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"])
-    larger = np.maximum(compute, memory)
-    seconds: Array = coefficients["floor_s"] + larger * (1.0 + (np.minimum(compute, memory) / larger) ** SHARPNESS) ** (
-        1.0 / SHARPNESS
-    )
+    seconds: Array = coefficients["floor_s"] + _joined(compute, memory, SHARPNESS)
     return seconds
 
 

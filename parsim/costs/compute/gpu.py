@@ -46,10 +46,9 @@ from parsim.costs.compute.launches import (
     operator_times,
 )
 from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Component, Operator
-from parsim.model.formats import number_format
+from parsim.model.formats import FULL_BYTES, number_format
 from parsim.work import Phase
 
-FULL_BYTES = 4
 CAST_BYTES = 6
 """Of an element between fp32 and half precision: four read and two written, or the other way round."""
 

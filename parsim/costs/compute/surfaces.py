@@ -203,12 +203,12 @@ class SurfaceModel:
     surfaces: tuple[OperatorSurface, ...]
     points: tuple[OperatorPoint, ...]
 
-    def price(self, launch: Launch) -> Price | None:
-        """None where no surface covers that kind, function and phase."""
+    def price(self, launch: Launch) -> Price:
+        """Raises CostError where no surface covers that kind, function and phase."""
         key = (launch.kind, launch.function, launch.phase)
         surface = self._by_key.get(key)
         if surface is None:
-            return None
+            raise CostError(f"there is no fit for {' '.join(key)}: calibrate again, so that it is measured")
         sizes, beyond = dict(launch.sizes), 0.0
         if key in self._shapes:
             distance = float(distances(log_sizes(sizes)[None, :], self._shapes[key])[0])
@@ -233,14 +233,13 @@ class SurfaceModel:
 
 def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
     """The surfaces of a profile, by device type and precision."""
-    keys = {(entry.device_type, entry.precision) for entry in profile.compute.operator_surfaces}
-    return {
-        key: SurfaceModel(
-            surfaces=tuple(entry for entry in profile.compute.operator_surfaces if (entry.device_type, entry.precision) == key),
-            points=tuple(entry for entry in profile.compute.operator_points if (entry.device_type, entry.precision) == key),
-        )
-        for key in sorted(keys)
-    }
+    surfaces: dict[tuple[str, str], list[OperatorSurface]] = {}
+    points: dict[tuple[str, str], list[OperatorPoint]] = {}
+    for surface in profile.compute.operator_surfaces:
+        surfaces.setdefault((surface.device_type, surface.precision), []).append(surface)
+    for point in profile.compute.operator_points:
+        points.setdefault((point.device_type, point.precision), []).append(point)
+    return {key: SurfaceModel(tuple(surfaces[key]), tuple(points.get(key, ()))) for key in sorted(surfaces)}
 
 
 def stacked_terms(
@@ -320,7 +319,7 @@ def component_parts(
         CostError: no surface covers a launch; the message names the first.
     """
     launches = launched(component, phase, samples, input_gradient=input_gradient)
-    priced = [(launch, _price(launch, model)) for launch in launches]
+    priced = [(launch, model.price(launch)) for launch in launches]
     by_kind: dict[str, list[Price]] = {}
     for launch, price in priced:
         by_kind.setdefault(ACCUMULATE if launch.function == ACCUMULATE else launch.kind, []).append(price)
@@ -396,11 +395,8 @@ def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
 
 def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
     """The composition of a phase, or None. Halves of a backward use the backward's."""
-    wanted = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
-    for entry in compositions:
-        if (entry.phase, entry.device_type, entry.precision) == wanted:
-            return entry
-    return None
+    key = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
+    return next((fit for fit in compositions if (fit.phase, fit.device_type, fit.precision) == key), None)
 
 
 @dataclass(frozen=True)
@@ -430,8 +426,10 @@ class LaunchModel:
         terms, total = self._bounded(request, composed_terms(parts, composition)), parts.total_s
         seconds = folded_s(terms)
         shares = {kind: value / total for kind, value in parts.seconds.items()} if total else {}
-        own = parts.widening if composition is not None else {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
-        widened = ((f"operator:{kind}", own[kind] * shares[kind]) for kind in sorted(shares) if own[kind] > 0)
+        sigma = parts.widening
+        if composition is None:
+            sigma = {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
+        widened = ((f"operator:{kind}", sigma[kind] * shares[kind]) for kind in sorted(shares) if sigma[kind] > 0)
         parameters = [drift_of(self.profile), *widened]
         detail = f"sum of {parts.launches} measured kinds of launches"
         if composition is not None:
@@ -468,12 +466,3 @@ class LaunchModel:
 
     def _composition(self, phase: Phase) -> Composition | None:
         return composition_of(self.profile.compute.compositions, phase, self.device.name, self.precision)
-
-
-def _price(launch: Launch, model: SurfaceModel) -> Price:
-    price = model.price(launch)
-    if price is None:
-        raise CostError(
-            f"there is no fit for {launch.kind} {launch.function} {launch.phase}: calibrate again, so that it is measured"
-        )
-    return price

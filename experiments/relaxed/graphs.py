@@ -1,0 +1,167 @@
+"""Mixing graphs that no plan has: how fast they bring workers together, Ada's further schedules, and push-sum.
+
+One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|, the
+second largest modulus of an eigenvalue; for symmetric and for circulant W, rho = 1 - gap.
+
+Push-sum (SGP) averages over directed or failing links, where no doubly stochastic matrix can be had. Each worker holds x_i and
+a weight omega_i that begins at 1. A round multiplies both by a column-stochastic P (what a worker sends and keeps is all it
+has); z_i = x_i / omega_i tends to the mean of the x_i(0). Training takes its gradient at z and applies it to x.
+
+Source of push-sum: the update of SGP as this project's specification records it from facebookresearch/stochastic_gradient_push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parsim.errors import AlgorithmError
+from parsim.plans.mixing import (
+    STOCHASTIC_TOLERANCE,
+    Ada,
+    Matrix,
+    MixingGraph,
+    allowed_neighbours,
+    circulant,
+    mixing_graph,
+    rounds_of_one_peer,
+    stochastic_error,
+)
+
+
+def spectral_gap(matrix: Matrix) -> float:
+    """1 - |lambda_2| of a doubly stochastic W; 1 for a single worker and for the complete graph.
+
+    A circulant's eigenvalues are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding.
+    Others come from the general solver, which for a defective matrix is good to about the square root of that.
+    """
+    n = len(matrix)
+    if n == 1:
+        return 1.0
+    index = np.arange(n)
+    if (matrix == matrix[:, 0][(index[:, None] - index[None, :]) % n]).all():
+        eigenvalues = np.fft.fft(matrix[:, 0])
+    elif np.array_equal(matrix, matrix.T):
+        eigenvalues = np.linalg.eigvalsh(matrix)
+    else:
+        eigenvalues = np.linalg.eigvals(matrix)
+    return float(1.0 - np.sort(np.abs(eigenvalues))[-2])
+
+
+def lattice_gap(n: int, neighbours: int) -> float:
+    """1 - max_m |1 + 2 sum_(d=1..k/2) cos(2 pi m d / n)| / (k+1), m = 1 .. n-1; 1 when k >= n-1."""
+    if neighbours >= n - 1:
+        return 1.0
+    m = np.arange(1, n)[:, None]
+    d = np.arange(1, neighbours // 2 + 1)[None, :]
+    values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
+    return float(1.0 - np.abs(values).max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAda(Ada):
+    """k_0 gamma^(milestones passed). rate: gamma, in (0, 1]."""
+
+    milestones: tuple[int, ...] = ()
+
+    def neighbours(self, epoch: int) -> int:
+        passed = sum(milestone <= epoch for milestone in self.milestones)
+        return allowed_neighbours(self.first * self.rate**passed, self.n, self.least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsensusMeasured:
+    """Means over an epoch of the distance D = (1/n) sum_i |x_i - mean|^2, before and after each mixing; and k then."""
+
+    before: float
+    after: float
+    neighbours: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedLoopAda(Ada):
+    """The smallest k whose predicted D after mixing stays at or below `target`; k_0 before anything was measured."""
+
+    target: float
+
+    def __post_init__(self) -> None:
+        Ada.__post_init__(self)
+        if self.target <= 0:
+            raise AlgorithmError(f"closed_loop needs a target > 0 for the consensus distance, got {self.target}")
+
+    def neighbours(self, epoch: int, measured: ConsensusMeasured | None = None) -> int:
+        """k for `epoch` (from 0), given what the epoch before measured."""
+        if measured is None:
+            return allowed_neighbours(self.first, self.n, self.least)
+        drift = max(measured.before - measured.after, 0.0)
+        even = range(self.least + self.least % 2, self.n - 1, 2)
+        fits = (k for k in even if predicted_consensus(drift, 1.0 - lattice_gap(self.n, k)) <= self.target)
+        return next(fits, self.n - 1)
+
+    def graph(self, epoch: int, measured: ConsensusMeasured | None = None) -> MixingGraph:
+        """The ring lattice of `neighbours`."""
+        return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch, measured))
+
+
+def predicted_consensus(drift: float, rho: float) -> float:
+    """D = drift rho^2 / (1 - rho^2) after mixing, in the steady state.
+
+    From D = rho^2 (D + drift): each local step adds `drift`, independent between steps and workers, and each mixing leaves
+    rho^2 of the distance. Too high where the distance is spread over modes that mix faster than the slowest; too low where
+    the drift points the same way at every step (shards of different distributions).
+    """
+    if not 0 <= rho < 1 or drift < 0:
+        raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
+    return drift * rho**2 / (1.0 - rho**2)
+
+
+def check_column_stochastic(matrix: Matrix) -> None:
+    """Raise AlgorithmError unless entries are >= 0 and columns sum to 1: what each worker sends is all it has."""
+    columns = stochastic_error(matrix)[1]
+    if not columns <= STOCHASTIC_TOLERANCE or (matrix < 0).any():
+        raise AlgorithmError(
+            f"push-sum needs a column-stochastic matrix: entries >= 0 and columns that sum to 1, off by up to {columns:.3g}; "
+            "divide each column by its sum"
+        )
+
+
+def debias(values: Any, weights: Any) -> Any:
+    """z_i = x_i / omega_i over the first axis, of arrays or tensors alike."""
+    return values / weights.reshape(-1, *[1] * (values.ndim - 1))
+
+
+def rotating_peers(n: int, peers: int = 1) -> Callable[[int], Matrix]:
+    """SGP's graph: in round t each worker sends to `peers` others at exponential offsets that rotate with t, equal parts.
+
+    Raises:
+        AlgorithmError: fewer than one peer, or more than there are offsets.
+    """
+    tau = rounds_of_one_peer(n)
+    if n < 1 or not 1 <= peers <= tau:
+        raise AlgorithmError(f"{n} workers have {tau} exponential offsets; peers must be between 1 and {tau}, got {peers}")
+    if n == 1:
+        return lambda t: np.eye(1)
+    part = 1.0 / (peers + 1)
+    return lambda t: circulant(n, {0: part, **{2 ** ((t * peers + p) % tau): part for p in range(peers)}})
+
+
+def failing_links(graph: Callable[[int], Matrix], probability: float, *, seed: int = 0) -> Callable[[int], Matrix]:
+    """`graph` with each message of each round lost with this probability; a pure function of (seed, t).
+
+    The part of a lost message stays with the sender. So columns still sum to 1, and push-sum keeps the mean; rows do not.
+    """
+    if not 0 <= probability < 1:
+        raise AlgorithmError(f"the probability that a link fails must be in [0, 1), got {probability}")
+
+    def matrix(t: int) -> Matrix:
+        sent = graph(t)
+        failed = np.random.default_rng([seed, t]).random(sent.shape) < probability
+        lost = np.where(failed & ~np.eye(len(sent), dtype=bool), sent, 0.0)
+        left: Matrix = sent - lost
+        left[np.diag_indices_from(left)] += lost.sum(0)
+        return left
+
+    return matrix
