@@ -107,6 +107,7 @@ def test_memory_that_another_stream_still_reads_is_not_given_back_unsaid(name: s
     assert any(isinstance(error, Hazard) for error in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_memory_of_the_computation_is_free_when_the_program_says_so(name: str) -> None:
     """What the allocator was told that another stream reads, it gives back only when the device has come past that. The host is

@@ -169,6 +169,7 @@ def test_fewer_devices_get_another_plan_of_the_same_batch(asked: Prediction) -> 
     assert (found.plan.world_size, found.plan.global_batch) == (1, asked.plan.global_batch)
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_gives_way_to_a_search_where_devices_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(tmp_path, monkeypatch, ranks=4, plan=PIPELINE)
     found = on_devices(asked, (0, 1, 3))

@@ -465,6 +465,7 @@ def plain_loop(run: RunSpec) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_players_train_as_in_a_plain_loop(tmp_path: Path) -> None:
     """Weights of every plan after five steps in float64, on one and on two processes; the optimizers' states too."""

@@ -149,6 +149,7 @@ class _Several(nn.Module):
         return self.head(rows.mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["sublayer", "layer"])
 def test_models_equal_those_of_torchs_own_mode(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model for _ in range(2)]

@@ -57,6 +57,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net").is_dir(), reason="sockets are looked up in /proc")
 @pytest.mark.xdist_group("launch")
 def test_a_diverging_run_ends_with_one_message_and_listens_on_the_loopback_alone(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def few(launches: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(launch for surface in kept.values() for launch in surface[:12])
 
 
+@pytest.mark.slow
 def test_one_rank_on_one_gpu_becomes_a_profile(one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     everything, reaches = operators.operator_launches, []
 

@@ -23,6 +23,7 @@ SAMPLES = 5
 HALF = torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "vit_small", "gpt_small"])
 def test_shards_keep_what_the_model_says(name: str) -> None:
     """Saved bytes with the casts of weights, to the byte, of the first shard under every rule.

@@ -74,6 +74,7 @@ def test_the_halves_of_every_component_add_up_to_its_backward(spec: ModelSpec) -
     assert halved > whole, "most components are cut operator by operator"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_what_the_first_half_takes_is_counted_when_the_model_is_traced(spec: ModelSpec) -> None:
     """Live bytes on real tensors: all that the forward saved stays, beside what waits and what operators make for a while."""

@@ -56,6 +56,7 @@ def _given_a_gradient(spec: ModelSpec, module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _slow_unless_some(SMALL))
 def test_the_traced_parameters_are_those_of_the_module(name: str, tmp_path: Path) -> None:
     spec = small(tmp_path, name)
@@ -150,6 +151,7 @@ def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     """And run refuses to divide its batch."""
     name = _contrastive(tmp_path).name
@@ -170,6 +172,7 @@ def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     assert saved[1] - 2 * saved[0] == loss.pair_bytes[0] * (256 - 128) - loss.saved_fixed_bytes
 
 
+@pytest.mark.slow
 def test_what_a_contrastive_loss_saves_equals_a_real_forward(tmp_path: Path) -> None:
     spec = _contrastive(tmp_path)
     model, module = load_model(spec), build_module(spec)

@@ -126,6 +126,7 @@ def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Pat
 NORMED = ModelSpec(name="tests.execute.module_kinds:Normed", input_shape=(64, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
     """What operators make for a while beside all that stays, and what waits between two chunks of a V, within 0.1%."""

@@ -61,6 +61,7 @@ def test_flop_of_a_module_follow_the_formula(name: str, granularity: str) -> Non
     assert total_flop(traced(name, granularity)) == pytest.approx(CASES[name][2], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_take_at_least_their_arithmetic(name: str) -> None:
     _, _, flop, backward = CASES[name]
@@ -70,6 +71,7 @@ def test_forward_and_backward_take_at_least_their_arithmetic(name: str) -> None:
     assert seconds(model, Phase.BACKWARD) >= backward * least_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_operator_of_these_modules_is_unlisted_or_of_negative_size(name: str) -> None:
     for component in traced(name).components:

@@ -37,6 +37,7 @@ def load(name: str, split: str = "train", spec: ModelSpec = SPEC) -> Samples:
     return dataset_for(spec, f"{HERE}:{name}", root=None, split=split, seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_plans_train_on_any_torch_dataset(tmp_path: Path) -> None:
     """Map-style with random noise, without and with workers; and iterable, over several passes."""

@@ -145,6 +145,7 @@ CONVERSIONS: tuple[dict[str, str], ...] = (
 """Logits stay in pieces; are gathered or exchanged for pieces of the batch; are cut from whole ones or from such pieces."""
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_two_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
     """A tied table, every conversion of padded pieces, AdamW with weight decay: weights, moments and losses in float64."""

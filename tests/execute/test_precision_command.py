@@ -77,6 +77,7 @@ def test_a_run_in_half_precision_trains_and_says_in_which_numbers(
     assert execution["switches"]["float32_matmul_precision"] == "highest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "message"),
     [("tf32", "'tf32' needs a device of kind cuda"), ("fp8", "can be priced, not run")],

@@ -128,6 +128,7 @@ def job_of(folder: Path, **settings: Any) -> Job:
 PINNING = Pinning(core=None, threads=1, shared_by=1, first=False)
 
 
+@pytest.mark.slow
 def test_a_change_of_plan_lets_go_of_what_the_plan_before_held(
     group: ProcessPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_masks_differ_where_the_generator_is_not_restored() -> None:
     assert not torch.equal(forward_component(dropping, given)[0][0], forward_component(dropping, given)[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(
     "meshes",

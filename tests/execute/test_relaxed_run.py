@@ -109,6 +109,7 @@ def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
     assert_equal_to_replicas([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
 
 
+@pytest.mark.slow
 def test_four_processes_on_a_ring_equal_virtual_replicas(tmp_path: Path) -> None:
     assert_equal_to_replicas([relaxed_case("gossip/2 ring", "sgd_momentum", 4)], tmp_path)
 
@@ -118,6 +119,7 @@ def test_four_processes_equal_virtual_replicas(tmp_path: Path) -> None:
     assert_equal_to_replicas([relaxed_case(*entry, 4) for entry in FOUR], tmp_path)
 
 
+@pytest.mark.slow
 def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Path) -> None:
     """Momentum kept by every replica too: its step is linear in the gradient."""
     relaxed = relaxed_case("average/1", "sgd_momentum", 2)
@@ -168,6 +170,7 @@ def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
         run_cases([usual], tmp_path, steps=2, start=partial(run_job, timeout_s=60.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     some_quick(
@@ -183,6 +186,7 @@ def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path:
     assert max(mean, own) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_another_plan_goes_on_with_the_mean(tmp_path: Path) -> None:
     plan = relaxed_case("average/5", "sgd_momentum", 2).plan
     trained(plan, tmp_path / "run", steps=8)

@@ -144,6 +144,7 @@ def test_four_ranks_equal_the_tick_engine(tmp_path: Path) -> None:
     assert_equal_to_ticks(cases(Mesh(pp=4), Mesh(pp=2, dp=2)), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", some_quick([1, 13], 13))
 def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, tmp_path: Path) -> None:
     """Stopped while the stages fill, and when they are full."""

@@ -72,6 +72,7 @@ def test_zoo_with_loss_in_float64(name: str) -> None:
     assert_same_state(expected_module, module)
 
 
+@pytest.mark.slow
 def test_dropout_of_the_zoo() -> None:
     for name in ("vit_small", "gpt_small", "bert_small", "vgg_small", "mlp"):
         spec = ModelSpec(name=name, args=(("dropout", 0.2),))

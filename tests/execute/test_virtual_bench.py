@@ -45,6 +45,7 @@ def runs() -> list[BenchRun]:
     return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=3, batch=5, every=2)
 
 
+@pytest.mark.slow
 def test_every_combination_runs_once(runs: list[BenchRun]) -> None:
     assert len(runs) == len({(*run.setting.values(), run.way, run.seed) for run in runs}) == 2 * 2 * 2 * 2 * len(WAYS)
     assert {len(run.profile.tensors) for run in runs if run.model == "mlp"} == {4}
@@ -68,6 +69,7 @@ def test_centralised_is_the_complete_graph_without_variance(runs: list[BenchRun]
             assert found[*setting, seed, "complete"].spread("consensus") > 0.0
 
 
+@pytest.mark.slow
 def test_graphs_are_ranked_and_related(runs: list[BenchRun]) -> None:
     table = {(row["model"], row["n"], row["sharding"], row["metric"]): row for row in ranks(runs)}
     row = table["mlp", N, "label_sorted", "consensus"]

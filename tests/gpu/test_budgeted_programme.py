@@ -98,6 +98,7 @@ def test_a_case_that_raises_leaves_a_row_and_the_others_run(tmp_path: Path) -> N
         assert journal.rows["after"]["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_case_that_spoils_its_process_ends_it_and_runs_once_more(tmp_path: Path) -> None:
     """Once: where it fails again, it has failed. Only a case that can do without what failed is worth it."""
     spoiling = replace(failing(SpoiledProcessError("no capture")), again=True)
@@ -115,6 +116,7 @@ def test_a_case_that_spoils_its_process_ends_it_and_runs_once_more(tmp_path: Pat
     assert run([replace(spoiling, again=False), clock.case("later", 1)], once, clock).ran == ("later",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes_s", [9.0, 11.0])
 def test_a_case_that_fails_as_the_budget_ends_runs_again_in_a_later_call_once(tmp_path: Path, takes_s: float) -> None:
     """A calibration stops its own launch then, and goes on from there in a later call."""

@@ -331,6 +331,7 @@ def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tm
         assert names[-1].startswith("compile")
 
 
+@pytest.mark.slow
 def test_a_step_that_was_measured_is_not_predicted_any_more(own: Any, tmp_path: Path) -> None:
     from parsim.hardware.compose import load_profile
     from tools.gpu.device import cpu_device

@@ -101,6 +101,7 @@ def test_a_capture_that_fails_is_told_from_a_program_that_cannot_be_built(monkey
         own("rounds").build_all([("executor", lambda: "built"), ("cuda graph", captured)])
 
 
+@pytest.mark.slow
 def test_a_step_whose_capture_failed_is_measured_without_it(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = own("cases")
     built: list[list[str]] = []

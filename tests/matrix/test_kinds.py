@@ -18,6 +18,7 @@ COMMITTED = {name: Found(*cells) for name, cells in json.loads(RESULTS.read_text
 SAMPLE = ("LSTM, GRU, RNN", "mixture of experts", "GAN")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in COMMITTED])
 def test_a_kind_is_planned_as_the_page_says(name: str, tmp_path: Path) -> None:
     found, committed = ask(specs(tmp_path)[name]), COMMITTED[name]

@@ -140,6 +140,7 @@ def test_shipped_parts_are_what_the_command_writes(tmp_path: Path, monkeypatch: 
         assert numbers[0] == pytest.approx(numbers[1], rel=REFIT_TOLERANCE), path
 
 
+@pytest.mark.slow
 def test_shipped_links_come_from_the_tables() -> None:
     from tools.parts.links import SWITCHES, _switch
     from tools.parts.part_files import read_sources

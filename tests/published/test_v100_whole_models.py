@@ -78,6 +78,7 @@ def test_every_row_is_a_case_or_left_out_with_a_reason() -> None:
     assert not [row.id for row in used if row.samples_per_s in (802.9, 827.86)]
 
 
+@pytest.mark.slow
 @needs_data
 def test_single_gpu_throughput_from_operators_alone(rows: list[PublishedRow], shipped: Profile) -> None:
     """Each case within 15%, their median within 8%; no row of a whole model enters the prediction."""
@@ -104,6 +105,7 @@ def test_rows_of_odd_id_with_the_factor_of_the_even_ones(fits: list[FittedEffici
             assert abs(after) <= HELD_OUT, row
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_profile_holds_the_factors_that_help_and_no_other(fits: list[FittedEfficiency], shipped: Profile) -> None:
     found = [fit.efficiency for fit in fits if fit.helps]

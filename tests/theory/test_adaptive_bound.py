@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,7 @@ CONFIGS = st.builds(
 STATE = st.tuples(st.sampled_from(FACTORS), st.sampled_from(FACTORS))
 
 
+@pytest.mark.slow
 @given(
     plans=PLANS, config=CONFIGS, cost_s=st.floats(0.0, 500.0), state=STATE, first=st.integers(0, WINDOWS), probe=st.booleans()
 )

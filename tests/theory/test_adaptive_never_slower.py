@@ -35,6 +35,7 @@ PROBLEMS = given(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @PROBLEMS
 def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(**problem: Any) -> None:

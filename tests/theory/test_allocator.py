@@ -72,6 +72,7 @@ def test_storages_are_counted_once() -> None:
     assert distinct_bytes([whole, whole[:10], whole.view(10, 10), torch.zeros(3)]) == 412
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not forget_peak(), reason="this system keeps no peak of the resident set")
 def test_what_is_held_beside_tensors_is_found() -> None:
     """64 MiB that no tensor owns: they are beside the tensors. The case itself leaves nothing behind."""

@@ -113,6 +113,7 @@ def test_a_wrong_optimum_would_be_said() -> None:
     assert "DISAGREE" in certificate_text(wrong.to_dict())
 
 
+@pytest.mark.slow
 def test_the_command_certifies_its_own_problem(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN)

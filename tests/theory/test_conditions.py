@@ -57,6 +57,7 @@ def test_an_empty_scenario_gives_the_static_timeline(timed: tuple[TaskGraph, lis
     assert_same(static.simulate(graph, durations), dynamic.simulate(graph, durations, conditions=conditions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [None, OVERLAP])
 def test_conditions_that_touch_nothing_give_the_static_timeline(overlap: OverlapFactors | None) -> None:
     """Every task runs through the paces, and none is changed: a straggler of another time, and links that nobody shares."""

@@ -58,6 +58,7 @@ def test_every_device_has_six_lanes_and_the_cube_has_symmetries() -> None:
     assert len(list(automorphisms())) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_bytes", [MIB, GIB])
 def test_subsets_that_are_alike_on_the_links_cost_the_same(size_bytes: int) -> None:
     """Where rings of NVLinks exist; a relay also depends on the PCIe switches, which the symmetries of the cube do not keep."""
@@ -93,6 +94,7 @@ def test_a_group_without_a_ring_relays_and_says_so() -> None:
     assert 0 < ringless < len(SUBSETS)
 
 
+@pytest.mark.slow
 def test_more_bytes_never_take_less_time() -> None:
     for group in SUBSETS:
         seconds = [price(group, size_bytes).median_s for size_bytes in SIZES]

@@ -142,6 +142,7 @@ def test_it_learns_that_changes_are_short() -> None:
     assert first < later
 
 
+@pytest.mark.slow
 @given(st.integers(1, 100), st.sampled_from([1.0, 10.0, 45.0, 120.0]))
 def test_one_change_of_any_length_costs_at_most_two_switches_and_the_noticing(length: int, cost_s: float) -> None:
     """Ski rental: whatever the length, at most twice what knowing it costs, beside the windows that noticing takes."""

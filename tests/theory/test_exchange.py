@@ -47,6 +47,7 @@ def test_a_card_is_shared_by_all_that_leave_its_node(cluster: Cluster) -> None:
     assert np.sort(near)[:28].max() < 0.5 * near.max(), "inside a node NVLink or PCIe carries it"
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 9999), st.integers(1, 30))
 def test_more_transfers_never_make_one_faster(cluster: Cluster, seed: int, count: int) -> None:

@@ -158,6 +158,7 @@ def gpu() -> KnownGpu:
     return KnownGpu()
 
 
+@pytest.mark.slow
 def test_models_that_were_never_measured_come_out_within_five_percent(gpu: KnownGpu) -> None:
     """Median 1.8%, at most 3.8% when this was written."""
     errors = [abs(error) for error in gpu.errors(gpu_precision=PRECISION)]

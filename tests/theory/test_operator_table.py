@@ -40,7 +40,7 @@ LEFT_OUT = ("sparse", "jiterator")
 """Of tensors that are not dense, and for GPUs alone."""
 
 DATABASE = [op for op in op_db if torch.float32 in op.dtypes and not any(part in op.name for part in LEFT_OUT)]
-FEW = DATABASE[::6]
+FEW = DATABASE[::15]
 
 
 def samples(op: Any, count: int) -> Iterator[Sample]:
@@ -155,6 +155,7 @@ def test_more_samples_never_compute_or_move_less(op: Any) -> None:
             assert total(after, name) >= total(before, name), (op.name, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [pytest.param(place, marks=pytest.mark.slow) if place else place for place in range(5)])
 def test_the_table_lacks_no_operator_of_the_database(place: int) -> None:
     """A new one in torch is found by this test, and users see its name. A fifth of the database each."""

@@ -28,6 +28,7 @@ def question(name: str, *, devices: int = 8, batch: int = 256, **changes: int) -
     return PlanningProblem(model=model, cluster=cluster, global_batch=batch, numerics=Numerics(optimizer="adam"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "vit_b_16"])
 @pytest.mark.parametrize("batch", [8, 256])
 def test_real_models_are_certified(name: str, batch: int) -> None:
@@ -92,6 +93,7 @@ def test_no_uniform_choice_is_faster() -> None:
         assert best <= step_s(paper, choice) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_paper_beside_the_placement_problem() -> None:
     arguments = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "32", "--set", "cluster.devices=2", "--certify"]
     shown = CliRunner().invoke(build(), arguments)

@@ -34,6 +34,7 @@ def table(count: int, stage_s: Callable[[int, int, int], float]) -> Callable[[in
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(data=st.data())
 def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.DataObject) -> None:

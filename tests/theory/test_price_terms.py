@@ -211,6 +211,7 @@ def test_every_price_is_recomputed_from_its_terms(
     assert (estimate.source == "updated") == any(term.name == "update" for term in estimate.terms)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(questions())
 def test_an_adjusted_price_is_the_formula_of_the_list(

@@ -52,6 +52,7 @@ def test_every_member_of_a_family_is_valid_and_in_it(family: str) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
 def test_no_plan_takes_devices_that_it_has_no_use_for(devices: int) -> None:
     small = chain_model((4e6, 2e6, 6e6), elements=2_000)
@@ -247,6 +248,7 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
     assert all(entry.fits for entry in tight.memory(found))
 
 
+@pytest.mark.slow
 def test_families_that_lost_and_are_faster_alone_are_named() -> None:
     question = PlanningProblem(model=load_preset("resnet50", "block"), cluster=machine(), global_batch=1024)
     found = search(question, strategies=("adaptive",), samples=0)

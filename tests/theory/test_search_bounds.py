@@ -225,6 +225,7 @@ def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
     assert max(nearest.peak_memory_bytes) < max(plain.result.peak_memory_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["single", "dp", "mp"])
 @pytest.mark.parametrize("memory_bytes", [2**26, 2**28, 2**29])
 def test_no_plan_of_a_family_needs_less_than_the_one_shown_where_none_fits(family: str, memory_bytes: int) -> None:

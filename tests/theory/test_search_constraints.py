@@ -113,6 +113,7 @@ def test_a_batch_that_does_not_divide_over_all_devices_uses_fewer() -> None:
     assert ask('strategy = "dp"', batch=6).chosen.plan.mesh.dp == 3
 
 
+@pytest.mark.slow
 def test_the_answer_counts_what_became_of_the_plans() -> None:
     asked = ask()
     counts = asked.to_dict()["considered"]

@@ -93,6 +93,7 @@ def test_a_slow_first_device_does_not_bound_plans_on_faster_ones() -> None:
     assert best.result.step_s.median <= evaluate(problem, hand, samples=0).result.step_s.median * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_that_may_open_no_more_parts_judges_the_plans_it_has_bounded() -> None:
     """By enumeration the best plan of problem 577 has its first two components on one device, and the others on the other one.
     It was among 2,000 parts that were opened, its bound 3% below its step, and it waited behind parts of lower bounds."""

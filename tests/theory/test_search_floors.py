@@ -122,6 +122,7 @@ def test_a_plan_recomputes_no_less_than_its_bound(
         assert floor.recomputing_bound_s(0) <= simulated_step(problem, found, fold=True).step_s
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     model=st.sampled_from(sorted(MODELS)),
@@ -149,6 +150,7 @@ def test_a_second_forward_may_run_before_the_gradient_comes() -> None:
     assert order_bound_s(problem, plan) <= simulated_step(problem, plan, fold=True).step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_no_plan_on_fewer_devices_is_faster_than_all_computation_divided_evenly(name: str, devices: int) -> None:

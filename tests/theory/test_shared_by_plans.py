@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def changed(draw: st.DataObject, plan: Plan, other: Plan) -> Iterator[Plan]:
             continue
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_a_plan_finds_the_same_after_others_of_its_model(draw: st.DataObject) -> None:

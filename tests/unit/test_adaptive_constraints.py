@@ -70,12 +70,14 @@ KEPT: dict[str, tuple[dict[str, object], Callable[[Plan], bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [name if name != "forbid" else pytest.param(name, marks=pytest.mark.slow) for name in KEPT])
 def test_no_change_leaves_what_the_run_file_asks(key: str, tmp_path: Path) -> None:
     settings, keeps = KEPT[key]
     assert all(map(keeps, plans_of(job_of(tmp_path, settings))))
 
 
+@pytest.mark.slow
 def test_nor_does_a_planning_that_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MOST_RANKS", 1)
     settings, keeps = KEPT["strategy"]

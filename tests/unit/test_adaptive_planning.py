@@ -50,6 +50,7 @@ POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]
 FACTOR = st.floats(0.5, 20.0)
 
 
+@pytest.mark.slow
 @given(ranks=st.lists(FACTOR, min_size=4, max_size=4), links=FACTOR, pair=FACTOR)
 @settings(max_examples=25, deadline=None)
 def test_a_priced_plan_under_corrections_is_the_evaluation_of_the_corrected_problem(

@@ -102,6 +102,7 @@ def test_a_network_that_slows_and_recovers_is_followed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_oracle_is_the_best_of_all_paths() -> None:
     """Against every path through three plans and six windows."""
     course = course_of(

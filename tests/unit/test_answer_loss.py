@@ -31,6 +31,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_the_answer_names_the_loss(command: str, printed: Callable[..., str]) -> None:
     assert json.loads(printed(command, *ASKED, "--json"))["loss"] == "cross_entropy"

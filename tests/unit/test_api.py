@@ -92,6 +92,7 @@ print("all called")
 """
 
 
+@pytest.mark.slow
 def test_every_public_name_works_after_every_submodule_was_imported(tmp_path: Path) -> None:
     """A submodule of the name of a function would take its place in the package."""
     done = subprocess.run(
@@ -109,6 +110,7 @@ def test_print_gives_the_answer_in_a_sentence_and_the_ranked_table(answer: ps.An
     assert first.count(". ") == 0
 
 
+@pytest.mark.slow
 def test_a_simpler_plan_that_is_as_fast_is_called_a_tie(answer: ps.Answer) -> None:
     assert answer.tie is not None
     best, simpler = answer.chosen.plan, answer.tie.result

@@ -107,6 +107,7 @@ def test_plan_ranks_the_families_and_keeps_the_chosen_one(call: Call, tmp_path: 
     assert "Chosen" not in progress
 
 
+@pytest.mark.slow
 def test_simulating_the_plan_that_was_kept_gives_its_prediction_again(call: Call) -> None:
     chosen = result_of(call, "plan", "RUN.toml", "--set", "plan.strategy=hp", "--out", "plan.json")["chosen"]
     again = result_of(call, "simulate", "RUN.toml", "--strategy", "./plan.json")
@@ -130,6 +131,7 @@ def test_simulate_breaks_the_step_down(call: Call, strategy: str) -> None:
     assert document["critical_path"]
 
 
+@pytest.mark.slow
 def test_both_engines_print_one_breakdown(call: Call) -> None:
     static, dynamic = (
         result_of(call, "simulate", "RUN.toml", "--strategy", "hp", "--engine", e) for e in ("static", "dynamic")
@@ -160,6 +162,7 @@ def without_torch(folder: Path, *arguments: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_a_preset_and_a_model_saved_as_json_plan_without_torch(tmp_path: Path) -> None:
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
     chosen = without_torch(tmp_path, "plan", "RUN.toml")["chosen"]

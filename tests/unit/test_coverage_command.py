@@ -85,6 +85,7 @@ def test_coverage_without_a_history_says_what_to_do(call: Any) -> None:
     assert document["interval_correction"]["text"] == "not corrected: 0 of the 9 validations needed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_answers_say_how_their_interval_was_corrected(call: Any, tmp_path: Path, command: str) -> None:
     def result() -> Any:

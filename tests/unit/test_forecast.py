@@ -194,6 +194,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ending.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_plays_a_scenario(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_models_are_held_once_per_batch_and_must_fit_side_by_side() -> None:
         check_room([model], request, replace(FOUND, gpus=(replace(A100, free_bytes=held_bytes([model], request)),)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here are GPUs")
 def test_without_a_gpu_nothing_is_started_and_nothing_is_left(tmp_path: Path) -> None:
     def never(*_: object, **__: object) -> None:
@@ -90,6 +91,7 @@ def test_launches_that_were_not_hidden_cast_doubt() -> None:
     assert doubts({**raw, "ranks": [{"sweeps": quiet}]}, asked()) == []
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_can_look_at_the_machine(tmp_path: Path) -> None:
     """`parsim.run` in a plain script calibrates this machine. A process that imported the script again would begin anew."""
     script = tmp_path / "plain.py"

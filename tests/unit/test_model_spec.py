@@ -270,6 +270,7 @@ class TestWithTorch:
         assert wide.parameter_count == 1024 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
         assert [c.name for c in wide.components] == ["layers.0", "layers.3", "layers.6", "loss"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stem", ["mlp", "resnet_small", "gpt_small", pytest.param("vit_b_16", marks=pytest.mark.slow)])
     def test_presets_are_current(self, stem: str) -> None:
         """Regenerate with `python tools/generate_presets.py` after a change of the tracer or the zoo."""

@@ -157,6 +157,7 @@ def test_saved_activations_agree_with_real_autograd() -> None:
     assert batch * model.saved_activation_bytes + fixed == kept
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(widths=st.lists(st.integers(1, 9), min_size=3, max_size=6), batch=st.integers(1, 6))
 def test_independent_of_batch_and_consistent(widths: list[int], batch: int) -> None:

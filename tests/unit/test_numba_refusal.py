@@ -25,6 +25,7 @@ def refusing(tmp_path: Path) -> Path:
     return package.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_command_that_simulates_ends_with_one_message(refusing: Path, tmp_path: Path, command: str) -> None:
     called = [sys.executable, "-m", "parsim", command, "mlp", "--on", "2xh100-sxm", "--batch", "8"]

@@ -15,6 +15,7 @@ from parsim.search.families import FAMILIES
 MODEL = {"model.args": {"depth": 3, "width": 64}, "plan.pin": {"*": "batch"}, "plan.zero_stage": 0, "plan.bucket_bytes": 10**9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "devices"), [(1, 2), (6, 4), (64, 2), (64, 4), (1024, 8)])
 def test_the_best_plan_of_batch_sharded_components_is_found(batch: int, devices: int) -> None:
     answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=batch, devices=devices, settings=MODEL)

@@ -38,6 +38,7 @@ def test_the_pool_has_the_current_plan_and_only_plans_of_its_size_each_once() ->
     assert len(set(programs)) == len(programs) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [RunCorrections(), SLOW_LINK, SLOW_RANK])
 def test_what_is_prepared_is_as_good_as_what_a_search_would_find(state: RunCorrections) -> None:
     """States between and beyond those that were searched."""

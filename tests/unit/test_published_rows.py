@@ -289,6 +289,7 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
     assert min(changed.values()) >= least - 1e-9
 
 
+@pytest.mark.slow
 def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
     """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
     values = {

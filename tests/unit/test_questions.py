@@ -107,6 +107,7 @@ def test_what_is_said_is_not_assumed() -> None:
     assert taken_defaults(question) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Call) -> None:
     arguments = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp", "--set", "cluster.devices=4")

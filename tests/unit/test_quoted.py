@@ -197,6 +197,7 @@ def test_an_aim_that_cannot_be(text: str) -> None:
         parse_faster(text)
 
 
+@pytest.mark.slow
 def test_more_gpus_are_as_many_as_the_batch_divides_over() -> None:
     """64 samples on 24 GPUs leave a third of them idle, so what more GPUs give is asked of 32."""
     keys = {"model.args.layers": 1, "plan.strategy": "dp", "plan.zero_stage": 3, "plan.recompute": "none"}

@@ -29,6 +29,7 @@ def problem(rule: str) -> PlanningProblem:
     return replace(asked, constraints=replace(asked.constraints, synchronisation=parse_synchronisation(rule)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gossip/1 ring", "gossip/4 ada(start=7, rate=1.0, rounds=2, epochs=3)", "merge/2"])
 def test_one_simulated_plan_is_the_best_of_all(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every = relaxed_search(problem(rule), ("dp",), samples=0)

@@ -190,6 +190,7 @@ def test_a_timeline_has_one_trace_per_kind_and_a_bar_per_span() -> None:
     assert {text for trace in labels for text in trace.text} == {*RESNET[:3], "0", ""}
 
 
+@pytest.mark.slow
 def test_long_timelines_stay_small() -> None:
     """Tens of thousands of spans become few bars that cover the same time; many ranks are cut and the title says so."""
     graph = step_graph([f"c{number}" for number in range(80)], dp=8, microbatches=16)

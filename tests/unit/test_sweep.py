@@ -31,6 +31,7 @@ def swept(over: Any = BATCHES, **changes: Any) -> Sweep:
     return ps.sweep("mlp", over, **{**QUESTION, "jobs": 1, **changes})
 
 
+@pytest.mark.slow
 def test_the_title_names_the_nodes_that_all_points_have() -> None:
     network = {"plan.strategy": "dp", "cluster.network": "infiniband-100g"}
     two = swept(settings={**network, "cluster.nodes": 2})

@@ -79,6 +79,7 @@ def test_seeds_that_are_slower_than_the_rate_before_train_on_at_the_best_rate() 
     assert (chosen.learning_rate, chosen.steps, chosen.spread) == (0.2, 60, (50, 300))
 
 
+@pytest.mark.slow
 def test_seconds_are_steps_of_the_rules_own_plan(answer: Answer) -> None:
     ranking = answer.to_target(0.6, rules=["average/4", "gossip/1 ring"], seeds=1, most_steps=300)
     assert ranking.learner == "mlp on digits, the model asked for"
@@ -94,6 +95,7 @@ def test_seconds_are_steps_of_the_rules_own_plan(answer: Answer) -> None:
     assert len(ranking.figure().data) == 3
 
 
+@pytest.mark.slow
 def test_seconds_of_ada_are_those_of_the_graphs_that_the_steps_used() -> None:
     """Its first graphs are dense and slow: a mean over all would make an early target too cheap."""
     eight = parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, args={"width": 16}, optimizer="sgd")
@@ -168,6 +170,7 @@ def test_bad_questions_are_refused(answer: Answer) -> None:
         relaxed.to_target(0.9)
 
 
+@pytest.mark.slow
 def test_what_replicas_leave_out_of_the_training_is_named() -> None:
     asked = parsim.plan(
         "mlp",

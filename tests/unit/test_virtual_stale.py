@@ -83,6 +83,7 @@ def test_stages_that_miss_or_share_a_parameter_are_refused() -> None:
         next(stale_steps(training, order, [first, [*second, first[0]]]))
 
 
+@pytest.mark.slow
 def test_stale_is_ranked_by_the_time_to_an_accuracy() -> None:
     asked = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, optimizer="sgd")
     late = asked.to_target(0.5, rules=["stale"], seeds=1, most_steps=400)

@@ -44,6 +44,7 @@ def test_a_rank_goes_on_a_sixteenth_late_at_most_and_asks_rarely(ready_s: float)
     assert clock.asked <= 20 + 200 + ready_s / 0.5
 
 
+@pytest.mark.slow
 def test_what_is_kept_takes_no_part_in_collections_until_it_is_let_go() -> None:
     before = gc.get_freeze_count()
     try:

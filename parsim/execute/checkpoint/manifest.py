@@ -24,20 +24,20 @@ LARGEST = 2**62
 _DIGEST = "digest"
 
 Section = Annotated[str, Field(pattern="^(weights|buffers|optimizer|progress|rng|own)$")]
-Number = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
-Rank = Annotated[int, Field(strict=True, ge=0, lt=MOST_RANKS)]
-Ranks = Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
-Numbers = Annotated[tuple[Number, ...], Field(max_length=MOST_RANKS)]
+CountInFile = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
+RankInFile = Annotated[int, Field(strict=True, ge=0, lt=MOST_RANKS)]
+RankCount = Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
+CountsInFile = Annotated[tuple[CountInFile, ...], Field(max_length=MOST_RANKS)]
 FragmentEntries = tuple[
     Annotated[int, Field(strict=True, ge=0, lt=64)],
-    Ranks,
-    Rank,
-    Ranks,
-    Number,
+    RankCount,
+    RankInFile,
+    RankCount,
+    CountInFile,
     Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)],
-    Numbers,
-    Numbers,
-    Number,
+    CountsInFile,
+    CountsInFile,
+    CountInFile,
 ]
 """A `Fragment` as a list: dim, blocks, shard, ways, start, stop, shape, runs, size."""
 
@@ -49,12 +49,12 @@ class Manifest:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     schema_version: int
-    step: Number
+    step: CountInFile
     seed: Annotated[int, Field(strict=True, ge=-LARGEST, lt=LARGEST)]
-    world_size: Ranks
-    rank: Rank
+    world_size: RankCount
+    rank: RankInFile
     writer: str
-    size_bytes: Number
+    size_bytes: CountInFile
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     names: dict[Section, list[str]]
     fragments: dict[Section, dict[str, FragmentEntries]] = field(default_factory=dict)
