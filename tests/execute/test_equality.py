@@ -197,7 +197,7 @@ def games() -> list[Case]:
         game(Mesh(dp=2), APART, zero_stage=1),
         game(Mesh(dp=2), TTUR, zero_stage=2, microbatches=2),
         game(Mesh(dp=2), APART, zero_stage=3),
-        game(Mesh(dp=2), replace(APART, ema=EmaRule(decay=0.9)), zero_stage=3),
+        game(Mesh(dp=2), APART.model_copy(update={"ema": EmaRule(decay=0.9)}), zero_stage=3),
         game(Mesh(dp=2), DECAYED, zero_stage=1),
         game(Mesh(pp=2), TTUR, microbatches=2),
         game(Mesh(dp=2), HEAD),
