@@ -133,9 +133,9 @@ class PlanSection(ConfigSection):
     """With which the memory of a plan must suffice. By default a plan is refused if it is more likely than not to run out;
     0.95 leaves safe plans alone. The verdict beside a plan has its probability."""
     context_exchange: Literal["ring", "all_gather"] | None = None
-    """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
+    """With mesh.cp above 1, in a plan by hand: how keys and values of the other pieces of the sequence arrive."""
     tensor_overlap: StrictBool | None = None
-    """Of a plan by hand, simulated only: all_gathers and reduce_scatters on the tp axis run in pieces beside products."""
+    """Simulated only, in a plan by hand: all_gathers and reduce_scatters on the tp axis run in pieces beside products."""
     tensor_backward_overlap: StrictBool | None = None
     """Likewise: sums of tensor parallelism run beside gradients of weights."""
     gather_ahead: StrictBool | None = None
@@ -149,9 +149,9 @@ class PlanSection(ConfigSection):
     activation_offload: StrictBool | tuple[Name, ...] | None = None
     """Likewise: components whose saved activations wait in the host's memory: true (all), false, or patterns of names."""
     backward_prefetch: StrictBool | None = None
-    """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
+    """With zero_stage 3, in a plan by hand: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
     sequence_parallel: StrictBool | None = None
-    """Of a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
+    """For a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
     synchronisation: (

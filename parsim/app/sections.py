@@ -97,7 +97,7 @@ class TrainingSection(TrainingRecipe):
     """Samples to train on over all epochs, for days and price of any model; no key of a real run."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
-    """Of the weights of a real run."""
+    """Type of the weights of a real run."""
     allow_coupled_loss: StrictBool = False
     """Train by a loss that is not a sum over samples even where the plan divides the batch, which makes it another loss."""
 
@@ -253,7 +253,7 @@ class ClusterSection(ConfigSection):
     host_memory_bytes: HostAmount | None = None
     """Memory of a node's host, which offloaded state and activations must fit; left out: not checked."""
     host_memory_bandwidth_bytes_per_s: HostAmount | None = None
-    """Of a node's host, all sockets together: what an update on the host is bound by."""
+    """Rate of a node's host, all sockets together: what an update on the host is bound by."""
     usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Price of one device; left out: the dated price of the part that it is."""
     busy_power_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

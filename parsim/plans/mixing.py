@@ -54,9 +54,7 @@ def metropolis_hastings(adjacency: NDArray[np.bool_]) -> Matrix:
     """
     edges = adjacency & ~np.eye(len(adjacency), dtype=bool)
     if (edges != edges.T).any():
-        raise AlgorithmError(
-            "Metropolis-Hastings weights need an undirected graph: make the adjacency symmetric, or use pushsum"
-        )
+        raise AlgorithmError("Metropolis-Hastings weights need an undirected graph: make the adjacency symmetric")
     degree = edges.sum(1)
     weights: Matrix = edges / (np.maximum(degree[:, None], degree[None, :]) + 1.0)
     weights[np.diag_indices_from(weights)] = 1.0 - weights.sum(1)
@@ -250,7 +248,8 @@ def stochastic_error(matrix: Matrix) -> tuple[float, float]:
 def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
     """Raise AlgorithmError unless the matrix is square, without negative entries, and rows and columns sum to 1.
 
-    Rows that do not lose or invent weight; columns that do not keep the mean of the workers: those need `pushsum`.
+    Rows that do not lose or invent weight; columns that do not would change the mean of the
+    workers.
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise AlgorithmError(f"a mixing matrix must be square [n, n], got shape {list(matrix.shape)}")
@@ -258,7 +257,7 @@ def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOL
     if not (rows <= tolerance and columns <= tolerance) or (matrix < 0).any():
         raise AlgorithmError(
             f"a mixing matrix must be doubly stochastic: entries >= 0 (least {matrix.min():.3g}), sums of rows and columns 1 "
-            f"(off by up to {rows:.3g} and {columns:.3g}). Use metropolis_hastings, or pushsum for directed links"
+            f"(off by up to {rows:.3g} and {columns:.3g}). Use metropolis_hastings on an undirected graph"
         )
 
 

@@ -422,8 +422,8 @@ class RankValues:
         return bisect_right(self._numbers, self.layout.model.component_index[component])
 
     def _communicated_before(self, value: Value, *, gradient: bool) -> list[int]:
-        """Of what the rank communicates on the tp axis before a value (before its gradient: gradients of later values) how many
-        components of the rank run up to its maker."""
+        """For each value that the rank communicates on the tp axis before this one (before its gradient: each gradient of later
+        values): how many components of the rank run up to its maker."""
         order, model = self.layout.model.component_index, self.layout.model
         assert value.producer is not None
         before = []

@@ -102,7 +102,7 @@ class StateTable(NamedTuple):
     edge_s: Floats
 
     def of_cut(self, values: Floats, cut: int) -> Floats:
-        """Of values by state the entries of the cut before the component of that number."""
+        """By state of the values: the entries of the cut before the component of that number."""
         end = self.begins[cut + 1] if cut + 1 < len(self.begins) else None
         return values[self.begins[cut] : end]
 
