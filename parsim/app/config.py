@@ -576,19 +576,19 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     Args:
         table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
     """
-    axes = _axes_of(table)
+    pp, dp, tp, cp, ep = (getattr(table, axis) or 1 for axis in ("pp", "dp", "tp", "cp", "ep"))
     if by_hand or table.dp is not None:
-        copies, what = axes.dp * axes.cp, f"dp ({axes.dp}) * cp ({axes.cp})"
+        copies, what = dp * cp, f"dp ({dp}) * cp ({cp})"
     else:  # experts are divided at most over the devices beside pp and tp
-        copies, what = devices // (axes.pp * axes.tp), f"devices ({devices}) / (pp ({axes.pp}) * tp ({axes.tp}))"
-    if copies and copies % axes.ep:
+        copies, what = devices // (pp * tp), f"devices ({devices}) / (pp ({pp}) * tp ({tp}))"
+    if copies and copies % ep:
         raise PlanError(
-            f"mesh ep ({axes.ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
-            f"{nearest_divisors(copies, axes.ep)}"
+            f"mesh ep ({ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
+            f"{nearest_divisors(copies, ep)}"
         )
     sizes = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
     if by_hand or not {"pp", "dp", "tp"} - sizes.keys() or table == MeshTable(pp=1, dp=1, tp=1):
-        check_mesh(axes, devices)
+        check_mesh(_axes_of(table), devices)
         return
     product = math.prod(sizes.values())
     if devices % product:

@@ -424,6 +424,7 @@ def test_raw_points_that_cannot_be_used_are_refused(tmp_path: Path, content: byt
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shards_worth_measuring() -> None:
     """Both layers of the GPT do the same work: one of each kind is cut, by every rule, as often as the ranks allow."""
     model = load_model(GPT, granularity="sublayer")

@@ -6,7 +6,7 @@ See `tests.fake_gpu`: no number is computed. The backward that stands in for tor
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -108,7 +108,7 @@ def test_steps_of_large_models(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
 @pytest.mark.parametrize("name", [*PLANS, *RELAXED])
 def test_steps_of_every_rank_of_a_plan(name: str, precision: str) -> None:
-    assert_steps((PLANS | RELAXED)[name], precision, 8 if name == "stale" else 3)
+    assert_steps((PLANS | RELAXED)[name](), precision, 8 if name == "stale" else 3)
 
 
 @NEEDS_CUDA_BUILD
@@ -131,7 +131,7 @@ def test_steps_of_every_rank_of_a_mixed_plan(seed: int, processes: int) -> None:
 @pytest.mark.parametrize(("precision", "reads"), [("fp32", 1), ("amp_bf16", 1), ("amp_fp16", 2)])
 def test_the_host_reads_the_loss_and_with_fp16_whether_a_gradient_overflowed(precision: str, reads: int) -> None:
     """Every other read would make the host wait for the GPU in the middle of a step."""
-    of = PLANS["single"]
+    of = PLANS["single"]()
     numerics = numerics_in(precision)
     run = replace(planned(of), dtype=numerics.weights, numerics=numerics)
     with fake_gpu() as mode, fake_rank(run, 0, CudaStreams(VirtualDriver()), GPU, torch.clone) as (_, program, loader):
@@ -143,26 +143,26 @@ def test_the_host_reads_the_loss_and_with_fp16_whether_a_gradient_overflowed(pre
 
 @NEEDS_CUDA_BUILD
 def test_an_operand_on_the_host_is_found() -> None:
-    with on_fake_gpu(PLANS["single"], 0, "fp32") as ((_, program, loader), _):
+    with on_fake_gpu(PLANS["single"](), 0, "fp32") as ((_, program, loader), _):
         batch = loader.batch(0)
         with pytest.raises(RuntimeError, match=r"two different devices.*cpu"):
             program.step(lambda microbatch: {name: tensor.cpu() for name, tensor in batch(microbatch).items()})
 
 
 @pytest.mark.parametrize(
-    "of",
+    "made",
     [
-        case(MLP, Mesh(), optimizer="adamw"),
-        case(GPT, Mesh(), microbatches=2),
+        lambda: case(MLP, Mesh(), optimizer="adamw"),
+        lambda: case(GPT, Mesh(), microbatches=2),
         PLANS["dp microbatches"],
-        replace(PLANS["recompute"], plan=case(VIT, Mesh(), microbatches=2, recompute="full").plan),
+        lambda: replace(PLANS["recompute"](), plan=case(VIT, Mesh(), microbatches=2, recompute="full").plan),
         PLANS["zero-bubble"],
     ],
     ids=["mlp", "gpt", "resnet", "recompute", "zero-bubble"],
 )
-def test_the_backward_without_an_engine_is_that_of_the_engine(of: Case) -> None:
+def test_the_backward_without_an_engine_is_that_of_the_engine(made: Callable[[], Case]) -> None:
     """On the CPU, where both run: the same gradients of every rank, whose peers are said to send halves."""
-    room = StepValues.room
+    of, room = made(), StepValues.room
 
     def gradients() -> list[list[torch.Tensor]]:
         found = []

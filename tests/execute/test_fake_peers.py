@@ -40,8 +40,8 @@ def assert_as_simulated(case: Case, seed: int = 0) -> list[IssuedStep]:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_rank_ends_every_task_when_the_simulator_says(name: str) -> None:
     """The plan's whole step is simulated; no rank knows more of its peers than when their part of a communication ends."""
-    steps = assert_as_simulated(PLANS[name])
-    communicates = PLANS[name].plan.world_size > 1
+    steps = assert_as_simulated(PLANS[name]())
+    communicates = PLANS[name]().plan.world_size > 1
     assert any(step.hidden > 0.05 for step in steps) == communicates, "some communication runs beside computation"
 
 

@@ -196,6 +196,7 @@ def test_a_plan_for_another_machine_reads_nothing(here: Path) -> None:
     assert answer.to_dict()["loading"]["measured"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(("workers", "expected_s"), [(0, 8 * SLEEP_S), pytest.param(2, 4 * SLEEP_S, marks=pytest.mark.slow)])
 def test_a_step_takes_as_long_as_reading_was_timed_to_take(workers: int, expected_s: float, here: Path) -> None:

@@ -99,6 +99,7 @@ def test_a_layout_reads_back(size: int, ways: int, dim: int) -> None:
     assert layout.local_share(ways) == pytest.approx(held, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_only_a_vocabulary_is_padded() -> None:
     model = load_model(SPEC, granularity="sublayer")
     padded = {(component.name, each.rule) for component in model.components for each in component.shardings if each.size}

@@ -34,11 +34,13 @@ def test_counted_equals_run(name: str) -> None:
     assert check(*traced_and_recorded(name, SAMPLES)) > 2
 
 
+@pytest.mark.slow
 def test_counted_equals_run_with_dropout() -> None:
     """Masks of pieces are pieces, those of summands whole."""
     assert check(*traced_and_recorded("gpt_small", SAMPLES, dropout=0.1)) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.hf
 @pytest.mark.parametrize("name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2", "t5"))])
 def test_counted_equals_run_of_architectures(name: str) -> None:

@@ -179,6 +179,7 @@ def assert_right(rows: list[dict[str, Any]], count: int) -> None:
     assert all(row["ok"] for row in rows), "\n".join(f"{row['what']}: {row['found']}" for row in rows if not row["ok"])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_staged_ranks_train_what_one_process_does(correct: ModuleType) -> None:
     """Every operation that plans use (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv) on copies."""

@@ -135,6 +135,7 @@ def assert_equal_to_ticks(given: list[Case], folder: Path) -> None:
         assert difference(run, folder / run.name / "checkpoints") <= TOLERANCE, str(case)
 
 
+@pytest.mark.slow
 def test_two_stages_equal_the_tick_engine(tmp_path: Path) -> None:
     assert_equal_to_ticks(cases(Mesh(pp=2)), tmp_path)
 

@@ -58,6 +58,7 @@ def test_every_combination_runs_once(runs: list[BenchRun]) -> None:
     assert set(METRICS) <= set(tensors[0])
 
 
+@pytest.mark.slow
 def test_centralised_is_the_complete_graph_without_variance(runs: list[BenchRun]) -> None:
     """Plain SGD: averaging gradients is averaging weights, so the scores agree; only the recorded variance differs."""
     found = {(*run.setting.values(), run.seed, run.way): run for run in runs}

@@ -276,6 +276,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_each_printed_command_ends_within_its_share_whatever_hangs(
     own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_case_that_spoils_its_process_runs_again_in_the_next_one(supervised: A
     assert len([line for line in said if "a new process goes on" in line]) == 1
 
 
+@pytest.mark.slow
 def test_a_case_that_the_budget_cuts_off_runs_again_in_a_later_call_once(supervised: Any) -> None:
     """Not for ever: one that takes far more than its estimate would take the time of all calls."""
     begun = []

@@ -95,6 +95,7 @@ def test_single_gpu_throughput_from_operators_alone(rows: list[PublishedRow], sh
     assert median(abs(error) for error in errors.values()) <= MEDIAN
 
 
+@pytest.mark.slow
 @needs_data
 def test_rows_of_odd_id_with_the_factor_of_the_even_ones(fits: list[FittedEfficiency]) -> None:
     assert {fit.efficiency.precision for fit in fits} == {"fp32", "amp_fp16"}

@@ -52,6 +52,7 @@ def test_dalys_interval_is_the_formulas_own_optimum(ratio: float) -> None:
     assert young_interval_s(write_s, mtbf_s) == pytest.approx(exact, rel=math.sqrt(ratio / 2))
 
 
+@pytest.mark.slow
 def test_where_the_assumptions_hold_simulation_finds_the_formulas_interval() -> None:
     """d/M = 1/500, exponential failures of 8 parts, a run of 40 M: both formulas within 15%, and no more than 0.3% slower."""
     write_s, mtbf_s = 20.0, 10_000.0

@@ -70,6 +70,7 @@ def test_conditions_that_touch_nothing_give_the_static_timeline(overlap: Overlap
         assert_same(wanted, dynamic.simulate(graph, durations, overlap=overlap, conditions=later))
 
 
+@pytest.mark.slow
 def test_where_no_two_flows_meet_on_a_link_the_timeline_is_the_static_one() -> None:
     """Random programs with the prices and flows of a real machine: bitwise where no lane has two flows at once, and never
     shorter where one has."""

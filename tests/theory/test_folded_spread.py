@@ -68,6 +68,7 @@ def slowest(mesh: Mesh, medians_s: NDArray[np.float64], sigma: float) -> tuple[S
     return slowest_ranks(compiled, folding, simulate(compiled, medians_s), medians_s, sigmas), graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=64), Mesh(tp=8), Mesh(dp=3, tp=2)])
 def test_a_collective_after_equal_computations_waits_for_their_exact_maximum(mesh: Mesh) -> None:
     """P(max <= d) = N(log(d / median) / sigma)^m: in distribution, and draw by draw u^(1/m)."""

@@ -166,6 +166,7 @@ def test_models_that_were_never_measured_come_out_within_five_percent(gpu: Known
     assert max(errors) < 0.05
 
 
+@pytest.mark.slow
 def test_with_the_launches_of_a_cpu_they_do_not(gpu: KnownGpu) -> None:
     """An ablation: without casts, and with losses and norms in half precision, BERT was 10% too fast, GPT-medium 5%."""
     errors = gpu.errors(gpu_precision="")

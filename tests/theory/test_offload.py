@@ -284,6 +284,7 @@ def test_without_offload_nothing_is_copied() -> None:
     assert "offload" not in plan_of(model).to_json()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),

@@ -45,6 +45,7 @@ def furthest(reach: Reach, spec: ModelSpec, samples: int) -> float:
     return max(float(distances(np.array(shapes), np.array(measured[key])).max()) for key, shapes in asked.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "samples"), MODELS, ids=lambda value: getattr(value, "name", str(value)))
 def test_launches_of_real_models_lie_among_the_shapes_of_a_gpu(spec: ModelSpec, samples: int) -> None:
     on_gpu = furthest(gpu_reach(75 * GIB, 4), spec, samples)

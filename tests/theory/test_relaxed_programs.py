@@ -351,6 +351,7 @@ def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
         assert one.exposed_communication_s == pytest.approx(other.exposed_communication_s, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["gossip/1 ring", "gossip/2 ada(epochs=2, rounds=9, start=6, rate=2.0)"])
 def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(problem: PlanningProblem, text: str) -> None:
     """20 nodes fill one leaf of 18 and a part of another: a message that crosses them takes a microsecond longer."""

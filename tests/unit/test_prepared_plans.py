@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -13,7 +14,7 @@ from parsim.plans.plan import NONE, Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.adapt import planning as prepared
-from parsim.search.adapt.planning import likely, pool_planner, prepared_planner, prepared_pool, search_planner
+from parsim.search.adapt.planning import PricedPlan, likely, pool_planner, prepared_planner, prepared_pool, search_planner
 from parsim.search.families import FAMILIES
 from tests.machines import machine
 from tests.models import chain_model
@@ -28,13 +29,17 @@ PROBLEM = PlanningProblem(
 DP = next(plan for plan in FAMILIES["dp"](PROBLEM) if plan.world_size == 2)
 SLOW_LINK = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1)), 100.0),))
 SLOW_RANK = RunCorrections(ranks=((0, 1.0), (1, 3.0)))
-POOL = prepared_pool(PROBLEM, DP)
+
+
+@cache
+def pool() -> tuple[PricedPlan, ...]:
+    return prepared_pool(PROBLEM, DP)
 
 
 def test_the_pool_has_the_current_plan_and_only_plans_of_its_size_each_once() -> None:
-    assert DP in {entry.plan for entry in POOL}
-    assert {entry.plan.world_size for entry in POOL} == {2}
-    programs = [replace(entry.plan, strategy="custom") for entry in POOL]
+    assert DP in {entry.plan for entry in pool()}
+    assert {entry.plan.world_size for entry in pool()} == {2}
+    programs = [replace(entry.plan, strategy="custom") for entry in pool()]
     assert len(set(programs)) == len(programs) > 1
 
 
@@ -42,7 +47,7 @@ def test_the_pool_has_the_current_plan_and_only_plans_of_its_size_each_once() ->
 @pytest.mark.parametrize("state", [RunCorrections(), SLOW_LINK, SLOW_RANK])
 def test_what_is_prepared_is_as_good_as_what_a_search_would_find(state: RunCorrections) -> None:
     """States between and beyond those that were searched."""
-    choice = pool_planner(POOL)(state, DP)
+    choice = pool_planner(pool())(state, DP)
     found = search_planner(PROBLEM, ("adaptive",), world_size=2)(state, DP)
     now = replace(PROBLEM, corrections=state)
     own, best = (evaluate(now, plan, samples=0).result.step_s.median for plan in (choice.plan, found.plan))

@@ -52,7 +52,7 @@ def test_heads_that_the_fused_softmax_does_not_take_are_masked_and_normalised_in
 def test_rows_in_fp16_scale_their_loss_and_share_the_factor_of_bf16(precision: str, piece: str, expected: str) -> None:
     question = asked(piece, precision=precision)
     assert question.precision == "bf16"
-    assert _problem(question).precision == expected
+    assert _problem(question).numerics.precision == expected
 
 
 def test_a_scaled_loss_and_clipping_take_time_and_can_be_left_out() -> None:

@@ -63,6 +63,7 @@ def test_pins_that_no_relaxed_plan_keeps_are_not_left_out() -> None:
             relaxed_search(barred, ("adaptive",), samples=0)
 
 
+@pytest.mark.slow
 def test_hybrid_replicas_need_a_mesh_that_makes_them() -> None:
     asked = problem("average/4")
     with pytest.raises(ScheduleError, match=r"several ranks: set plan\.mesh with pp or tp above 1"):

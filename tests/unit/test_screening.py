@@ -34,6 +34,7 @@ def test_one_replica_without_a_pipeline_is_as_simulated(problem: PlanningProblem
     assert screened_s(problem, [outline])[0] == pytest.approx(simulated, rel=0.02)
 
 
+@pytest.mark.slow
 def test_plans_come_in_the_order_of_the_simulator(problem: PlanningProblem) -> None:
     outlines = [
         Outline(mesh=mesh, microbatches=count, zero_stage=stage, recompute=again)

@@ -147,6 +147,7 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert open_sweep(out).rows == first.rows
 
 
+@pytest.mark.slow
 def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of the fields: what one search works out is there for the next, and changes no answer."""
     asked: list[str] = []

@@ -112,6 +112,7 @@ def test_seconds_of_ada_are_those_of_the_graphs_that_the_steps_used() -> None:
     assert ada.seconds_after(40) == pytest.approx(10 * first + 10 * second + 20 * third)
 
 
+@pytest.mark.slow
 def test_what_is_never_reached_says_how_near_it_came_and_when(answer: Answer) -> None:
     ranking = answer.to_target(0.999, rules=["average/4"], seeds=1, most_steps=20)
     assert "no way reaches it" in ranking.lines()[0]

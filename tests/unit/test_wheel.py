@@ -63,6 +63,7 @@ def test_the_wheel_holds_code_profiles_networks_presets_and_types(wheel: Path) -
     assert expected <= names, expected - names
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_plans_from_a_preset_without_torch(wheel: Path, tmp_path: Path) -> None:
     """Installed beside the core dependencies, with torch out of reach."""
     place = tmp_path / "installed"
