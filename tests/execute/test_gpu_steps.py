@@ -105,7 +105,7 @@ def test_norms_of_gradients_do_not_stay_on_the_device(tmp_path: Path, monkeypatc
 
 def test_decoupled_stages_go_on_with_values_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint is read into the memory of the host. What waited there ended the first step of a GPU in an error."""
-    with fake_rank(planned(RELAXED["stale"]), 1, Noted(VirtualDriver()), CPU, torch.clone) as (_, program, loader):
+    with fake_rank(planned(RELAXED["stale"]()), 1, Noted(VirtualDriver()), CPU, torch.clone) as (_, program, loader):
         stale = program._stale
         assert stale is not None
         for step in range(8):
