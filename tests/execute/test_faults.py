@@ -99,6 +99,7 @@ def config_text(folder: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_finished_training_and_the_ways_to_go_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two launches: a training of 8 steps, and one more step, from the checkpoint before the newest one, which is damaged."""

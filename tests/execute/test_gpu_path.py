@@ -189,6 +189,7 @@ def test_half_precision_trains_and_is_held(one_gpu: None, precision: str) -> Non
     assert precision == "bf16" or any(not torch.equal(one, other) for one, other in zip(before, weights, strict=True))
 
 
+@pytest.mark.slow
 def test_a_profile_in_bf16_prices_training_in_bf16(one_gpu: None) -> None:
     """Components are known by the sizes of their arrays, too, and its updates are those of weights of 2 bytes."""
     request = replace(REQUEST, models=((MLP, (2, 4)),), precision="bf16")

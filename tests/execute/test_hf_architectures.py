@@ -227,6 +227,7 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
         build_module(ModelSpec(name=str(tmp_path / "config.json")))
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
     """The same path in one process."""
     assert len(load_model(written(tmp_path, SMALL["gpt2"])).components) == 7

@@ -28,6 +28,7 @@ from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
 from tests.execute.small_plans import case
 from tests.execute.test_reading_ahead import SPEC
+from tests.quick import some_quick
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -120,7 +121,7 @@ def test_a_worker_takes_no_core_that_the_run_was_not_given(pinned: bool, monkeyp
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("in_thread", some_quick([False, True], False))
 @pytest.mark.parametrize(
     ("number", "wanted"),
     [(signal.SIGBUS, "docker run --shm-size"), (signal.SIGKILL, "killed by SIGKILL; set training.workers")],

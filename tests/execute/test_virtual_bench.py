@@ -87,6 +87,7 @@ def test_graphs_are_ranked_and_related(runs: list[BenchRun]) -> None:
     assert set(related) == {"connections", *ALL_METRICS}
 
 
+@pytest.mark.slow
 def test_label_sorted_replicas_are_further_apart(runs: list[BenchRun]) -> None:
     table = {(row["model"], row["n"], row["sharding"], row["way"]): row for row in summary(runs)}
     for model in ("linear", "mlp"):

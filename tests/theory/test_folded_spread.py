@@ -94,6 +94,7 @@ def test_the_makespan_has_the_closed_form_of_the_maximum_of_two() -> None:
     assert late.var() == pytest.approx(0.01**2 * (1 - 1 / np.pi), rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 16, 512])
 def test_the_maximum_is_of_the_sum_and_not_of_each_computation(ranks: int) -> None:
     """Nine computations before the collective: three standard deviations of one, not nine."""

@@ -43,6 +43,7 @@ def test_one_simulated_plan_is_the_best_of_all(rule: str, monkeypatch: pytest.Mo
     assert (screened.tally.simulated, screened.tally.untried) == (1, every.tally.simulated - 1)
 
 
+@pytest.mark.slow
 def test_averaging_and_a_list_of_plans_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCREENED_RANKS", 4)
     assert relaxed_search(problem("average/4"), ("dp",), samples=0).tally.untried == 0

@@ -124,6 +124,7 @@ def test_what_is_never_reached_says_how_near_it_came_and_when(answer: Answer) ->
         assert f"({best.best_step} steps)" in line
 
 
+@pytest.mark.slow
 def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
     single = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=1, global_batch=64, args={"width": 16}, optimizer="sgd")
     last = single.to_target(0.3, rules=["gossip/1 ring"], seeds=1, most_steps=50).contenders[-1]
