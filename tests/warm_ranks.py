@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parsim.execute.processes import rank
 from parsim.execute.processes.launch import start_rank as start_cold
+from parsim.execute.processes.output import PARENT_VARIABLE
 
 STARTED_COLD = ("test_launch.py", "test_live_replanning.py", "test_run_verdict.py")
 READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "PYTHONHASHSEED", "LD_", "MALLOC_")
 """Variables with these beginnings have an effect only while an interpreter or a library starts."""
-RANK_MODULE = "parsim.execute.processes.rank"
 
 
 class Server:
@@ -141,23 +142,22 @@ def _become(request: dict[str, Any], installed: list[str]) -> None:
         os.close(handle)
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["environment"], PARSIM_PARENT=str(os.getppid()))
+    os.environ.update(request["environment"], **{PARENT_VARIABLE: str(os.getppid())})
     time.tzset()
     sys.path[:] = [request["cwd"], *request["environment"].get("PYTHONPATH", "").split(os.pathsep), *installed]
     random.seed()
     import numpy as np
 
     np.random.seed()  # noqa: NPY002 - a new interpreter seeds the global generator
-    sys.argv = [RANK_MODULE, *request["arguments"]]
+    sys.argv = [rank.__file__, *request["arguments"]]
 
 
 def main() -> None:
     """Serve on the socket whose number is the argument."""
     import parsim.execute.worker
-    from parsim.execute.processes import rank
 
     del sys.modules[parsim.execute.worker.__name__]  # a rank runs it as its main program
-    if rank.__name__ != RANK_MODULE or len(os.listdir("/proc/self/task")) > 1:
+    if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a process that forks ranks must have no second thread")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     beside = set(os.environ["PYTHONPATH"].split(os.pathsep)) | {sys.path[0]}

@@ -17,6 +17,7 @@ from parsim.model.component import PARTIAL, Component, Parameter, Sharding  # no
 from parsim.model.runnable import CallProgram, Runnable  # noqa: E402
 from parsim.model.shard.propagate import variants  # noqa: E402
 from tests.architectures import ARCHITECTURES, batch_of, small_module  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 pytestmark = pytest.mark.hf
 
@@ -29,9 +30,7 @@ UNTRACED = ("mixtral",)
 """grouped_mm cannot be recorded in float64; with parsim's products for experts, `test_shard_calls` has it."""
 QUICK = ("gpt2", "llama", "gemma2", "phi3")
 """The others run with the slow tests."""
-KNOWN = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in UNTRACED
-]
+KNOWN = some_quick([name for name in ARCHITECTURES if name not in UNTRACED], *QUICK)
 
 
 @lru_cache(maxsize=1)

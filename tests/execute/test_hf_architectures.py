@@ -43,10 +43,6 @@ def small(folder: Path, name: str) -> ModelSpec:
     return written(folder, SMALL[name], **({"seq": 12} if name in ("t5", "mamba") else {}))
 
 
-def _slow_unless_some(names: Any) -> list[Any]:
-    return [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 def _given_a_gradient(spec: ModelSpec, module: torch.nn.Module) -> set[str]:
     """Names of the parameters that a plain backward reaches."""
     kind = interface_of(spec)
@@ -57,7 +53,7 @@ def _given_a_gradient(spec: ModelSpec, module: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _slow_unless_some(SMALL))
+@pytest.mark.parametrize("name", SMALL)
 def test_the_traced_parameters_are_those_of_the_module(name: str, tmp_path: Path) -> None:
     spec = small(tmp_path, name)
     model = load_model(spec, granularity="sublayer")
@@ -67,7 +63,7 @@ def test_the_traced_parameters_are_those_of_the_module(name: str, tmp_path: Path
     assert trained == _given_a_gradient(spec, module)  # not whisper's positions, and not CLIP's norm beside its head
 
 
-@pytest.mark.parametrize("name", _slow_unless_some(name for name in SMALL if name != "mamba"))
+@pytest.mark.parametrize("name", some_quick([name for name in SMALL if name != "mamba"], *SOME))
 def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
     """Of the real module on a real batch, attention unfused: the counter does not know the CPU's fused one.
 

@@ -198,7 +198,7 @@ def test_a_plan_for_another_machine_reads_nothing(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize(("workers", "expected_s"), [(0, 8 * SLEEP_S), pytest.param(2, 4 * SLEEP_S, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("workers", "expected_s"), [(0, 8 * SLEEP_S), (2, 4 * SLEEP_S)])
 def test_a_step_takes_as_long_as_reading_was_timed_to_take(workers: int, expected_s: float, here: Path) -> None:
     """Nearly all of the step is reading, so its prediction is that of reading. Two workers of a rank halve it."""
     (here / "run.toml").write_text(FILE.format(dataset="slow", workers=workers))

@@ -101,7 +101,7 @@ def test_masks_differ_where_the_generator_is_not_restored() -> None:
     "meshes",
     [
         (("mlp", Mesh(dp=2)), ("vit", Mesh(pp=2))),
-        pytest.param((("bert", Mesh()), ("vgg", Mesh(dp=2))), marks=pytest.mark.slow),
+        (("bert", Mesh()), ("vgg", Mesh(dp=2))),
     ],
     ids=lambda meshes: "-".join(name for name, _ in meshes),
 )

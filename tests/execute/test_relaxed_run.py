@@ -170,7 +170,6 @@ def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
         run_cases([usual], tmp_path, steps=2, start=partial(run_job, timeout_s=60.0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     some_quick(

@@ -18,6 +18,7 @@ from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 SAMPLES = 5
 
@@ -40,9 +41,8 @@ def test_counted_equals_run_with_dropout() -> None:
     assert check(*traced_and_recorded("gpt_small", SAMPLES, dropout=0.1)) > 2
 
 
-@pytest.mark.slow
 @pytest.mark.hf
-@pytest.mark.parametrize("name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2", "t5"))])
+@pytest.mark.parametrize("name", some_quick(["phi3", "llama", "gemma2", "t5"], "phi3"))
 def test_counted_equals_run_of_architectures(name: str) -> None:
     """Grouped queries with eight heads on two, unequal runs, full outputs with a gradient, biases per head."""
     pytest.importorskip("transformers", reason="needs the hf extra")

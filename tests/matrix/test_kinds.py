@@ -12,14 +12,14 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from tests.matrix.kinds import BEGIN, END, KINDS, RESULTS, Found, ask, specs, table_text
 from tests.matrix.table import DOCUMENT
+from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
 COMMITTED = {name: Found(*cells) for name, cells in json.loads(RESULTS.read_text()).items()}
 SAMPLE = ("LSTM, GRU, RNN", "mixture of experts", "GAN")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in COMMITTED])
+@pytest.mark.parametrize("name", some_quick(COMMITTED, *SAMPLE))
 def test_a_kind_is_planned_as_the_page_says(name: str, tmp_path: Path) -> None:
     found, committed = ask(specs(tmp_path)[name]), COMMITTED[name]
     assert found[1:] == committed[1:]

@@ -13,21 +13,18 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 from tests.matrix.catalogue import catalogue
 from tests.matrix.checks import run_checks
 from tests.matrix.table import BEGIN, COLUMNS, DOCUMENT, END, RESULTS, table_text
+from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
 COMMITTED: dict[str, dict[str, str]] = json.loads(RESULTS.read_text())
 SAMPLE = ("plain CNN", "U-Net", "diffusion net", "LSTM", "experts, loop in Python", "LoRA", "triplet")
 
 
-def _cases() -> list[object]:
-    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in COMMITTED]
-
-
 def _held(cell: str) -> bool:
     return not cell.startswith(("refused", "FAILS"))
 
 
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", some_quick(COMMITTED, *SAMPLE))
 def test_a_model_does_what_the_matrix_says(name: str, tmp_path: Path) -> None:
     row = next(row for row in catalogue(tmp_path) if row.name == name)
     found = run_checks(row.spec)

@@ -21,6 +21,7 @@ from parsim.execute.processes.group import ProcessPlace
 from parsim.plans.plan import Plan
 from parsim.search.adapt import planning as prepared
 from parsim.search.adapt.planning import likely
+from tests.quick import some_quick
 
 PLACE = ProcessPlace(rank=0, world_size=2, local_rank=0, local_world_size=2, attempt=0)
 STATES = (*likely(2), *(RunCorrections(ranks=((0, 1.0), (1, factor))) for factor in (0.2, 20.0)))
@@ -70,8 +71,7 @@ KEPT: dict[str, tuple[dict[str, object], Callable[[Plan], bool]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [name if name != "forbid" else pytest.param(name, marks=pytest.mark.slow) for name in KEPT])
+@pytest.mark.parametrize("key", some_quick(KEPT, *(name for name in KEPT if name != "forbid")))
 def test_no_change_leaves_what_the_run_file_asks(key: str, tmp_path: Path) -> None:
     settings, keeps = KEPT[key]
     assert all(map(keeps, plans_of(job_of(tmp_path, settings))))

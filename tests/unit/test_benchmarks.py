@@ -33,7 +33,6 @@ def test_every_benchmark_is_tested() -> None:
     assert sorted(SAYS) == sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", some_quick(sorted(SAYS), "bench_engines"))
 def test_a_quick_benchmark_runs_to_its_end(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"]

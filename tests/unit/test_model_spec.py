@@ -19,6 +19,7 @@ from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.model import GRANULARITIES
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
+from tests.quick import some_quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,8 +271,7 @@ class TestWithTorch:
         assert wide.parameter_count == 1024 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
         assert [c.name for c in wide.components] == ["layers.0", "layers.3", "layers.6", "loss"]
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("stem", ["mlp", "resnet_small", "gpt_small", pytest.param("vit_b_16", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("stem", some_quick(["mlp", "resnet_small", "gpt_small", "vit_b_16"], "mlp", "gpt_small"))
     def test_presets_are_current(self, stem: str) -> None:
         """Regenerate with `python tools/generate_presets.py` after a change of the tracer or the zoo."""
         generate = runpy.run_path(str(ROOT / "tools" / "generate_presets.py"))["generate"]

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from parsim.app.functions import plan  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 NAMES = ("segmentation", "language", "regression")
@@ -50,7 +51,7 @@ def test_each_learnt_and_its_exported_weights_score_the_same(here: Path) -> None
         assert row["loss_of_exported_weights"] == pytest.approx(row["best_loss"], abs=EQUAL), name
 
 
-@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", some_quick(NAMES, NAMES[0]))
 def test_the_run_file_is_answered(name: str, here: Path, tmp_path: Path) -> None:
     """On a profile by hand: the file asks for this machine, which a calibration would measure first."""
     profile = cpu_profile()
