@@ -15,6 +15,7 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
 from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
@@ -216,9 +217,12 @@ class SoftwareSection(ConfigSection):
     year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
     """Of its version; left out: the current one."""
     compiled: StrictBool | None = None
-    """Whether torch.compile fuses what lies between products; left out: it does."""
+    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
     attention: Literal["flash", "unfused"] | None = None
     """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
+    channels_last: StrictBool | None = None
+    """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
+    without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
 
     @model_validator(mode="after")
     def _agree(self) -> SoftwareSection:
@@ -240,6 +244,17 @@ class SoftwareSection(ConfigSection):
         if row is not None and row.early_stop:
             args[EARLY_STOP] = True
         return args | ({} if self.attention is None else {ATTENTION: self.attention})
+
+    @property
+    def convolution(self) -> ConvolutionSoftware | None:
+        """What it does with a convolutional network; None: nothing of that is stated."""
+        row = self.row
+        if self.channels_last is None and (row is None or row.convolution is None):
+            return None
+        found = ConvolutionSoftware() if row is None or row.convolution is None else row.convolution
+        if self.channels_last is not None:
+            found = replace(found, channels_last=self.channels_last, in_full=self.channels_last)
+        return replace(found, fused_norms=True) if self.compiled else found
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.
