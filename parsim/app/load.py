@@ -37,6 +37,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
     forbids_by_pattern,
+    framework_switches,
     offload_by_pattern,
     parse_placements,
     pins_by_pattern,
@@ -68,6 +69,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
+    framework, by_hand = config.software.row, plan.strategy == "custom"
+    zero_stage = framework.zero if framework is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
     scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
         model=model,
@@ -76,12 +79,13 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         numerics=training.numerics,
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
-        clip_gradients=training.clip_norm is not None,
+        clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         fit_probability=plan.fit_probability,
-        zero_stage=plan.zero_stage,
+        zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
+        inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
@@ -181,6 +185,9 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     mesh = mesh_of(table)
     order = table.pipeline_order or "1f1b"
     check_mesh(mesh, problem.cluster.size)
+    framework = config.software.row
+    usual = {} if framework is None else framework_switches(framework, mesh, problem.fixed_zero_stage)
+    unstated = NONE if framework is None else framework.recompute
     return custom_plan(
         problem,
         mesh,
@@ -189,10 +196,10 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
         pipeline_order=order,
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        recompute=NONE if problem.recompute == AUTO else problem.recompute,
+        recompute=unstated if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
         synchronisation=table.relaxed,
-        switches={key: value for key in SWITCHES if (value := getattr(table, key)) is not None},
+        switches={**usual, **{key: value for key in SWITCHES if (value := getattr(table, key)) is not None}},
     )
 
 

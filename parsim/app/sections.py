@@ -15,6 +15,8 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
+from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf, as_key_error
@@ -204,6 +206,40 @@ def check_widths(training: TrainingSection) -> None:
             f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
             "one of them"
         )
+
+
+class SoftwareSection(ConfigSection):
+    """[software]: who wrote the training loop. Keys that are left out are as the framework has them."""
+
+    framework: Annotated[Name, RowOf(FRAMEWORKS)] | None = None
+    """A row of `parsim.model.catalogue.frameworks`, or "package.module:ROW"; left out: not known, and an answer says so."""
+    year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
+    """Of its version; left out: the current one."""
+    compiled: StrictBool | None = None
+    """Whether torch.compile fuses what lies between products; left out: it does."""
+    attention: Literal["flash", "unfused"] | None = None
+    """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> SoftwareSection:
+        given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
+        if self.framework is None and given:
+            raise _rule(f"{given[0]} says which version of a framework runs, and no framework is named; set software.framework")
+        return self
+
+    @property
+    def row(self) -> Framework | None:
+        """The framework in the version that runs; None: not known."""
+        return None if self.framework is None else framework_of(self.framework, self.year)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """Arguments of a model by name that say what runs besides its products."""
+        row = self.row
+        args: dict[str, Any] = {} if row is None else {KERNEL: row.kernels_of(self.compiled is not False)}
+        if row is not None and row.early_stop:
+            args[EARLY_STOP] = True
+        return args | ({} if self.attention is None else {ATTENTION: self.attention})
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.
