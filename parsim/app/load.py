@@ -87,6 +87,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         fit_probability=plan.fit_probability,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
+        inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),

@@ -33,7 +33,7 @@ from parsim.plans.plan import (
 )
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.problem import PlanningProblem
-from parsim.search.stages import balanced_plan
+from parsim.search.stages import balanced_plan, recomputing_layers
 
 Pins = tuple[tuple[str, Placement], ...]
 Forbids = tuple[tuple[str, str], ...]
@@ -244,7 +244,8 @@ def custom_plan(
         placements=placements,
     )
     given: dict[str, Any] = dict(switches or {})
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = replace(plan, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = recomputing_layers(problem, plan, recompute)
     check_plan(plan, problem.model)
     return plan
 

@@ -453,7 +453,7 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak = Amount(part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys))
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _entering_norm(layer: Layer, name: str) -> None:
@@ -555,7 +555,7 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     else:
         _feed(layer, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
