@@ -466,11 +466,17 @@ def _check_agreement(question: Question) -> None:
             raise ConfigError(
                 f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them"
             )
-    if question.software.kernels and not is_transformer(question.model.name):
-        key, value = next((key, value) for key, value in question.software if value is not None)
+    by_name, software = is_transformer(question.model.name), question.software
+    if not by_name and (software.attention or (software.framework and software.convolution is None)):
+        key = "attention" if software.attention else "framework"
         raise ConfigError(
-            f"software.{key} = {value!r} belongs to a transformer by name (llama3-8b), and the model is {question.model.name}: "
-            "its operators are those that were traced; drop it"
+            f"software.{key} = {getattr(software, key)!r} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{question.model.name}: its operators are those that were traced; drop it"
+        )
+    if by_name and software.channels_last is not None:
+        raise ConfigError(
+            f"software.channels_last = {str(software.channels_last).lower()} is of convolutions, and {question.model.name} has "
+            "none; drop it"
         )
     _check_experts(question)
     if plan.mesh is not None:

@@ -23,6 +23,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
+from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
@@ -60,7 +61,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     """
     plan, training = config.plan, config.training
     cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
+    model = as_software_runs(model or config.source.model or model_of(config), config)
+    model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -102,6 +104,23 @@ def routing_of(config: Question) -> Routing:
     return replace(
         config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
+
+
+def as_software_runs(model: Model, config: Question) -> Model:
+    """The Model with the launches that [software] has for its convolutions.
+
+    Raises ConfigError for a Model without any, of which the table says nothing.
+    """
+    software = config.software.convolution
+    if software is None or is_transformer(config.model.name):
+        return model
+    if not convolutions(model):
+        key = "framework" if config.software.framework else "channels_last"
+        raise ConfigError(
+            f"software.{key} = {getattr(config.software, key)!r} is of convolutions or of transformers by name (llama3-8b); "
+            f"{model.name} is neither, and its operators are those that were traced; drop it"
+        )
+    return run_by(model, software, config.training.precision)
 
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:

@@ -15,6 +15,7 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
 from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
@@ -217,7 +218,7 @@ class SoftwareSection(ConfigSection):
     year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
     """Of its version; left out: the current one."""
     compiled: StrictBool | None = None
-    """Whether torch.compile fuses what lies between products; left out: it does."""
+    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
     attention: Literal["flash", "unfused"] | None = None
     """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
     dispatcher: Dispatcher | None = None
@@ -228,6 +229,9 @@ class SoftwareSection(ConfigSection):
     """With expert_overlap: gradients of the experts' weights fill what the exchanges of the backward leave."""
     fused_permutation: StrictBool | None = None
     """Whether tokens are sorted by expert, and added up, in one kernel each."""
+    channels_last: StrictBool | None = None
+    """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
+    without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
 
     @model_validator(mode="after")
     def _agree(self) -> SoftwareSection:
@@ -271,6 +275,17 @@ class SoftwareSection(ConfigSection):
         if self.fused_permutation is not None:
             args[FUSED_PERMUTATION] = self.fused_permutation
         return args | ({} if self.attention is None else {ATTENTION: self.attention})
+
+    @property
+    def convolution(self) -> ConvolutionSoftware | None:
+        """What it does with a convolutional network; None: nothing of that is stated."""
+        row = self.row
+        if self.channels_last is None and (row is None or row.convolution is None):
+            return None
+        found = ConvolutionSoftware() if row is None or row.convolution is None else row.convolution
+        if self.channels_last is not None:
+            found = replace(found, channels_last=self.channels_last, in_full=self.channels_last)
+        return replace(found, fused_norms=True) if self.compiled else found
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.

@@ -14,6 +14,7 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
 from parsim.model.routing import Routing
 from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
 
 MESH = {"plan.strategy": "custom", "plan.mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan.microbatches": 4}
 
@@ -162,3 +163,42 @@ def test_switches_that_contradict_are_refused(settings: dict[str, Any], message:
 def test_switches_of_experts_are_refused_where_there_are_none() -> None:
     with pytest.raises(ConfigError, match="about a mixture of experts, and gpt3"):
         question(software__dispatcher="deepep")
+
+
+IMAGES = (
+    '[model]\nname = "{}"\n[cluster]\ngpu = "a100-sxm-80gb"\ngpus_per_node = 1\n'
+    '[training]\nglobal_batch = 256\nprecision = "{}"\n[plan]\nstrategy = "custom"\nmesh = {{ dp = 1 }}\n[software]\n{}\n'
+)
+
+
+def images_per_s(text: str, precision: str = "amp_fp16") -> float:
+    asked = parse_config(IMAGES.format("resnet50", precision, text))
+    problem = problem_of(asked)
+    plan = fixed_plan(problem, asked)
+    assert plan is not None
+    return 256 / evaluate(problem, plan, samples=0).result.step_s.median
+
+
+def test_convolutional_networks_read_the_table_too() -> None:
+    """Channels last spares conversions, MXNet fuses norms, and DeepLearningExamples has channels last under AMP alone."""
+    plain, last = images_per_s(""), images_per_s("channels_last = true")
+    assert plain < last < images_per_s('framework = "mxnet"')
+    assert images_per_s('framework = "deeplearningexamples"') == last
+    assert images_per_s('framework = "ddp"\nchannels_last = true') == pytest.approx(last, rel=0.01)  # it clips
+    assert images_per_s('framework = "ddp"\nchannels_last = true\ncompiled = true') > last
+    assert images_per_s('framework = "deeplearningexamples"', "tf32") == images_per_s("", "tf32")
+    assert images_per_s("channels_last = true", "tf32") > images_per_s("", "tf32")
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "part"),
+    [
+        ("vit_b_16", 'framework = "megatron"', "software.framework"),
+        ("gpt", "channels_last = true", "software.channels_last"),
+        ("resnet50", 'attention = "flash"', "software.attention"),
+        ("gpt3-1.3b", "channels_last = true", "software.channels_last"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(model: str, text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        problem_of(parse_config(IMAGES.format(model, "amp_fp16", text)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from parsim.errors import ModelError
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
 from parsim.model.routing import Dispatcher, Routing
 from parsim.registry import Registry
@@ -86,6 +87,7 @@ class Framework:
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.Routing` has them.
         graphs: its layers are launched as CUDA graphs.
         launches: times as long as plain eager torch takes on the host for each kernel.
+        convolution: what it does with convolutional networks; None: nobody runs them with it.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Framework:
     delay_weight_gradients: bool = False
     graphs: bool = False
     launches: float = 1.0
+    convolution: ConvolutionSoftware | None = None
 
     @property
     def routing(self) -> Routing:
@@ -239,6 +242,31 @@ DDP = Framework(
     kernels="fsdp-compiled",
     uncompiled="ddp",
     bucket_bytes=25 * 2**20,
+    convolution=ConvolutionSoftware(),
+)
+EXAMPLES = replace(
+    DDP,
+    name="deeplearningexamples",
+    source="NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: nhwc under AMP alone",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True),
+)
+MXNET_2020 = Framework(
+    name="mxnet",
+    source="apache/mxnet: BatchNormAddRelu; Horovod's fusion threshold of NVIDIA's configs",
+    until=2020,
+    bucket_bytes=64 * 2**20,
+    optimizer="sgd_momentum",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True),
+)
+MXNET = replace(
+    MXNET_2020,
+    source="mlcommons/training_results_v2.0 NVIDIA/benchmarks/resnet/implementations/mxnet config_DGXA100.sh @a6ae3e16d97b: "
+    "NETWORK resnet-v1b-stats-fl, in which convolutions make the sums of norms",
+    until=0,
+    earlier=(MXNET_2020,),
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True, summed=True),
 )
 DEEPSPEED = Framework(
     name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
@@ -275,6 +303,8 @@ FRAMEWORKS: Registry[Framework] = Registry(
             TRAINER,
             TORCHTUNE,
             DDP,
+            EXAMPLES,
+            MXNET,
             MAXTEXT,
             replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
             INTERNEVO,
