@@ -20,7 +20,7 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_o
 from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.routing import Dispatcher, Routing
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import RowOf, as_key_error
 
 MOST_SAMPLES = 10**9
@@ -246,10 +246,10 @@ class SoftwareSection(ConfigSection):
         return self
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> ExpertRouting:
         """How tokens reach experts; "all_to_all" and nothing overlapped where neither the table nor a framework says more."""
         row = self.row
-        usual = Routing() if row is None else row.routing
+        usual = ExpertRouting() if row is None else row.routing
         overlapped = usual.overlapped if self.expert_overlap is None else self.expert_overlap
         delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
         return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)

@@ -354,7 +354,7 @@ class InnerExchange:
         context_bytes: keys and values of all pieces of the sequence together.
         expert_bytes: what one rank sends to the experts that its tokens visit, as often as each visits.
         expert_visits: of a token, where it is sent once to each rank and node; 0: where it is sent for each visit.
-        overlapped, delayed: as in `parsim.model.routing.Routing`.
+        overlapped, delayed: as in `parsim.model.routing.ExpertRouting`.
         experts: numbers of the operators that experts run.
     """
 

@@ -35,14 +35,14 @@ from parsim.model.component import (
     Value,
 )
 from parsim.model.model import Model
-from parsim.model.routing import BALANCED, Routing
+from parsim.model.routing import BALANCED, ExpertRouting
 
 EXPERTS = re.compile(r"(^|\.)experts?\b")
 """In the name of a parameter: it belongs to an expert."""
 
 
 def divided_model(
-    model: Model, *, cp: int, ep: int, element_bytes: int, ring: bool = True, routing: Routing = BALANCED
+    model: Model, *, cp: int, ep: int, element_bytes: int, ring: bool = True, routing: ExpertRouting = BALANCED
 ) -> Model:
     """The model of one rank; the same object for cp = ep = 1 without a capacity factor.
 
@@ -103,7 +103,7 @@ def _experts(component: Component) -> dict[int, Operator]:
     }
 
 
-def _component(component: Component, cp: int, ep: int, element_bytes: int, ring: bool, routing: Routing) -> Component:
+def _component(component: Component, cp: int, ep: int, element_bytes: int, ring: bool, routing: ExpertRouting) -> Component:
     context = _context_bytes(component, element_bytes) if cp > 1 else 0
     made = _piece(component, cp, context, ring) if cp > 1 else component
     experts = _experts(made) if _expert_count(component) else {}

@@ -4,7 +4,7 @@ A dispatcher either sends a token once for every expert that it visits ("all_to_
 ("deepep", "hybridep"). Of k visits spread at random over n places, n (1 - (1 - 1/n)^k) places have at least one.
 
 The fullest of ep ranks has more visits than the mean, by the mean of the largest of ep normal deviates. Their spread is that of
-tokens that choose at random, and of experts that are chosen more often than others (`Routing.skew`).
+tokens that choose at random, and of experts that are chosen more often than others (`ExpertRouting.skew`).
 
 Sources: Megatron Core's MoE guide (--moe-token-dispatcher-type, --overlap-moe-expert-parallel-comm, --delay-wgrad-compute);
 deepseek-ai/DeepEP README @dd758caf4518: tokens are forwarded from the network to NVLink, so each crosses once per node.
@@ -23,7 +23,7 @@ Dispatcher = Literal["all_to_all", "deepep", "hybridep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class ExpertRouting:
     """Attributes:
     capacity_factor: visits that an expert has room for (and computes, padded) over their mean; 0: as many as come.
     skew: standard deviation of the visits of single experts over their mean, beyond chance; 0: balanced.
@@ -52,7 +52,7 @@ class Routing:
         return self.capacity_factor or busiest_share(visits, ways, self.skew / math.sqrt(experts))
 
 
-BALANCED = Routing()
+BALANCED = ExpertRouting()
 
 
 def busiest_share(visits: float, ways: int, skew: float = 0.0) -> float:

@@ -17,7 +17,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
-from parsim.model.routing import BALANCED, Routing
+from parsim.model.routing import BALANCED, ExpertRouting
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -36,7 +36,7 @@ class _Divided:
     models: dict[tuple[object, ...], Model] = field(default_factory=dict)
 
 
-class Division(NamedTuple):
+class InnerAxes(NamedTuple):
     """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many such choices a search chooses."""
 
     cp: int
@@ -94,9 +94,9 @@ class PlanningProblem(Remembering):
     segments: bool = False
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
-    routing: Routing = BALANCED
+    routing: ExpertRouting = BALANCED
     forbids: tuple[tuple[str, str], ...] = ()
-    division: Division | None = None
+    division: InnerAxes | None = None
     inner_axes: bool = False
     clip_gradients: bool = False
     optimizer_offload: bool = False
@@ -179,7 +179,7 @@ class PlanningProblem(Remembering):
         """
         if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        problem = replace(self, model=self.model_on(mesh), division=Division(mesh.cp, mesh.ep, choices))
+        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
         problem.__dict__["_cache"] = self._cache
         return problem
 

@@ -21,7 +21,7 @@ from parsim.model.component import Component, InnerExchange
 from parsim.model.divided import divided_model
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
-from parsim.model.routing import Routing, busiest_share, places_visited
+from parsim.model.routing import ExpertRouting, busiest_share, places_visited
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import CONTEXT_EXCHANGES, Plan, Stage
@@ -140,7 +140,7 @@ def test_gathering_moves_keys_and_values_whole() -> None:
 @pytest.mark.parametrize("capacity", [0.0, 1.5])
 def test_tokens_travel_to_their_experts_and_back(capacity: float) -> None:
     plan = plan_on(Mesh(dp=8, ep=4))
-    graph = lower(plan, question(routing=Routing(capacity_factor=capacity)).model_on(plan.mesh))
+    graph = lower(plan, question(routing=ExpertRouting(capacity_factor=capacity)).model_on(plan.mesh))
     sent = collectives(graph, "all_to_all")
     visits = SEQ * ACTIVE * plan.microbatch_samples
     assert {work.size_bytes for work in sent} == {round(2 * visits * HIDDEN * (capacity or 1.0))}
@@ -201,7 +201,7 @@ def test_the_parts_of_a_component_cost_what_it_costs(phase: Phase) -> None:
 
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]))
 def test_work_and_values_of_all_pieces_are_those_of_the_whole(cp: int, ep: int) -> None:
-    made = divided_model(MODEL, cp=cp, ep=ep, element_bytes=2, routing=Routing(capacity_factor=1.0))
+    made = divided_model(MODEL, cp=cp, ep=ep, element_bytes=2, routing=ExpertRouting(capacity_factor=1.0))
     assert cp * made.forward_flop == pytest.approx(MODEL.forward_flop, rel=1e-12)
     for mine, theirs in zip(made.values, MODEL.values, strict=True):
         assert mine.bytes_per_sample == -(-theirs.bytes_per_sample // cp)
@@ -230,9 +230,9 @@ def test_the_busiest_rank_of_a_skewed_router(ways: int, skew: float) -> None:
 
 
 def test_skew_is_less_where_a_rank_has_many_experts_and_costs_time() -> None:
-    routing = Routing(skew=0.4)
+    routing = ExpertRouting(skew=0.4)
     assert routing.load(1e9, 1, 8) - 1 == pytest.approx(4 * (routing.load(1e9, 16, 8) - 1), rel=1e-3)
-    balanced, skewed = (step_s(Mesh(dp=8, ep=4), Routing(skew=skew)) for skew in (0.0, 0.5))
+    balanced, skewed = (step_s(Mesh(dp=8, ep=4), ExpertRouting(skew=skew)) for skew in (0.0, 0.5))
     assert skewed > balanced
 
 
@@ -242,7 +242,7 @@ def test_places_visited_by_chance(places: int, visits: int) -> None:
     assert places_visited(places, visits) == pytest.approx(np.mean([len(set(row)) for row in drawn.tolist()]), rel=0.02)
 
 
-def step_s(mesh: Mesh, routing: Routing, **more: object) -> float:
+def step_s(mesh: Mesh, routing: ExpertRouting, **more: object) -> float:
     return evaluate(question(routing=routing), plan_on(mesh, **more), samples=0).result.step_s.median  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def test_a_dispatcher_sends_a_token_once_to_each_rank_and_node() -> None:
     mesh = Mesh(dp=8, tp=2, ep=8)  # over two nodes
     plan = plan_on(mesh)
     every, once = (
-        collectives(lower(plan, question(routing=Routing(dispatcher=name)).model_on(mesh)), "all_to_all")[0]
+        collectives(lower(plan, question(routing=ExpertRouting(dispatcher=name)).model_on(mesh)), "all_to_all")[0]
         for name in ("all_to_all", "deepep")
     )
     assert (every.visits, once.visits, every.size_bytes) == (0, ACTIVE, once.size_bytes)
@@ -287,12 +287,14 @@ def test_overlapped_exchanges_take_no_longer_than_what_they_do_not_hide(phase: P
     assert makespan(False, True) == pytest.approx(computed + both - min(weights, exchange_s))
 
 
-@pytest.mark.parametrize("routing", [Routing(overlapped=True), Routing(overlapped=True, delayed=True, dispatcher="deepep")])
-def test_folded_programs_with_switches_are_the_unfolded_ones(routing: Routing) -> None:
+@pytest.mark.parametrize(
+    "routing", [ExpertRouting(overlapped=True), ExpertRouting(overlapped=True, delayed=True, dispatcher="deepep")]
+)
+def test_folded_programs_with_switches_are_the_unfolded_ones(routing: ExpertRouting) -> None:
     problem, plan = question(routing=routing), plan_on(Mesh(dp=8, ep=4, pp=2))
     folded, whole = (evaluate(problem, plan, samples=0, fold=fold).result.step_s.median for fold in (True, False))
     assert folded == pytest.approx(whole, rel=1e-9)
-    assert folded <= step_s(Mesh(dp=8, ep=4, pp=2), Routing())
+    assert folded <= step_s(Mesh(dp=8, ep=4, pp=2), ExpertRouting())
 
 
 def test_the_spread_of_experts_widens_the_interval() -> None:

@@ -12,7 +12,7 @@ from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
-from parsim.model.routing import Routing
+from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 
@@ -118,18 +118,18 @@ def test_bad_tables_are_refused_with_the_fix(model: str, text: str, parts: tuple
     assert not [part for part in parts if part not in str(refused.value)], str(refused.value)
 
 
-def routing(**settings: Any) -> Routing:
+def routing(**settings: Any) -> ExpertRouting:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
     return problem_of(question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=keys)).routing
 
 
 def test_experts_are_routed_as_the_framework_does_unless_a_key_says_otherwise() -> None:
-    assert routing() == routing(software__framework="megatron") == Routing()
+    assert routing() == routing(software__framework="megatron") == ExpertRouting()
     assert routing(software__framework="megatron-bridge").dispatcher == "hybridep"
     stated = routing(software__framework="megatron-bridge", software__dispatcher="all_to_all", plan__routing_skew=0.2)
-    assert stated == Routing(skew=0.2)
+    assert stated == ExpertRouting(skew=0.2)
     both = routing(software__expert_overlap=True, software__delay_weight_gradients=True, software__dispatcher="deepep")
-    assert both == Routing(dispatcher="deepep", overlapped=True, delayed=True)
+    assert both == ExpertRouting(dispatcher="deepep", overlapped=True, delayed=True)
 
 
 def test_unfused_permutation_moves_more() -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 from parsim.errors import ModelError
 from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
-from parsim.model.routing import Dispatcher, Routing
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import Registry
 
 MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
@@ -84,7 +84,7 @@ class Framework:
         softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
-        dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.Routing` has them.
+        dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
         graphs: its layers are launched as CUDA graphs.
         launches: times as long as plain eager torch takes on the host for each kernel.
         convolution: what it does with convolutional networks; None: nobody runs them with it.
@@ -125,9 +125,9 @@ class Framework:
     convolution: ConvolutionSoftware | None = None
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> ExpertRouting:
         """How its tokens reach experts."""
-        return Routing(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
+        return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
 
     def software(self, *, compiled: bool = True) -> Software:
         """The kernels of a layer."""
