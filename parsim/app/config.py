@@ -29,7 +29,7 @@ from parsim.app.config_text import (
     merge,
     put_on_path,
 )
-from parsim.app.sections import ClusterSection, TrainingSection, check_machine, check_widths
+from parsim.app.sections import ClusterSection, SoftwareSection, TrainingSection, check_machine, check_widths
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
 from parsim.formats.recipe import Recipe
@@ -204,6 +204,7 @@ class Question(ConfigSection):
     cluster: ClusterSection
     training: TrainingSection
     plan: PlanSection = PlanSection()
+    software: SoftwareSection = SoftwareSection()
     _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
 
     @property
@@ -223,11 +224,14 @@ class Question(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model as it is built: with plan.sequence_parallel among its arguments."""
+        """The model as it is built: with plan.sequence_parallel and the kernels of [software] among its arguments."""
         keys = {key: getattr(self.model, key) for key in ModelSpec.model_fields}
+        args = dict(self.model.args)
         if self.plan.sequence_parallel is not None:
-            args = {**dict(self.model.args), SEQUENCE_PARALLEL: self.plan.sequence_parallel}
-            keys["args"] = tuple(sorted(args.items()))
+            args[SEQUENCE_PARALLEL] = self.plan.sequence_parallel
+        if is_transformer(self.model.name):
+            args = self.software.kernels | args
+        keys["args"] = tuple(sorted(args.items()))
         return ModelSpec.model_construct(**keys)
 
     @property
@@ -251,6 +255,7 @@ TABLES: Mapping[str, type[ConfigSection]] = {
     "training": TrainingSection,
     "model": ModelSection,
     "cluster": ClusterSection,
+    "software": SoftwareSection,
 }
 """In which the keys that stand without their table are looked for, in this order."""
 
@@ -430,6 +435,18 @@ def _check_agreement(question: Question) -> None:
             raise ConfigError(
                 f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them"
             )
+    by_name, software = is_transformer(question.model.name), question.software
+    if not by_name and (software.attention or (software.framework and software.convolution is None)):
+        key = "attention" if software.attention else "framework"
+        raise ConfigError(
+            f"software.{key} = {getattr(software, key)!r} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{question.model.name}: its operators are those that were traced; drop it"
+        )
+    if by_name and software.channels_last is not None:
+        raise ConfigError(
+            f"software.channels_last = {str(software.channels_last).lower()} is of convolutions, and {question.model.name} has "
+            "none; drop it"
+        )
     if plan.mesh is not None:
         _check_mesh(plan, plan.mesh, question)
     steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]

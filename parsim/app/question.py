@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
+FRAMEWORK, UNKNOWN = "software.framework", "unknown"
 MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
 USUAL_OPTIMIZER = "adamw_fused"
@@ -55,6 +56,7 @@ _PREDICTED_FROM = {
     "plan.strategy": "strategy {}",
     "plan.zero_stage": "zero_stage {}",
     "plan.recompute": "recompute {}",
+    FRAMEWORK: "framework {}",
 }
 """Keys whose defaults change what is predicted, and how they are shown."""
 
@@ -290,9 +292,11 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
     for path in _PREDICTED_FROM:
         table, key = path.split(".")
         section = getattr(question, table)
-        if values.get(table) is None and key not in section.model_fields_set:
+        if path != FRAMEWORK and values.get(table) is None and key not in section.model_fields_set:
             taken[path] = getattr(section, key)
     name = question.model.name
+    if source.model is None and is_transformer(name) and question.software.framework is None:
+        taken[FRAMEWORK] = UNKNOWN
     if source.model is None and (name in ZOO or is_transformer(name)):
         spec = resolve(question.model_spec)
         taken |= {f"model.args.{key}": value for key, value in spec.args if key not in dict(question.model.args)}

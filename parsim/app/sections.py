@@ -15,6 +15,9 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.convolution import ConvolutionSoftware
+from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
+from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf, as_key_error
@@ -204,6 +207,54 @@ def check_widths(training: TrainingSection) -> None:
             f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
             "one of them"
         )
+
+
+class SoftwareSection(ConfigSection):
+    """[software]: who wrote the training loop. Keys that are left out are as the framework has them."""
+
+    framework: Annotated[Name, RowOf(FRAMEWORKS)] | None = None
+    """A row of `parsim.model.catalogue.frameworks`, or "package.module:ROW"; left out: not known, and an answer says so."""
+    year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
+    """Of its version; left out: the current one."""
+    compiled: StrictBool | None = None
+    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
+    attention: Literal["flash", "unfused"] | None = None
+    """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
+    channels_last: StrictBool | None = None
+    """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
+    without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> SoftwareSection:
+        given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
+        if self.framework is None and given:
+            raise _rule(f"{given[0]} says which version of a framework runs, and no framework is named; set software.framework")
+        return self
+
+    @property
+    def row(self) -> Framework | None:
+        """The framework in the version that runs; None: not known."""
+        return None if self.framework is None else framework_of(self.framework, self.year)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """Arguments of a model by name that say what runs besides its products."""
+        row = self.row
+        args: dict[str, Any] = {} if row is None else {KERNEL: row.kernels_of(self.compiled is not False)}
+        if row is not None and row.early_stop:
+            args[EARLY_STOP] = True
+        return args | ({} if self.attention is None else {ATTENTION: self.attention})
+
+    @property
+    def convolution(self) -> ConvolutionSoftware | None:
+        """What it does with a convolutional network; None: nothing of that is stated."""
+        row = self.row
+        if self.channels_last is None and (row is None or row.convolution is None):
+            return None
+        found = ConvolutionSoftware() if row is None or row.convolution is None else row.convolution
+        if self.channels_last is not None:
+            found = replace(found, channels_last=self.channels_last, in_full=self.channels_last)
+        return replace(found, fused_norms=True) if self.compiled else found
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.

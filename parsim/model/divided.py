@@ -78,6 +78,16 @@ def divided_model(
     return replace(model, components=components, values=values)
 
 
+def experts_of(model: Model) -> int:
+    """The greatest number of ranks over which the experts of all components can be divided; 1: there are none."""
+    return math.gcd(*(_expert_count(component) for component in model.components)) or 1
+
+
+def tokens_of(model: Model) -> int:
+    """Tokens of a sample that attention reads and that can be divided; 1: parsim knows of none."""
+    return math.gcd(*(dict(o.shape)["q"] for c in model.components for o in c.operators if o.kind == "attention")) or 1
+
+
 def busiest_share(visits: float, ways: int) -> float:
     """Visits of the fullest of so many ranks over their mean, if every visit chooses a rank at random.
 

@@ -42,8 +42,9 @@ from parsim.units import format_bytes
 # "selective:NAME" for a component by operator. A component keeps its inputs as it reads them, so that recomputing repeats
 # computation alone and no communication. By operator it also keeps the outputs that are dear to compute, and runs the rest
 # again (`parsim.model.autograd.recompute`). A component that would keep no less so stays as it is. A segment (a run of
-# components, such as a transformer layer) keeps only what enters it, so its conversions between tensor shards are sent again,
-# as Megatron's full recomputation does.
+# components, such as a transformer layer) keeps only what enters it, as it lies there: a piece of the sequence where norms are
+# divided along it. Its conversions between tensor shards are sent again, as Megatron's full recomputation does. A question that
+# names all components of a layer means such a segment (`parsim.search.stages.recomputing_layers`).
 #
 # Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al., "Reducing Activation
 # Recomputation in Large Transformer Models" (2022), section 5.
@@ -491,6 +492,7 @@ class Plan:
         offload = self.activation_offload
         some = "" if offload is True else f"={len(self.offloaded)} of {len(self.components)}"
         again = self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
+        again = FULL if len(self.recomputed) == len(self.components) else again
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         unusual = (
             (self.zero_stage, f"zero{self.zero_stage}"),
@@ -504,7 +506,7 @@ class Plan:
             (offload, f"activation-offload{some}"),
             (self.synchronisation.is_relaxed, str(self.synchronisation)),
             (many, f"buckets={format_bytes(self.bucket_bytes).replace(' ', '')}"),
-            (self.recompute != NONE, f"recompute={again}"),
+            (self.recompute != NONE or again == FULL, f"recompute={again}"),
             (self.segments, f"segments={len(self.segments)}"),
         )
         return " ".join([*words, *(word for holds, word in unusual if holds)]) + self._placed()

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from parsim.errors import ConfigError, ModelError, near_matches
+from parsim.model.catalogue.frameworks import Framework
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -33,7 +34,7 @@ from parsim.plans.plan import (
 )
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.problem import PlanningProblem
-from parsim.search.stages import balanced_plan
+from parsim.search.stages import balanced_plan, recomputing_layers
 from parsim.search.tensor import tensor_placements
 
 Pins = tuple[tuple[str, Placement], ...]
@@ -249,6 +250,24 @@ def custom_plan(
         placements=placements,
     )
     given: dict[str, Any] = dict(switches or {})
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = replace(plan, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = recomputing_layers(problem, plan, recompute)
     check_plan(plan, problem.model)
     return plan
+
+
+def framework_switches(framework: Framework, mesh: Mesh, zero: int) -> dict[str, bool]:
+    """The switches of Plan as the framework has them, of those that mean anything on the mesh.
+
+    Args:
+        zero: stage of the plan.
+    """
+    pp, tp, copies = mesh.pp, mesh.tp, mesh.copies
+    return {
+        "blocking_transfers": framework.blocking_transfers and pp > 1,
+        "scatter_gather": framework.scatter_gather and pp > 1 and tp > 1,
+        "backward_prefetch": framework.backward_prefetch or zero != 3 or copies == 1,
+        "tensor_overlap": framework.tensor_overlap and framework.sequence and tp > 1,
+        "tensor_backward_overlap": framework.tensor_backward_overlap and tp > 1,
+        "gather_ahead": framework.gather_ahead and zero == 1 and copies > 1,
+    }

@@ -66,7 +66,7 @@ from parsim.search.space import (
     other_bucket_sizes,
     zero_stages,
 )
-from parsim.search.stages import Cutting
+from parsim.search.stages import Cutting, recomputing_layers
 from parsim.search.tensor import best_placement, can_be_cut, tensor_placements, uncut_text
 
 # Best first: open the part of a family with the least bound, simulate single plans, stop where no bound is below the best.
@@ -549,7 +549,7 @@ class Members:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
         plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
         if self.problem.recompute != AUTO:
-            plan = replace(plan, recompute=self.problem.recompute)
+            plan = recomputing_layers(self.problem, plan, self.problem.recompute)
         self._check_asked(plan)
         return plan
 

@@ -9,12 +9,14 @@ shapes that published measurements state. `parameters` counts every array once, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
-from parsim.model.catalogue.sublayers import KERNELS, SamplePart, Shape, gpt, llama, mpt
+from parsim.model.catalogue.frameworks import KERNELS
+from parsim.model.catalogue.sublayers import SamplePart, Shape, Software, gpt, llama, mpt
 from parsim.model.catalogue.transformer import recorded
 from parsim.units import nearest_divisors
 
@@ -248,13 +250,24 @@ ALIASES: dict[str, str] = {
 """Other names of the same row."""
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
-DOCUMENT = "document_tokens"
-OWN: dict[str, Any] = {SEQ: 0, DOCUMENT: 0, KERNEL: "fused", SEQUENCE_PARALLEL: True, CASTS: False, SELECTIVE: False}
+DOCUMENT, ATTENTION, EARLY_STOP = "document_tokens", "attention", "early_stop"
+OWN: dict[str, Any] = {
+    SEQ: 0,
+    DOCUMENT: 0,
+    KERNEL: "fused",
+    ATTENTION: "",
+    EARLY_STOP: False,
+    SEQUENCE_PARALLEL: True,
+    CASTS: False,
+    SELECTIVE: False,
+}
 """Arguments beside the sizes, with their defaults.
 
 Tokens of a sample (left out: the row's); of a document, which attention does not leave (left out: the sample is one); a row
-of `KERNELS`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
+of `KERNELS`; attention in one kernel ("flash") or in several ("unfused"; left out: as the kernels have it); `early_stop` of
+`Software`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
 attention as a component of its own."""
+UNFUSED_ATTENTION = "unfused"
 MOST_TOKENS = 2**33
 """Of a sample, as of the numbers of any input."""
 SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
@@ -346,21 +359,31 @@ def document_of(name: str, args: dict[str, Any]) -> int:
             f"argument {DOCUMENT} of {name} ({tokens}) must divide the tokens of a sample ({seq}); the nearest that do: "
             f"{nearest_divisors(seq, tokens)}"
         )
-    if tokens < seq and not KERNELS[str(args.get(KERNEL, OWN[KERNEL]))].flash:
+    if tokens < seq and not software_of(args).flash:
         raise ModelError(
-            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args[KERNEL]!r}: unfused attention computes masked "
-            'scores too; drop it, or set kernels = "fused"'
+            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args.get(KERNEL, UNFUSED_ATTENTION)!r}: unfused "
+            'attention computes masked scores too; drop it, or set kernels = "fused"'
         )
     return tokens
 
 
 def check_own(name: str, args: dict[str, Any]) -> None:
     """Raise ModelError for an argument beside the sizes that is of the wrong kind."""
-    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE):
+    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP):
         if not isinstance(args.get(key, False), bool):
             raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
+    if args.get(ATTENTION, "") not in ("", "flash", UNFUSED_ATTENTION):
+        raise ModelError(f'argument {ATTENTION} of {name} must be "flash" or "{UNFUSED_ATTENTION}", got {args[ATTENTION]!r}')
     if KERNEL in args:
         _ = KERNELS[str(args[KERNEL])]
+
+
+def software_of(args: Mapping[str, Any]) -> Software:
+    """The kernels that arguments beside the sizes choose. Raises ModelError for kernels that are unknown."""
+    own = OWN | dict(args)
+    row = KERNELS[str(own[KERNEL])]
+    flash = row.flash if not own[ATTENTION] else own[ATTENTION] == "flash"
+    return replace(row, flash=flash, casts=own[CASTS], selective=own[SELECTIVE], early_stop=own[EARLY_STOP] or row.early_stop)
 
 
 def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str) -> Model:
@@ -375,7 +398,7 @@ def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: s
     check_own(name, args)
     seq = sequence_of(name, args)
     own = OWN | args
-    software = replace(KERNELS[own[KERNEL]], casts=own[CASTS], selective=own[SELECTIVE])
+    software = software_of(args)
     part = SamplePart(tokens=seq, context=document_of(name, args))
     cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
     model = recorded(shape_of(name, args), software, part, cut, weights)

@@ -30,7 +30,6 @@ from parsim.model.component import (
     Size,
     Value,
 )
-from parsim.registry import Registry
 from parsim.units import nearest_divisors
 
 
@@ -211,11 +210,6 @@ EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arra
 
 COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
 """torch.compile, or the fused kernels of Transformer Engine."""
-
-KERNELS: Registry[Software] = Registry(
-    "kernels", Software, {"fused": COMPILED, "eager": EAGER_LLAMA, "unfused-attention": UNFUSED}, error=ModelError
-)
-"""What `args = { kernels = ... }` of a model by name chooses."""
 
 
 # Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
@@ -459,7 +453,7 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak = Amount(part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys))
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _entering_norm(layer: Layer, name: str) -> None:
@@ -561,7 +555,7 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     else:
         _feed(layer, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
