@@ -76,7 +76,8 @@ class ModelSection(ModelSpec):
     input_shape: tuple[Count, ...] | None = None
     loss: Annotated[Name, RowOf(LOSSES)] | None = None
     granularity: Granularity = "block"
-    """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
+    """What is one component: blocks, their halves (attention, feed-forward), or single layers. Plans with tensor parallelism
+    have halves, unless keys of [plan] name components."""
     import_folder: Name | None = None
     """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
 
@@ -117,7 +118,8 @@ class PlanSection(ConfigSection):
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
-    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch."""
+    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch. Left
+    out, tensor parallelism cuts every layer."""
     pin: dict[Name, Name] = {}
     """Placements that an adaptive plan must keep, by pattern."""
     forbid: dict[Name, tuple[Name, ...]] = {}
