@@ -277,6 +277,7 @@ TRAINER = replace(
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
 MAXTEXT = replace(
     FSDP,
+    graphs=True,
     name="maxtext",
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",

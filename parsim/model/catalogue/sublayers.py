@@ -15,6 +15,7 @@ from parsim.model.component import (
     ALONE,
     BIAS,
     BIAS_GRADIENT,
+    BY_EXPERT,
     GRADIENT_SUM,
     NOT_LOW,
     PARTS,
@@ -350,7 +351,7 @@ class Layer:
             forward_flop=2.0 * every * outputs * inputs,
             activation_bytes=FULL_BYTES * every * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
-            function="" if low else NOT_LOW,
+            function=NOT_LOW if not low else BY_EXPERT if problems > 1 else "",
         )
         if self.software.casts and low:
             self.moved(every * inputs, CAST_ARRAYS, divided=split == "row")
