@@ -28,6 +28,7 @@ from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -93,8 +94,15 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
         constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=plan.capacity_factor or 0.0,
+        routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
+    )
+
+
+def routing_of(config: Question) -> ExpertRouting:
+    """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
+    return replace(
+        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
 
 

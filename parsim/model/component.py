@@ -353,6 +353,8 @@ class InnerExchange:
         context_ways, expert_ways: over how many ranks; 1: not divided.
         context_bytes: keys and values of all pieces of the sequence together.
         expert_bytes: what one rank sends to the experts that its tokens visit, as often as each visits.
+        expert_visits: of a token, where it is sent once to each rank and node; 0: where it is sent for each visit.
+        overlapped, delayed: as in `parsim.model.routing.ExpertRouting`.
         experts: numbers of the operators that experts run.
     """
 
@@ -360,6 +362,9 @@ class InnerExchange:
     context_bytes: int = 0
     expert_ways: int = 1
     expert_bytes: int = 0
+    expert_visits: int = 0
+    overlapped: bool = False
+    delayed: bool = False
     experts: tuple[int, ...] = ()
 
 

@@ -542,12 +542,12 @@ class KernelModel:
         return operator_precision(self.precision, launch.kind, low=launch.low)
 
     def _fit_of(self, launch: Launch) -> OperatorFit | None:
-        """That of its kind and phase; a convolution without one takes that of products, by tiles, as the product it is."""
+        """That of its kind and phase; a convolution over channels last, or without one, takes that of products by tiles."""
         precision = self._precision_of(launch)
         fit = self._fits.get((*fit_key(launch), precision))
-        if fit is None and launch.kind == "convolution":
+        if launch.kind == "convolution" and (fit is None or launch.channels_last):
             product = self._fits.get(("matmul", "forward", precision))
-            return product if product is not None and product.form == "tiles" else None
+            return product if product is not None and product.form == "tiles" else fit
         return fit
 
     @cached_property
