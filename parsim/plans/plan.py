@@ -638,12 +638,17 @@ def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) 
             check_ways(name, model.component(name).sharding(placement.rule), placement.ways)
         except ModelError as error:
             raise PlanError(f"{error}; or place it as batch, replicate or place:J") from error
-    pieces = plan.mesh.tp // placement.batch_ways(plan.mesh.tp)
-    if plan.microbatch_samples % pieces:
+    check_pieces(name, placement, plan.mesh, plan.global_batch, plan.microbatches)
+
+
+def check_pieces(name: str, placement: Placement, mesh: Mesh, global_batch: int, microbatches: int) -> None:
+    """Raise PlanError unless the tp axis has the placement, and microbatches divide over ranks of different samples."""
+    _check_axis(name, placement, mesh.tp)
+    samples, pieces = global_batch // (mesh.dp * microbatches), mesh.tp // placement.batch_ways(mesh.tp)
+    if samples % pieces:
         raise PlanError(
-            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does "
-            f"not divide; use fewer microbatches or a global_batch that is a multiple of "
-            f"{plan.mesh.dp * plan.microbatches * pieces}"
+            f"{name} {placement} cuts each microbatch of {samples} samples into {pieces} pieces, which does not divide; use "
+            f"fewer microbatches or a global_batch that is a multiple of {mesh.dp * microbatches * pieces}"
         )
 
 
@@ -683,8 +688,9 @@ def plan_in_words(plan: Plan) -> str:
     mesh, kinds = plan.mesh, {placement.kind for stage in plan.stages for _, placement in stage.placed()}
     # some components are cut by features and others by samples, or one runs on a single rank
     mixed = "place" in kinds or {"batch", "shard"} <= kinds
-    axes = [f"{mesh.dp}-way data parallelism"] if mesh.dp > 1 else []
-    if mesh.tp > 1:
+    replicas = mesh.dp * (mesh.tp if kinds == {"batch"} else 1)
+    axes = [f"{replicas}-way data parallelism"] if replicas > 1 else []
+    if mesh.tp > 1 and kinds != {"batch"}:
         axes.append(f"mixed placements on {mesh.tp} ranks" if mixed else f"{mesh.tp}-way tensor parallelism")
     if mesh.cp > 1:
         axes.append(f"{mesh.cp}-way context parallelism")

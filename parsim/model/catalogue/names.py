@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.catalogue.frameworks import KERNELS
-from parsim.model.catalogue.sublayers import LOSSES, MODULES, SamplePart, Shape, Software, gpt, llama, mpt
+from parsim.model.catalogue.sublayers import (
+    COMPILED,
+    LOSSES,
+    MODULES,
+    UNFUSED_PERMUTATION,
+    SamplePart,
+    Shape,
+    Software,
+    gpt,
+    llama,
+    mpt,
+)
 from parsim.model.catalogue.transformer import recorded
 from parsim.units import nearest_divisors
 
@@ -250,7 +261,7 @@ ALIASES: dict[str, str] = {
 """Other names of the same row."""
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
-DOCUMENT, ATTENTION, EARLY_STOP = "document_tokens", "attention", "early_stop"
+DOCUMENT, ATTENTION, EARLY_STOP, FUSED_PERMUTATION = "document_tokens", "attention", "early_stop", "fused_permutation"
 MODULES_AGAIN, LOSS, LOSS_TOKENS = "recompute_modules", "loss", "loss_tokens"
 OWN: dict[str, Any] = {
     SEQ: 0,
@@ -258,6 +269,7 @@ OWN: dict[str, Any] = {
     KERNEL: "fused",
     ATTENTION: "",
     EARLY_STOP: False,
+    FUSED_PERMUTATION: "",
     SEQUENCE_PARALLEL: True,
     CASTS: False,
     SELECTIVE: False,
@@ -375,7 +387,7 @@ def document_of(name: str, args: dict[str, Any]) -> int:
 
 def check_own(name: str, args: dict[str, Any]) -> None:
     """Raise ModelError for an argument beside the sizes that is of the wrong kind."""
-    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP):
+    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP, FUSED_PERMUTATION):
         if not isinstance(args.get(key, False), bool):
             raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
     modules, counted = args.get(MODULES_AGAIN, ""), args.get(LOSS_TOKENS, 0)
@@ -409,6 +421,9 @@ def software_of(args: Mapping[str, Any]) -> Software:
         early_stop=own[EARLY_STOP] or row.early_stop,
         modules=tuple(own[MODULES_AGAIN].split()),
         **LOSSES[own[LOSS]],
+        permutation_arrays=row.permutation_arrays
+        if own[FUSED_PERMUTATION] == ""
+        else (COMPILED.permutation_arrays if own[FUSED_PERMUTATION] else UNFUSED_PERMUTATION),
     )
 
 
