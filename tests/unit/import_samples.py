@@ -49,9 +49,8 @@ def nccl_text(
             f"#  Rank {rank:2d} Group  0 Pid {4000 + rank:6d} on {host:>10s} device {device:2d} [0000:{rank:02x}:00] {gpu}"
         )
     last = "#wrong" if error is None else " error"
-    lines.append(
-        f"#       size         count      type   redop    root     time   algbw   busbw {last}     time   algbw   busbw {last}"
-    )
+    half = f"time   algbw   busbw {last}"
+    lines.append(f"#       size         count      type   redop    root     {half}     {half}")
     for size in sizes:
         microseconds = seconds_of(size, scale) * 1e6
         algbw = size / microseconds / 1e3

@@ -154,7 +154,7 @@ def between(tmp_path: Path, hosts: int = 2, scale: float = 1.0, **text: object) 
     return path
 
 
-def between_prices(tmp_path: Path, network: str, hosts: int, operation: str = "all_reduce") -> list[tuple[float, float, float]]:
+def between_prices(network: str, hosts: int, operation: str = "all_reduce") -> list[tuple[float, float, float]]:
     """Per size: measured, predicted, and the spread of the prediction."""
     cluster = cluster_from_profile(load_profile(H100), nodes=hosts, network=network)
     found = []
@@ -173,14 +173,12 @@ def test_a_log_of_two_hosts_calibrates_a_network(tmp_path: Path) -> None:
     assert said.found["fit_error"] < said.found["error_before"]
     errors = {}
     for network in ("infiniband-400g", str(into)):
-        prices = between_prices(tmp_path, network, 2)
+        prices = between_prices(network, 2)
         errors[network] = sum(abs(math.log(predicted / measured)) for measured, predicted, _ in prices)
     assert errors[str(into)] < 0.5 * errors["infiniband-400g"]
-    assert all(
-        abs(math.log(predicted / measured)) <= 1.645 * spread
-        for measured, predicted, spread in between_prices(tmp_path, str(into), 2)
-    )
-    wide, narrow = (between_prices(tmp_path, str(into), hosts)[0][2] for hosts in (4, 2))
+    for measured, predicted, spread in between_prices(str(into), 2):
+        assert abs(math.log(predicted / measured)) <= 1.645 * spread
+    wide, narrow = (between_prices(str(into), hosts)[0][2] for hosts in (4, 2))
     assert wide >= load_network("infiniband-400g").relative_sigma.value  # nothing was measured over four nodes
     assert narrow != wide
 
@@ -201,7 +199,7 @@ def test_a_network_is_found_for_a_log_that_names_none_and_other_targets_are_refu
     log = between(tmp_path)
     assert "starts from" in import_file(log, into=tmp_path / "net.json").warnings[-1]
     save_profile(load_profile(H100), tmp_path / "profile.json")
-    with pytest.raises(ImportedFileError, match="calibrates a network, but .*profile.json is none"):
+    with pytest.raises(ImportedFileError, match=r"calibrates a network, but .*profile.json is none"):
         import_file(log, into=tmp_path / "profile.json")
     (tmp_path / "one.txt").write_text(nccl_text())
     with pytest.raises(ImportedFileError, match="is of one host"):
