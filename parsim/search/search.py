@@ -37,6 +37,7 @@ from parsim.search.space import (
     most_singles,
     zero_stages,
 )
+from parsim.search.stages import recomputing_layers
 from parsim.search.tree import Incumbents, JudgedPlan, Members, Tally, Variants, judged_best_first, open_one_by_one
 from parsim.units import format_bytes, format_seconds
 
@@ -247,8 +248,9 @@ def _nodes_of(members: Members) -> list[Node]:
     strategy = FAMILIES[members.strategy]
     if strategy.plans is None:
         return strategy.nodes(problem, members.strategy)
-    recomputed: dict[str, Any] = {} if problem.recompute == AUTO else {"recompute": problem.recompute}
-    plans = [replace(plan, strategy=members.strategy, **recomputed) for plan in strategy.plans(problem)]
+    plans = [replace(plan, strategy=members.strategy) for plan in strategy.plans(problem)]
+    if problem.recompute != AUTO:
+        plans = [recomputing_layers(problem, plan, problem.recompute) for plan in plans]
     kept = [plan for plan in plans if _keeps(problem.constraints, plan)]
     if plans and not kept:
         raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")

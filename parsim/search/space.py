@@ -165,7 +165,7 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
         chunked = "" if constraints.chunks is None else f" with {constraints.chunks} chunks each"
         raise ScheduleError(
             f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline{chunked}; "
-            'use fewer stages or granularity "layer"'
+            'use fewer stages, or granularity "layer" with tp = 1'
         )
     return possible
 
