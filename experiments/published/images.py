@@ -70,6 +70,27 @@ def framework_of(row: Row, notes: Notes) -> Framework:
     return found
 
 
+HOST_CORES = ((r"DGX-?1\b", 40), (r"DGX-?2\b", 48))
+"""Of a node, where its name says it: two processors of 20 (DGX-1) and of 24 cores (DGX-2)."""
+LOADER_WORKERS = {"deeplearningexamples": 8}
+"""Processes of each GPU that decode on the CPU: data_backend pytorch and workers 8 of configs.yml. MXNet's rows decode on the
+GPU, with DALI."""
+CORE_IMAGES_PER_S = 205.0
+"""That a core decodes, crops and resizes where workers fill a host: 8,322 and 8,056 images/s of two DGX-1 over 40 cores, in
+rows of DeepLearningExamples where one GPU alone takes 1,200 and 1,156."""
+
+
+def loading_s(asked: Asked) -> float:
+    """Seconds of a step in which the host cannot decode its images faster; 0 where nobody says with how many cores."""
+    cores = next((number for pattern, number in HOST_CORES if re.search(pattern, asked.row.hardware, re.IGNORECASE)), 0)
+    workers = LOADER_WORKERS.get(asked.framework.name.split()[0], 0)
+    if not cores or not workers:
+        return 0.0
+    per_node = min(asked.gpus, asked.per_node)
+    nodes = -(-asked.gpus // per_node)
+    return asked.batch / (nodes * min(cores, workers * per_node) * CORE_IMAGES_PER_S)
+
+
 @lru_cache(maxsize=16)
 def _model(name: str, software: ConvolutionSoftware, precision: str) -> Model:
     return run_by(load_model(ModelSpec(name=name), weights=recorded_weights(precision)), software, precision)

@@ -28,6 +28,7 @@ from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -60,7 +61,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         PlanError for a mesh that the devices do not make.
     """
     plan, training = config.plan, config.training
-    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
+    cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
     model = as_software_runs(model or config.source.model or model_of(config), config)
     model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
@@ -96,8 +97,34 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
         constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=plan.capacity_factor or 0.0,
+        routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
+    )
+
+
+def with_launches(cluster: Cluster, config: Question) -> Cluster:
+    """The cluster whose hosts launch kernels as the software does.
+
+    Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
+    """
+    host, times = cluster.profile.host, config.software.launches
+    if times == 1.0:
+        return cluster
+    if host is None or not host.launch_s:
+        if config.software.cuda_graphs:
+            raise ConfigError(
+                "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+                f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+            )
+        return cluster
+    host = host.model_copy(update={"launch_s": times * host.launch_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": host}))
+
+
+def routing_of(config: Question) -> ExpertRouting:
+    """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
+    return replace(
+        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
 
 

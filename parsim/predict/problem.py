@@ -17,6 +17,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
+from parsim.model.routing import BALANCED, ExpertRouting
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -35,7 +36,7 @@ class _Divided:
     models: dict[tuple[object, ...], Model] = field(default_factory=dict)
 
 
-class Division(NamedTuple):
+class InnerAxes(NamedTuple):
     """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many such choices a search chooses."""
 
     cp: int
@@ -69,7 +70,7 @@ class PlanningProblem(Remembering):
         constraints: what else plans must keep.
     loading: of a dataset of the user's own, measured or not; None: of another one, which the profile prices.
     history: of the profile's validations, by which intervals are corrected.
-    capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
+    routing: how tokens reach experts, and what the framework hides of it.
     division: of which the model is already that of a rank (`on`); None: the model is whole.
     inner_axes: whether a search is free to choose cp and ep where the constraints leave them open: only the simulator has them.
     clip_gradients: that plans are to clip by the global norm.
@@ -93,9 +94,9 @@ class PlanningProblem(Remembering):
     segments: bool = False
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
-    capacity_factor: float = 0.0
+    routing: ExpertRouting = BALANCED
     forbids: tuple[tuple[str, str], ...] = ()
-    division: Division | None = None
+    division: InnerAxes | None = None
     inner_axes: bool = False
     clip_gradients: bool = False
     optimizer_offload: bool = False
@@ -165,12 +166,10 @@ class PlanningProblem(Remembering):
             return self.model
         kind, ring = self.numerics.format, exchange == "ring" or cp == 1
         element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
-        key = (cp, ep, element_bytes, ring, self.capacity_factor)
+        key = (cp, ep, element_bytes, ring, self.routing)
         models = self.model.remembered(_Divided).models
         if key not in models:
-            models[key] = divided_model(
-                self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
-            )
+            models[key] = divided_model(self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, routing=self.routing)
         return models[key]
 
     def on(self, mesh: Mesh, choices: int = 1) -> PlanningProblem:
@@ -180,7 +179,7 @@ class PlanningProblem(Remembering):
         """
         if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        problem = replace(self, model=self.model_on(mesh), division=Division(mesh.cp, mesh.ep, choices))
+        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
         problem.__dict__["_cache"] = self._cache
         return problem
 

@@ -100,10 +100,12 @@ def test_other_orders_cost_a_pass_over_every_array_there_and_back() -> None:
 
 
 def test_a_measured_convolution_keeps_its_own_fit() -> None:
-    """DeepBench's rows of the V100 were measured with the conversions that they need."""
-    model = kernel_model("v100-sxm-16gb", "amp_fp16")
+    """DeepBench's rows of the V100 were measured as (samples, channels, height, width), and in fp32 the order is alike."""
     plain, last = (convolution(64, 256, 3, 56, function=function) for function in ("", CHANNELS_LAST))
-    assert seconds(model, plain, 32, "amp_fp16") == seconds(model, last, 32, "amp_fp16")
+    mixed, full = (kernel_model("v100-sxm-16gb", precision) for precision in ("amp_fp16", "fp32"))
+    assert seconds(full, plain, 32, "fp32") == seconds(full, last, 32, "fp32")
+    fits = [mixed._fit_of(forward_launches(each, 32, "amp_fp16")[0]) for each in (plain, last)]
+    assert [fit.kind for fit in fits if fit is not None] == ["convolution", "matmul"]
 
 
 def test_fused_norms_take_one_relu_each_and_the_additions() -> None:
