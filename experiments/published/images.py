@@ -9,69 +9,32 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from experiments.published import rules
 from experiments.published.blanks import CannotExpressError, Notes, half_of, precision_of
-from experiments.published.convolution import ConvolutionSoftware, run_by
 from experiments.published.machines import Machine, chip_of, cluster_of, machine_of
 from experiments.published.question import Asked
 from experiments.published.rows import Row
-from experiments.published.rules import Framework
 from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue import frameworks
+from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
+from parsim.model.catalogue.frameworks import Framework
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.units import MIB
+from parsim.plans.plan import Plan, Stage
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFramework:
-    """What a framework does with a convolutional network.
-
-    Attributes:
-        precision: of a row in 16 bits: "amp_fp16" casts every weight again, "fp16" keeps them beside the optimizer's.
-        half, full: in 16 bits and else. graphs: kernels are launched by CUDA graphs, so the host costs nothing.
-        bucket_bytes: of gradients that are summed together.
-    """
-
-    name: str
-    precision: str
-    half: ConvolutionSoftware
-    full: ConvolutionSoftware
-    graphs: bool = False
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-
-
-PLAIN = ConvolutionSoftware()
-NHWC = ConvolutionSoftware(channels_last=True)
-PYTORCH = ImageFramework(name="PyTorch images", precision="amp_fp16", half=PLAIN, full=PLAIN)
-"""What PyTorch does unless a program asks for more."""
-EXAMPLES = replace(PYTORCH, name="DeepLearningExamples images", half=NHWC)
-"""NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: memory_format nhwc under AMP, and not
-under TF32 or FP32."""
-MXNET = ImageFramework(
-    name="MXNet images",
-    precision="fp16",
-    half=replace(NHWC, fused_norms=True),
-    full=replace(PLAIN, fused_norms=True),
-    bucket_bytes=64 * MIB,
+TEXTS: tuple[tuple[str, str, int | None], ...] = (
+    (r"mlperf.*mxnet|mxnet.*mlperf", "mxnet", None),
+    (r"mxnet", "mxnet", 2020),
+    (r"deeplearningexamples|\bdle\b", "deeplearningexamples", None),
+    (r"pytorch|torch", "ddp", None),
 )
-"""BatchNormAddRelu, and weights in fp16 beside those of the optimizer (multi_precision). Horovod fuses gradients as NVIDIA's
-configs say (HOROVOD_FUSION_THRESHOLD)."""
-MLPERF = replace(
-    MXNET, name="MXNet images of MLPerf", graphs=True, half=replace(NHWC, fused_norms=True, summed=True), full=MXNET.full
-)
-"""NETWORK resnet-v1b-stats-fl: convolutions make the sums of the norms behind them (mlcommons/training_results_v2.0
-NVIDIA/benchmarks/resnet/implementations/mxnet/config_DGXA100.sh @a6ae3e16d97b, symbols/resnet-v1b-normconv-fl.py)."""
+"""What id, notes and source say, the framework (`parsim.model.catalogue.frameworks`) and its year; first match wins."""
 
-FRAMEWORKS: tuple[tuple[str, ImageFramework], ...] = (
-    (r"mlperf.*mxnet|mxnet.*mlperf", MLPERF),
-    (r"mxnet", MXNET),
-    (r"deeplearningexamples|\bdle\b", EXAMPLES),
-    (r"pytorch|torch", PYTORCH),
-)
-"""By what id, notes and source say; first match wins."""
+KEEPS_HALF_WEIGHTS = ("mxnet",)
+"""multi_precision: weights in fp16 beside those of the optimizer. Others cast them in every forward (autocast)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,26 +55,45 @@ def network_of(row: Row) -> ImageNetwork | None:
     return next((network for network in NETWORKS if re.search(network.pattern, row.model, re.IGNORECASE)), None)
 
 
-def framework_of(row: Row, notes: Notes) -> ImageFramework:
-    """By the row's texts, as far as they say it: graphs and the order of arrays count beside the framework's own."""
+def framework_of(row: Row, notes: Notes) -> Framework:
+    """By the row's texts; the order of arrays counts beside the framework's own, where no configuration says it better."""
     text = f"{row.id} {row.notes} {row.source}".lower()
-    found = next((framework for pattern, framework in FRAMEWORKS if re.search(pattern, text)), None)
+    found = next((frameworks.framework_of(name, year) for pattern, name, year in TEXTS if re.search(pattern, text)), None)
     if found is None:
         notes.assumed.append("PyTorch, arrays as (samples, channels, height, width), no fused norms")
-        found = PYTORCH
-    if re.search(r"cuda graph", text):
-        found = replace(found, graphs=True)
-    if found is EXAMPLES:
-        return found
-    if re.search(r"nhwc|channels[-_ ]last", text):
-        half, full = (replace(software, channels_last=True) for software in (found.half, found.full))
-        found = replace(found, half=half, full=full)
+        found = frameworks.framework_of("ddp")
+    last = re.search(r"nhwc|channels[-_ ]last", text) is not None
+    if last and found.name == "deeplearningexamples":
+        notes.assumed.append("NHWC under AMP alone, as its configs.yml")
+    elif last and found.convolution is not None:
+        found = replace(found, convolution=replace(found.convolution, channels_last=True, in_full=True))
     return found
+
+
+HOST_CORES = ((r"DGX-?1\b", 40), (r"DGX-?2\b", 48))
+"""Of a node, where its name says it: two processors of 20 (DGX-1) and of 24 cores (DGX-2)."""
+LOADER_WORKERS = {"deeplearningexamples": 8}
+"""Processes of each GPU that decode on the CPU: data_backend pytorch and workers 8 of configs.yml. MXNet's rows decode on the
+GPU, with DALI."""
+CORE_IMAGES_PER_S = 205.0
+"""That a core decodes, crops and resizes where workers fill a host: 8,322 and 8,056 images/s of two DGX-1 over 40 cores, in
+rows of DeepLearningExamples where one GPU alone takes 1,200 and 1,156."""
+
+
+def loading_s(asked: Asked) -> float:
+    """Seconds of a step in which the host cannot decode its images faster; 0 where nobody says with how many cores."""
+    cores = next((number for pattern, number in HOST_CORES if re.search(pattern, asked.row.hardware, re.IGNORECASE)), 0)
+    workers = LOADER_WORKERS.get(asked.framework.name.split()[0], 0)
+    if not cores or not workers:
+        return 0.0
+    per_node = min(asked.gpus, asked.per_node)
+    nodes = -(-asked.gpus // per_node)
+    return asked.batch / (nodes * min(cores, workers * per_node) * CORE_IMAGES_PER_S)
 
 
 @lru_cache(maxsize=16)
 def _model(name: str, software: ConvolutionSoftware, precision: str) -> Model:
-    return run_by(load_model(ModelSpec(name=name), weights=recorded_weights(precision)), software)
+    return run_by(load_model(ModelSpec(name=name), weights=recorded_weights(precision)), software, precision)
 
 
 def image_question(row: Row, network: ImageNetwork) -> Asked:
@@ -127,17 +109,17 @@ def image_question(row: Row, network: ImageNetwork) -> Asked:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     if (row.tp or 1) * (row.pp or 1) * (row.cp or 1) > 1:
         raise CannotExpressError(f"{row.model} under tp {row.tp}, pp {row.pp}, cp {row.cp}: only data parallelism is expressed")
-    if framework.graphs:
+    if re.search(r"cuda graph", row.notes, re.IGNORECASE):
         machine = replace(machine, launch_s=0.0)
     gpus = row.gpus or row.dp or notes.assume("GPUs", 1)
     batch = _batch_of(row, gpus, notes)
-    precision, software = _numbers(row, framework, machine, notes)
+    precision = _precision_of(row, framework, machine, notes)
     if network.lacks:
         notes.lacks.append(network.lacks)
     notes.lacks.append("loading and augmenting images hides behind the step")
     if machine.guessed and gpus > machine.per_node:
         notes.assumed.append(f"network of {machine.cards} x {machine.gbit:g} Gb/s per node")
-    model = _model(network.name, software, precision)
+    model = _model(network.name, framework.convolution or ConvolutionSoftware(), precision)
     names = tuple(component.name for component in model.components)
     replica = batch // gpus
     micro = row.micro_batch or replica
@@ -154,7 +136,7 @@ def image_question(row: Row, network: ImageNetwork) -> Asked:
     peaks = load_gpu(machine.gpu).peak_flop_per_s
     return Asked(
         row=row,
-        framework=Framework(name=framework.name, recompute="none", clip=False, optimizer="sgd_momentum"),
+        framework=rules.Framework(name=f"{framework.name} images", recompute="none", clip=False, optimizer="sgd_momentum"),
         shape=None,
         model=model,
         plan=plan,
@@ -185,18 +167,16 @@ def _batch_of(row: Row, gpus: int, notes: Notes) -> int:
     return batch
 
 
-def _numbers(row: Row, framework: ImageFramework, machine: Machine, notes: Notes) -> tuple[str, ConvolutionSoftware]:
-    """The precision by parsim's name, and the software in it."""
+def _precision_of(row: Row, framework: Framework, machine: Machine, notes: Notes) -> str:
+    """By parsim's name."""
     peaks = load_gpu(machine.gpu).peak_flop_per_s
-    stated = precision_of(row, Framework(name=framework.name, precision="fp32"), notes)
+    stated = precision_of(row, rules.Framework(name=framework.name, precision="fp32"), notes)
     if stated == "tf32" and "tf32" not in peaks:
         stated = "fp32"
         notes.assumed.append("fp32, since the GPU has no TF32")
     if stated in ("fp8", "nvfp4"):
         raise CannotExpressError(f"{row.model} in {stated}: no library has convolutions in 8 bits that train")
     if stated in ("fp32", "tf32"):
-        return stated, framework.full
-    precision = framework.precision
-    if half_of(row.precision) == "bf16":
-        precision = "amp_bf16" if precision.startswith("amp") else "bf16"
-    return precision, framework.half
+        return stated
+    half = "bf16" if half_of(row.precision) == "bf16" else "fp16"
+    return half if framework.name in KEEPS_HALF_WEIGHTS else f"amp_{half}"

@@ -23,10 +23,12 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
+from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -46,6 +48,7 @@ from parsim.search.by_hand import (
 )
 from parsim.search.relaxed import relaxed_search
 from parsim.search.search import Search, search
+from parsim.search.tensor import partly_cut
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -58,8 +61,9 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         PlanError for a mesh that the devices do not make.
     """
     plan, training = config.plan, config.training
-    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
+    cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
+    model = as_software_runs(model or config.source.model or model_of(config), config)
+    model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -67,6 +71,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         )
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+        if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"
@@ -85,14 +91,58 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         fit_probability=plan.fit_probability,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
+        inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
         constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=plan.capacity_factor or 0.0,
+        routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
+
+
+def with_launches(cluster: Cluster, config: Question) -> Cluster:
+    """The cluster whose hosts launch kernels as the software does.
+
+    Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
+    """
+    host, times = cluster.profile.host, config.software.launches
+    if times == 1.0:
+        return cluster
+    if host is None or not host.launch_s:
+        if config.software.cuda_graphs:
+            raise ConfigError(
+                "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+                f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+            )
+        return cluster
+    host = host.model_copy(update={"launch_s": times * host.launch_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": host}))
+
+
+def routing_of(config: Question) -> ExpertRouting:
+    """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
+    return replace(
+        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
+    )
+
+
+def as_software_runs(model: Model, config: Question) -> Model:
+    """The Model with the launches that [software] has for its convolutions.
+
+    Raises ConfigError for a Model without any, of which the table says nothing.
+    """
+    software = config.software.convolution
+    if software is None or is_transformer(config.model.name):
+        return model
+    if not convolutions(model):
+        key = "framework" if config.software.framework else "channels_last"
+        raise ConfigError(
+            f"software.{key} = {getattr(config.software, key)!r} is of convolutions or of transformers by name (llama3-8b); "
+            f"{model.name} is neither, and its operators are those that were traced; drop it"
+        )
+    return run_by(model, software, config.training.precision)
 
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:

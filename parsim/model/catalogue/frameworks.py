@@ -12,15 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from parsim.errors import ModelError
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import Registry
 
 MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
 """Every microbatch adds its gradients in 16 bits: read twice, written once. Where the channels of a head are no multiple of 8,
 the products of unfused attention run at no more than half of the fp32 peak: BLOOM's rows with 108 and 150 channels show it."""
 
-CORE = replace(COMPILED, gradient_arrays=1.3)
-"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes)."""
+CORE = replace(COMPILED, gradient_arrays=1.3, loss_bytes=4, loss_peak=2)
+"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes). Of a
+logit its softmax is kept in fp32, and becomes the gradient in place, which is copied to 16 bits (NVIDIA/Megatron-LM
+megatron/core/tensor_parallel/cross_entropy.py @00611e6eeb0b)."""
 
 TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arrays=10.0, gradient_arrays=4.0)
 """A fused loss; two metrics that each pass over all logits in fp32 (Composer evaluates LanguageCrossEntropy and
@@ -82,7 +86,10 @@ class Framework:
         softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
+        dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
+        graphs: its layers are launched as CUDA graphs.
         launches: times as long as plain eager torch takes on the host for each kernel.
+        convolution: what it does with convolutional networks; None: nobody runs them with it.
     """
 
     name: str
@@ -112,7 +119,17 @@ class Framework:
     softmax_limits: bool = False
     scales_fp16: bool = True
     bf16_gradients: float = 0.0
+    dispatcher: Dispatcher = "all_to_all"
+    expert_overlap: bool = False
+    delay_weight_gradients: bool = False
+    graphs: bool = False
     launches: float = 1.0
+    convolution: ConvolutionSoftware | None = None
+
+    @property
+    def routing(self) -> ExpertRouting:
+        """How its tokens reach experts."""
+        return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
 
     def software(self, *, compiled: bool = True) -> Software:
         """The kernels of a layer."""
@@ -177,9 +194,13 @@ BRIDGE = replace(
     source="NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs @00919dcf1fe1, @01b2977e518f, @042641823051",
     earlier=(),
     spares_layers=True,
+    dispatcher="hybridep",
+    graphs=True,
 )
-"""Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
-(cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again. Both are taken to cost nothing."""
+"""Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
+of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
+(recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
+FSDP), and never run whole layers again. Both are taken to cost nothing."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_OF_2021,
     name="megatron-deepspeed",
@@ -223,6 +244,31 @@ DDP = Framework(
     kernels="fsdp-compiled",
     uncompiled="ddp",
     bucket_bytes=25 * 2**20,
+    convolution=ConvolutionSoftware(),
+)
+EXAMPLES = replace(
+    DDP,
+    name="deeplearningexamples",
+    source="NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: nhwc under AMP alone",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True),
+)
+MXNET_2020 = Framework(
+    name="mxnet",
+    source="apache/mxnet: BatchNormAddRelu; Horovod's fusion threshold of NVIDIA's configs",
+    until=2020,
+    bucket_bytes=64 * 2**20,
+    optimizer="sgd_momentum",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True),
+)
+MXNET = replace(
+    MXNET_2020,
+    source="mlcommons/training_results_v2.0 NVIDIA/benchmarks/resnet/implementations/mxnet config_DGXA100.sh @a6ae3e16d97b: "
+    "NETWORK resnet-v1b-stats-fl, in which convolutions make the sums of norms",
+    until=0,
+    earlier=(MXNET_2020,),
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True, summed=True),
 )
 DEEPSPEED = Framework(
     name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
@@ -233,6 +279,7 @@ TRAINER = replace(
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
 MAXTEXT = replace(
     FSDP,
+    graphs=True,
     name="maxtext",
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
@@ -259,6 +306,8 @@ FRAMEWORKS: Registry[Framework] = Registry(
             TRAINER,
             TORCHTUNE,
             DDP,
+            EXAMPLES,
+            MXNET,
             MAXTEXT,
             replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
             INTERNEVO,

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parsim.model.component import CHANNELS_LAST, NORM_ADD_RELU, NORM_RELU, SUMMED, Operator
+from parsim.model.component import CHANNELS_LAST, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Operator
+from parsim.model.formats import FULL_BYTES, number_format
 from parsim.model.model import Model
 
 BATCH_NORM = "native_batch_norm"
@@ -26,19 +27,30 @@ class ConvolutionSoftware:
     """How a framework runs a convolutional network.
 
     Attributes:
-        channels_last: arrays lie as (samples, height, width, channels). fused_norms: batch norm, addition of the residual and
-            ReLU are one kernel. summed: a convolution makes the sums of the norm behind it (cuDNN's fused statistics).
+        channels_last: arrays lie as (samples, height, width, channels) in 16 bits. in_full: in 32 bits, too.
+        fused_norms: batch norm, addition of the residual and ReLU are one kernel. summed: a convolution makes the sums of the
+            norm and ReLU behind it (cuDNN's fused statistics; not where a residual is added).
     """
 
     channels_last: bool = False
+    in_full: bool = False
     fused_norms: bool = False
     summed: bool = False
 
 
-def run_by(model: Model, software: ConvolutionSoftware) -> Model:
-    """The Model with the operators that this software launches."""
-    components = (replace(component, operators=_operators(component.operators, software)) for component in model.components)
+def run_by(model: Model, software: ConvolutionSoftware, precision: str) -> Model:
+    """The Model with the operators that this software launches in a precision."""
+    last = software.in_full if number_format(precision).element_bytes == FULL_BYTES else software.channels_last
+    components = (
+        replace(component, operators=_operators(component.operators, replace(software, channels_last=last)))
+        for component in model.components
+    )
     return replace(model, components=tuple(components))
+
+
+def convolutions(model: Model) -> int:
+    """How many of its operators are convolutions."""
+    return sum(each.count for component in model.components for each in component.operators if each.kind == "convolution")
 
 
 def _operators(operators: Sequence[Operator], software: ConvolutionSoftware) -> tuple[Operator, ...]:
@@ -47,8 +59,7 @@ def _operators(operators: Sequence[Operator], software: ConvolutionSoftware) -> 
     if software.fused_norms:
         operators = _fused(operators)
     if software.summed:
-        norms = (BATCH_NORM, NORM_RELU, NORM_ADD_RELU)
-        operators = [replace(each, function=each.function + SUMMED) if each.function in norms else each for each in operators]
+        operators = [replace(each, function=NORM_RELU_OF_SUMS) if each.function == NORM_RELU else each for each in operators]
     return tuple(operators)
 
 
