@@ -15,12 +15,18 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
+from parsim.search import space
 from parsim.search.search import search
 from parsim.search.space import divided_problems
 from parsim.search.tensor import best_placement
 from tests.machines import machine
 
 SIZES = {"hidden": 256, "layers": 2, "seq": 4096, "experts": 4, "expert_ffn": 8192, "vocab": 1024}
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "FEWEST_TOKENS", 2048)
 
 
 def mixture(**sizes: int) -> Model:
