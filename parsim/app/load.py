@@ -48,6 +48,7 @@ from parsim.search.by_hand import (
 )
 from parsim.search.relaxed import relaxed_search
 from parsim.search.search import Search, search
+from parsim.search.tensor import partly_cut
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -70,6 +71,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         )
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+        if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"
