@@ -1,7 +1,8 @@
 """What the software that trains does beside the products: one row per framework, with its source.
 
 A question names the framework of its training loop (`[software]` of a run file). The row fills in what the question leaves
-open: kernels, and switches of a plan by hand. Without a framework nothing is filled in, and the answer says so.
+open: kernels, switches of a plan by hand, and what its host adds. Without a framework nothing is filled in, and the answer
+says so.
 
 Leaves out: what a user of a framework turns on beside its defaults.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from parsim.errors import ModelError
+from parsim.hardware.cluster import Cluster
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
 from parsim.registry import Registry
 
@@ -53,6 +55,7 @@ KERNELS: Registry[Software] = Registry(
         "fsdp-compiled": replace(COMPILED, gradient_arrays=3.0),
         "flash-1": FIRST_FLASH,
         "ddp": replace(EAGER, dropout=True),
+        "xla-unfused": replace(UNFUSED, bias_kernels=False, score_arrays=5.0),
         "llama3": replace(CORE, activation_saved=1.0),
     },
     error=ModelError,
@@ -82,7 +85,8 @@ class Framework:
         softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
-        launches: times as long as plain eager torch takes on the host for each kernel.
+        launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
+            which nothing of the plan runs.
     """
 
     name: str
@@ -113,11 +117,7 @@ class Framework:
     scales_fp16: bool = True
     bf16_gradients: float = 0.0
     launches: float = 1.0
-
-    def software(self, *, compiled: bool = True) -> Software:
-        """The kernels of a layer."""
-        row = KERNELS[self.kernels_of(compiled)]
-        return replace(row, early_stop=True) if self.early_stop else row
+    step_s: float = 0.0
 
     def kernels_of(self, compiled: bool) -> str:
         """The row of `KERNELS` with torch.compile or without."""
@@ -153,7 +153,9 @@ MEGATRON_CORE = Framework(
     gather_ahead=True,
     scatter_gather=True,
     tensor_overlap=True,
+    step_s=0.022,
 )
+"""Per step: Llama 3.1 8B on 64 to 512 Blackwell GPUs (MLPerf v5.1) lacks 10 to 22 ms, on one node nothing."""
 NEMO = replace(
     MEGATRON_CORE,
     name="nemo",
@@ -228,8 +230,13 @@ DEEPSPEED = Framework(
     name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
 )
 TRAINER = replace(
-    DEEPSPEED, name="hf-trainer", source="transformers.Trainer: eager modules, gradient checkpointing by layer", zero=0
+    DEEPSPEED,
+    name="hf-trainer",
+    source="transformers.Trainer: eager modules, gradient checkpointing by layer",
+    zero=0,
+    launches=20.0,
 )
+"""Host: Qwen's table of full fine-tuning has 2.2 s for 8 microbatches of 512 and of 1,024 tokens alike, 11 ms per layer."""
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
 MAXTEXT = replace(
     FSDP,
@@ -240,6 +247,29 @@ MAXTEXT = replace(
 )
 INTERNEVO = Framework(
     name="internevo", source="InternLM/InternEvo with FlashAttention 1", kernels="flash-1", zero=1, bucket_bytes=512 * 2**20
+)
+
+APEX = replace(
+    DDP,
+    name="apex",
+    source="NVIDIA/DeepLearningExamples PyTorch/LanguageModeling/BERT: apex AMP, LAMB, attention not fused",
+    kernels="unfused-attention",
+    uncompiled="",
+)
+TENSORFLOW = replace(
+    APEX,
+    name="tensorflow",
+    source="NVIDIA/DeepLearningExamples TensorFlow2 BERT: XLA, LAMB, attention not fused",
+    kernels="xla-unfused",
+)
+MLPERF = replace(
+    DDP,
+    name="mlperf",
+    source="mlcommons/training_results, NVIDIA's BERT: fused attention and norms, CUDA graphs, distributed LAMB",
+    kernels="fused",
+    uncompiled="",
+    bucket_bytes=2**40,
+    launches=0.0,
 )
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -262,6 +292,9 @@ FRAMEWORKS: Registry[Framework] = Registry(
             MAXTEXT,
             replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
             INTERNEVO,
+            APEX,
+            TENSORFLOW,
+            MLPERF,
         )
     },
     error=ModelError,
@@ -279,3 +312,13 @@ def framework_of(name: str, year: int | None = None) -> Framework:
     if year is None:
         return row
     return next((version for version in row.earlier if year <= version.until), row)
+
+
+def hosted(cluster: Cluster, framework: Framework) -> Cluster:
+    """The cluster whose hosts launch kernels, and work between steps, as the framework does; itself where that is not known."""
+    host = cluster.profile.host
+    if host is None or not host.launch_s:
+        return cluster
+    step_s = host.step_s + (framework.step_s if cluster.network is not None else 0.0)
+    changed = host.model_copy(update={"launch_s": framework.launches * host.launch_s, "step_s": step_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": changed}))
