@@ -23,6 +23,7 @@ from pathlib import Path
 
 from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
+from experiments.published.images import image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
@@ -111,6 +112,13 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
 
     A framework that spares layers keeps so much less, and takes the time of the plan without.
     """
+    if network := network_of(row):
+        asked = image_question(row, network)
+        found, loading = answer(asked), loading_s(asked)
+        if loading > found.step_s:
+            text = f"the host decodes {asked.batch / loading:.0f} images/s, fewer than the GPUs take"
+            asked, found = replace(asked, assumed=(*asked.assumed, text)), replace(found, step_s=loading)
+        return asked, found
     asked = question_of(row, without=without, known=known)
     found, lacks = answer(asked), asked.lacks
     for more, share in (("half", "half"), ("full", "all")):
@@ -135,7 +143,7 @@ def predict(row: Row, without: str = "", raw: bool = False, known: bool = True) 
     try:
         asked, found = _question_that_fits(row, without, known)
         facts = Facts(
-            model=asked.shape.name,
+            model=asked.name,
             gpus=asked.gpus,
             tokens=asked.batch * asked.seq,
             rate=larger_is_faster(asked),
@@ -167,9 +175,9 @@ def run_of(asked: Asked) -> Run:
         precision=asked.precision,
         framework=asked.framework.name,
         until=asked.framework.until,
-        experts=bool(asked.shape.experts),
-        encoder=not asked.shape.causal,
-        nodes=max(1, asked.gpus // asked.per_node),
+        experts=asked.shape is not None and bool(asked.shape.experts),
+        encoder=asked.shape is not None and not asked.shape.causal,
+        images=asked.shape is None,
         complete=asked.row.complete,
     )
 

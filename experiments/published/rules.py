@@ -88,7 +88,7 @@ PREFIXES: dict[str, Callable[[], Rule]] = {
     "simumax": lambda: rule("megatron", tensor_overlap=False, **CORE),
     "flashattn": lambda: rule("ddp", compiled=False, micro=8),
     "mlperf-bert": lambda: rule("mlperf"),
-    "dle-pt": lambda: rule("apex"),
+    "dle-pt": lambda: rule("deeplearningexamples"),
     "dle-tf": lambda: rule("tensorflow"),
 }
 """By the longest beginning of a row's id that stands here. Heads of BLOOM: those of GPT-3, from whose shape its authors began,
@@ -109,7 +109,7 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"hugging ?face|hf trainer|transformers\b|accelerate|\btrl\b|axolotl|llama[-_ ]?factory|fastchat|\bqwen-ft", "hf-trainer"),
     (r"deepspeed", "deepspeed"),
     (r"mlperf", "mlperf"),
-    (r"\bdle\b|deeplearningexamples|\bapex\b", "apex"),
+    (r"\bdle\b|deeplearningexamples|\bapex\b", "deeplearningexamples"),
     (r"tensorflow", "tensorflow"),
     (r"fsdp|full[-_ ]shard|litgpt|lit-gpt|lightning|fairscale", "fsdp"),
     (r"nanogpt|llm\.c|\bddp\b", "ddp"),

@@ -42,11 +42,11 @@ def import_file(
     """Read a file of another tool into a profile, a run file or a measured timeline.
 
     Args:
-        path: output of nccl-tests (text or JSON), `nvidia-smi topo -m` or `lstopo --of xml`, which become a profile; a trace of
-            torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become a timeline; a DeepSpeed JSON
-            config, which becomes a run file.
-        kind: "nccl-tests", "topo", "lstopo", "kineto", "nsys", "deepspeed", or "package.module:ROW" of a format of one's own;
-            default: detected from the content.
+        path: output of nccl-tests (text or JSON), `nvidia-smi topo -m`, `rocm-smi --showtopo` or `lstopo --of xml`, which
+            become a profile; a trace of torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become
+            a timeline; a DeepSpeed JSON config, which becomes a run file.
+        kind: "nccl-tests", "topo", "rocm-topo", "lstopo", "kineto", "nsys", "deepspeed", or "package.module:ROW" of a format of
+            one's own; default: detected from the content.
         into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or extended; default: nothing is written.
         cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; default: named by the file.
         collective, ranks: of nccl-tests, if the file lacks them; of Nsight Systems, the GPU.

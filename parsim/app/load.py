@@ -25,11 +25,13 @@ from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
 from parsim.hardware.parts import load_gpu, shipped_gpus
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
+from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -62,7 +64,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     """
     plan, training = config.plan, config.training
     cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
+    model = as_software_runs(model or config.source.model or model_of(config), config)
+    model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -90,12 +93,13 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         fit_probability=plan.fit_probability,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
+        inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
         constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=plan.capacity_factor or 0.0,
+        routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
 
@@ -120,9 +124,32 @@ def _learnt_of(config: Question) -> Learnt:
             until=0 if framework is None else framework.until,
             experts=bool(shape.experts),
             encoder=not shape.causal,
-            nodes=config.cluster.nodes,
         )
     )
+
+
+def routing_of(config: Question) -> ExpertRouting:
+    """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
+    return replace(
+        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
+    )
+
+
+def as_software_runs(model: Model, config: Question) -> Model:
+    """The Model with the launches that [software] has for its convolutions.
+
+    Raises ConfigError for a Model without any, of which the table says nothing.
+    """
+    software = config.software.convolution
+    if software is None or is_transformer(config.model.name):
+        return model
+    if not convolutions(model):
+        key = "framework" if config.software.framework else "channels_last"
+        raise ConfigError(
+            f"software.{key} = {getattr(config.software, key)!r} is of convolutions or of transformers by name (llama3-8b); "
+            f"{model.name} is neither, and its operators are those that were traced; drop it"
+        )
+    return run_by(model, software, config.training.precision)
 
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:

@@ -15,10 +15,12 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
-from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, KERNEL
+from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, Numerics, check_planned
 from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import RowOf, as_key_error
 
 MOST_SAMPLES = 10**9
@@ -216,16 +218,47 @@ class SoftwareSection(ConfigSection):
     year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
     """Of its version; left out: the current one."""
     compiled: StrictBool | None = None
-    """Whether torch.compile fuses what lies between products; left out: it does."""
+    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
     attention: Literal["flash", "unfused"] | None = None
     """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
+    dispatcher: Dispatcher | None = None
+    """What takes tokens to experts: "all_to_all" once for each visit, "deepep" and "hybridep" once per rank and node."""
+    expert_overlap: StrictBool | None = None
+    """Whether exchanges of experts run beside the computation of another microbatch."""
+    delay_weight_gradients: StrictBool | None = None
+    """With expert_overlap: gradients of the experts' weights fill what the exchanges of the backward leave."""
+    fused_permutation: StrictBool | None = None
+    """Whether tokens are sorted by expert, and added up, in one kernel each."""
+    channels_last: StrictBool | None = None
+    """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
+    without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
 
     @model_validator(mode="after")
     def _agree(self) -> SoftwareSection:
         given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
         if self.framework is None and given:
             raise _rule(f"{given[0]} says which version of a framework runs, and no framework is named; set software.framework")
+        if self.delay_weight_gradients and not self.routing.overlapped:
+            raise _rule(
+                "delay_weight_gradients = true fills what exchanges leave that run beside another microbatch, and "
+                "expert_overlap is false; set software.expert_overlap = true, or drop delay_weight_gradients"
+            )
         return self
+
+    @property
+    def routing(self) -> ExpertRouting:
+        """How tokens reach experts; "all_to_all" and nothing overlapped where neither the table nor a framework says more."""
+        row = self.row
+        usual = ExpertRouting() if row is None else row.routing
+        overlapped = usual.overlapped if self.expert_overlap is None else self.expert_overlap
+        delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
+        return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The keys that are given and that mean nothing without experts."""
+        keys = ("dispatcher", "expert_overlap", "delay_weight_gradients", "fused_permutation")
+        return tuple(key for key in keys if getattr(self, key) is not None)
 
     @property
     def row(self) -> Framework | None:
@@ -239,7 +272,20 @@ class SoftwareSection(ConfigSection):
         args: dict[str, Any] = {} if row is None else {KERNEL: row.kernels_of(self.compiled is not False)}
         if row is not None and row.early_stop:
             args[EARLY_STOP] = True
+        if self.fused_permutation is not None:
+            args[FUSED_PERMUTATION] = self.fused_permutation
         return args | ({} if self.attention is None else {ATTENTION: self.attention})
+
+    @property
+    def convolution(self) -> ConvolutionSoftware | None:
+        """What it does with a convolutional network; None: nothing of that is stated."""
+        row = self.row
+        if self.channels_last is None and (row is None or row.convolution is None):
+            return None
+        found = ConvolutionSoftware() if row is None or row.convolution is None else row.convolution
+        if self.channels_last is not None:
+            found = replace(found, channels_last=self.channels_last, in_full=self.channels_last)
+        return replace(found, fused_norms=True) if self.compiled else found
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.

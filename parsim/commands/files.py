@@ -15,13 +15,13 @@ from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, p
 def import_command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Of nccl-tests, torch.profiler, nsys, nvidia-smi topo -m, lstopo or DeepSpeed."),
+        typer.Argument(metavar="FILE", help="Of nccl-tests, torch.profiler, nsys, nvidia-smi, rocm-smi, lstopo or DeepSpeed."),
     ],
     kind: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="nccl-tests, kineto (torch.profiler), nsys, topo, lstopo or deepspeed. Default: detected from the content.",
+            help="nccl-tests, kineto (torch.profiler), nsys, topo, rocm-topo, lstopo or deepspeed. Default: by content.",
         ),
     ] = None,
     into: Annotated[

@@ -50,7 +50,7 @@ class Run:
     Attributes:
         gpu: a part by name. precision: "bf16", "tf32", "fp8", ... framework: a row of
         `parsim.model.catalogue.frameworks`; "unknown" without one. until: the last year of its version; 0: the current one.
-        experts: the model has some. encoder: queries see all keys. nodes: that take part.
+        experts: the model has some. encoder: queries see all keys. images: it is a convolutional network.
         complete: nothing of the split, the batch or recomputation was assumed.
     """
 
@@ -60,7 +60,7 @@ class Run:
     until: int = 0
     experts: bool = False
     encoder: bool = False
-    nodes: int = 1
+    images: bool = False
     complete: bool = True
 
     @property
@@ -72,6 +72,8 @@ class Run:
 
 def features_of(run: Run) -> tuple[str, ...]:
     """Names of the effects that a run has: the kind, a colon, and whose."""
+    if run.images:
+        return (f"kind:images on {run.chip}", f"kind:images by {run.framework}")
     found = [f"chip:{run.chip}"]
     if run.framework != UNKNOWN:
         found += [f"framework:{run.framework}", f"framework:{run.framework} {run.until or 'now'}"]
@@ -82,6 +84,8 @@ def features_of(run: Run) -> tuple[str, ...]:
 
 def class_of(run: Run) -> str:
     """Runs whose errors spread alike."""
+    if run.images:
+        return "images"
     kind = "experts" if run.experts else "encoder" if run.encoder else "dense"
     return kind if run.complete else f"{kind}, assumed"
 
@@ -91,6 +95,7 @@ NOISE: Mapping[str, float] = {
     "dense, assumed": 0.14,
     "encoder": 0.15,
     "encoder, assumed": 0.15,
+    "images": 0.10,
     "experts": 0.25,
     "experts, assumed": 0.25,
 }

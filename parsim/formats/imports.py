@@ -141,13 +141,16 @@ class MachineReading:
     """What a file says of a machine.
 
     Attributes:
-        devices: how many it needs. names: of GPUs, as the driver says. skipped, notes: as in `Imported`.
+        devices: how many it needs (whole: just as many). names: of GPUs, as the driver says. skipped, notes: as in `Imported`.
+        fitting: machines in the form of --on that may be meant, where the file does not name one.
         change: makes the change of a profile. Raises ImportedFileError for one of another machine.
     """
 
     devices: int
     change: Callable[[Profile], ProfileChange]
+    whole: bool = False
     names: tuple[str, ...] = ()
+    fitting: Callable[[], Sequence[str]] = tuple
     skipped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -190,12 +193,15 @@ def _profile(into: Path | None, cluster: str | None, reading: MachineReading) ->
     parts = {part.name: part for name in reading.names if (part := gpu_named(name)) is not None}
     if len(parts) == 1:
         (part,) = parts.values()
-        return load_profile(f"{max(reading.devices, part.gpus_per_node)}x{part.name}")
-    names = f" (it names {', '.join(dict.fromkeys(reading.names))})" if reading.names else ""
-    raise ImportedFileError(
-        f"the file does not name the machine{names}: name it, such as --on {reading.devices}xh100-sxm, or give a profile as "
-        "--into"
-    )
+        count = reading.devices if reading.whole else max(reading.devices, part.gpus_per_node)
+        return load_profile(f"{count}x{part.name}")
+    named = ", ".join(dict.fromkeys(reading.names))
+    why = f"names {named}, of which no part is shipped" if named and not parts else "does not name the machine"
+    if len(parts) > 1:
+        why = f"names several kinds of GPU ({named})"
+    such = " or ".join(f"--on {name}" for name in reading.fitting()) or f"--on {reading.devices}xh100-sxm"
+    notes = "".join(f". {note}" for note in reading.notes)
+    raise ImportedFileError(f"the file {why}: name the machine, such as {such}, or give a profile as --into{notes}")
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ Every key that the question gives has one value here, every other all that make 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import ScheduleError
+from parsim.model.divided import experts_of, tokens_of
 from parsim.numeric import Floats
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -55,8 +57,8 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
         wanted: of pp, dp and tp, whether to make the mesh; None: all.
     """
     constraints, most = problem.constraints, len(problem.model.components)
+    context, experts = inner_axes(problem)
     for devices in range(problem.cluster.size, 0, -1):
-        context = constraints.cp or 1
         if devices % context:
             continue
         for pp in divisors(devices // context):
@@ -66,8 +68,35 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
                 dp = devices // context // (pp * tp)
                 if wanted is not None and not wanted(pp, dp, tp):
                     continue  # of 16,384 devices there are 377,000
-                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % (constraints.ep or 1) == 0:
-                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=constraints.ep or 1))
+                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % experts == 0:
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=experts))
+
+
+def inner_axes(problem: PlanningProblem) -> tuple[int, int]:
+    """cp and ep of the plans of a problem: those that its model is divided by, else those that are asked for."""
+    if problem.division is not None:
+        return problem.division.cp, problem.division.ep
+    return problem.constraints.cp or 1, problem.constraints.ep or 1
+
+
+FEWEST_TOKENS = 2048
+"""Of a piece of the sequence that is tried where cp is free. A ring hides its shifts behind blocks of attention, and smaller
+blocks compute for less long than their keys and values travel."""
+
+
+def divided_problems(problem: PlanningProblem) -> list[PlanningProblem]:
+    """The problem on every choice of cp and ep that the question leaves free, each with the model of a rank.
+
+    Raises:
+        PlanError: the model cannot be divided as the question asks.
+    """
+    asked, size = problem.constraints, problem.cluster.size
+    free = problem.inner_axes and not asked.synchronisation.is_relaxed
+    pieces = [cp for cp in divisors(tokens_of(problem.model)) if cp <= size and tokens_of(problem.model) >= cp * FEWEST_TOKENS]
+    contexts = [asked.cp] if asked.cp else pieces if free and pieces else [1]
+    experts = [asked.ep] if asked.ep else list(divisors(experts_of(problem.model))) if free else [1]
+    choices = [(cp, ep) for cp in contexts for ep in experts if math.lcm(cp, ep) <= size or (asked.cp and asked.ep)]
+    return [problem.on(Mesh(dp=ep, cp=cp, ep=ep), len(choices)) for cp, ep in choices]
 
 
 def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
@@ -136,7 +165,7 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
         chunked = "" if constraints.chunks is None else f" with {constraints.chunks} chunks each"
         raise ScheduleError(
             f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline{chunked}; "
-            'use fewer stages or granularity "layer"'
+            'use fewer stages, or granularity "layer" with tp = 1'
         )
     return possible
 
@@ -203,7 +232,7 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
 
 
 LARGE = 4096
-"""Devices times components from which a problem is large."""
+"""Devices times components, times the choices of cp and ep, from which a problem is large."""
 
 USUAL_ORDERS = (("1f1b", 1), ("interleaved", 2))
 """With their stages per rank."""
@@ -255,7 +284,8 @@ class Allowance:
 
 def is_large(problem: PlanningProblem) -> bool:
     """Whether some parts of a search are opened before others."""
-    return problem.cluster.size * len(problem.model.components) > LARGE
+    choices = 1 if problem.division is None else problem.division.choices
+    return problem.cluster.size * len(problem.model.components) * choices > LARGE
 
 
 def most_late(problem: PlanningProblem) -> int:

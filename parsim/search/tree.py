@@ -66,8 +66,8 @@ from parsim.search.space import (
     other_bucket_sizes,
     zero_stages,
 )
-from parsim.search.stages import Cutting, is_long
-from parsim.search.tensor import best_placement, can_be_cut, uncut_text, uniform_placements
+from parsim.search.stages import Cutting, recomputing_layers
+from parsim.search.tensor import best_placement, can_be_cut, tensor_placements, uncut_text
 
 # Best first: open the part of a family with the least bound, simulate single plans, stop where no bound is below the best.
 #
@@ -378,7 +378,7 @@ class Members:
         if mesh.pp > len(self.problem.model.components):
             raise ScheduleError(
                 f"{self.strategy} wants {mesh.pp} stages and {self.problem.model.name} has "
-                f'{len(self.problem.model.components)} components; use fewer devices or granularity "layer"'
+                f'{len(self.problem.model.components)} components; use fewer devices, or granularity "layer" with tp = 1'
             )
         if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
@@ -549,7 +549,7 @@ class Members:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
         plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
         if self.problem.recompute != AUTO:
-            plan = replace(plan, recompute=self.problem.recompute)
+            plan = recomputing_layers(self.problem, plan, self.problem.recompute)
         self._check_asked(plan)
         return plan
 
@@ -572,11 +572,8 @@ class Members:
         return {}
 
     def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
-        samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
-            # of long models uniform placements are sought once for all numbers of replicas
-            one_stage = Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
-            yield {} if mesh.tp == 1 else uniform_placements(self.problem, one_stage, divides=samples % mesh.tp == 0)
+            yield tensor_placements(self.problem, mesh, count)
             return
         stages = (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else (0, 3)
         seen: list[Mapping[str, Placement]] = []

@@ -12,7 +12,9 @@ from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
+from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
 
 MESH = {"plan.strategy": "custom", "plan.mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan.microbatches": 4}
 
@@ -114,3 +116,89 @@ def test_bad_tables_are_refused_with_the_fix(model: str, text: str, parts: tuple
     with pytest.raises(ConfigError) as refused:
         parse_config(RUN.format(model, text))
     assert not [part for part in parts if part not in str(refused.value)], str(refused.value)
+
+
+def routing(**settings: Any) -> ExpertRouting:
+    keys = {key.replace("__", "."): value for key, value in settings.items()}
+    return problem_of(question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=keys)).routing
+
+
+def test_experts_are_routed_as_the_framework_does_unless_a_key_says_otherwise() -> None:
+    assert routing() == routing(software__framework="megatron") == ExpertRouting()
+    assert routing(software__framework="megatron-bridge").dispatcher == "hybridep"
+    stated = routing(software__framework="megatron-bridge", software__dispatcher="all_to_all", plan__routing_skew=0.2)
+    assert stated == ExpertRouting(skew=0.2)
+    both = routing(software__expert_overlap=True, software__delay_weight_gradients=True, software__dispatcher="deepep")
+    assert both == ExpertRouting(dispatcher="deepep", overlapped=True, delayed=True)
+
+
+def test_unfused_permutation_moves_more() -> None:
+    asked = [
+        question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings={"software.fused_permutation": fused})
+        for fused in (True, False)
+    ]
+    fused, single = (software_of(dict(each.model_spec.args)) for each in asked)
+    assert (fused.permutation_arrays, single.permutation_arrays) == (4.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"software.delay_weight_gradients": True}, "set software.expert_overlap = true, or drop delay_weight_gradients"),
+        ({"software.expert_overlap": True, "plan.recompute": "full"}, 'set recompute = "selective"'),
+        (
+            {"software.framework": "megatron", "software.expert_overlap": True, **MESH},
+            "has 2 stages|this plan has 2 stages, 1 per rank; set plan.pipeline_order",
+        ),
+        ({"plan.routing_skew": 0.2, "plan.capacity_factor": 1.5}, "changes nothing; drop one of them"),
+        ({"plan.routing_skew": -0.2}, "routing_skew"),
+        ({"software.dispatcher": "nccl"}, "dispatcher"),
+    ],
+)
+def test_switches_that_contradict_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=settings)
+
+
+def test_switches_of_experts_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="about a mixture of experts, and gpt3"):
+        question(software__dispatcher="deepep")
+
+
+IMAGES = (
+    '[model]\nname = "{}"\n[cluster]\ngpu = "a100-sxm-80gb"\ngpus_per_node = 1\n'
+    '[training]\nglobal_batch = 256\nprecision = "{}"\n[plan]\nstrategy = "custom"\nmesh = {{ dp = 1 }}\n[software]\n{}\n'
+)
+
+
+def images_per_s(text: str, precision: str = "amp_fp16") -> float:
+    asked = parse_config(IMAGES.format("resnet50", precision, text))
+    problem = problem_of(asked)
+    plan = fixed_plan(problem, asked)
+    assert plan is not None
+    return 256 / evaluate(problem, plan, samples=0).result.step_s.median
+
+
+def test_convolutional_networks_read_the_table_too() -> None:
+    """Channels last spares conversions, MXNet fuses norms, and DeepLearningExamples has channels last under AMP alone."""
+    plain, last = images_per_s(""), images_per_s("channels_last = true")
+    assert plain < last < images_per_s('framework = "mxnet"')
+    assert images_per_s('framework = "deeplearningexamples"') == last
+    assert images_per_s('framework = "ddp"\nchannels_last = true') == pytest.approx(last, rel=0.01)  # it clips
+    assert images_per_s('framework = "ddp"\nchannels_last = true\ncompiled = true') > last
+    assert images_per_s('framework = "deeplearningexamples"', "tf32") == images_per_s("", "tf32")
+    assert images_per_s("channels_last = true", "tf32") > images_per_s("", "tf32")
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "part"),
+    [
+        ("vit_b_16", 'framework = "megatron"', "software.framework"),
+        ("gpt", "channels_last = true", "software.channels_last"),
+        ("resnet50", 'attention = "flash"', "software.attention"),
+        ("gpt3-1.3b", "channels_last = true", "software.channels_last"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(model: str, text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        problem_of(parse_config(IMAGES.format(model, "amp_fp16", text)))

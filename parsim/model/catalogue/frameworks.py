@@ -14,7 +14,9 @@ from typing import Literal
 
 from parsim.errors import ModelError
 from parsim.hardware.cluster import Cluster
+from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import Registry
 
 MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
@@ -85,8 +87,11 @@ class Framework:
         softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
+        dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
+        graphs: its layers are launched as CUDA graphs.
         launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
             which nothing of the plan runs.
+        convolution: what it does with convolutional networks; None: nobody runs them with it.
     """
 
     name: str
@@ -116,8 +121,18 @@ class Framework:
     softmax_limits: bool = False
     scales_fp16: bool = True
     bf16_gradients: float = 0.0
+    dispatcher: Dispatcher = "all_to_all"
+    expert_overlap: bool = False
+    delay_weight_gradients: bool = False
+    graphs: bool = False
     launches: float = 1.0
     step_s: float = 0.0
+    convolution: ConvolutionSoftware | None = None
+
+    @property
+    def routing(self) -> ExpertRouting:
+        """How its tokens reach experts."""
+        return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
 
     def kernels_of(self, compiled: bool) -> str:
         """The row of `KERNELS` with torch.compile or without."""
@@ -179,9 +194,13 @@ BRIDGE = replace(
     source="NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs @00919dcf1fe1, @01b2977e518f, @042641823051",
     earlier=(),
     spares_layers=True,
+    dispatcher="hybridep",
+    graphs=True,
 )
-"""Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
-(cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again. Both are taken to cost nothing."""
+"""Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
+of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
+(recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
+FSDP), and never run whole layers again. Both are taken to cost nothing."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_OF_2021,
     name="megatron-deepspeed",
@@ -225,6 +244,33 @@ DDP = Framework(
     kernels="fsdp-compiled",
     uncompiled="ddp",
     bucket_bytes=25 * 2**20,
+    convolution=ConvolutionSoftware(),
+)
+EXAMPLES = replace(
+    DDP,
+    name="deeplearningexamples",
+    source="NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: nhwc under AMP alone",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True),
+    kernels="unfused-attention",
+    uncompiled="",
+)
+MXNET_2020 = Framework(
+    name="mxnet",
+    source="apache/mxnet: BatchNormAddRelu; Horovod's fusion threshold of NVIDIA's configs",
+    until=2020,
+    bucket_bytes=64 * 2**20,
+    optimizer="sgd_momentum",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True),
+)
+MXNET = replace(
+    MXNET_2020,
+    source="mlcommons/training_results_v2.0 NVIDIA/benchmarks/resnet/implementations/mxnet config_DGXA100.sh @a6ae3e16d97b: "
+    "NETWORK resnet-v1b-stats-fl, in which convolutions make the sums of norms",
+    until=0,
+    earlier=(MXNET_2020,),
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True, summed=True),
 )
 DEEPSPEED = Framework(
     name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
@@ -249,18 +295,12 @@ INTERNEVO = Framework(
     name="internevo", source="InternLM/InternEvo with FlashAttention 1", kernels="flash-1", zero=1, bucket_bytes=512 * 2**20
 )
 
-APEX = replace(
-    DDP,
-    name="apex",
-    source="NVIDIA/DeepLearningExamples PyTorch/LanguageModeling/BERT: apex AMP, LAMB, attention not fused",
-    kernels="unfused-attention",
-    uncompiled="",
-)
 TENSORFLOW = replace(
-    APEX,
+    DDP,
     name="tensorflow",
     source="NVIDIA/DeepLearningExamples TensorFlow2 BERT: XLA, LAMB, attention not fused",
     kernels="xla-unfused",
+    uncompiled="",
 )
 MLPERF = replace(
     DDP,
@@ -289,10 +329,11 @@ FRAMEWORKS: Registry[Framework] = Registry(
             TRAINER,
             TORCHTUNE,
             DDP,
+            EXAMPLES,
+            MXNET,
             MAXTEXT,
             replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
             INTERNEVO,
-            APEX,
             TENSORFLOW,
             MLPERF,
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.catalogue.frameworks import KERNELS
-from parsim.model.catalogue.sublayers import SamplePart, Shape, Software, gpt, llama, mpt
+from parsim.model.catalogue.sublayers import COMPILED, UNFUSED_PERMUTATION, SamplePart, Shape, Software, gpt, llama, mpt
 from parsim.model.catalogue.transformer import recorded
 from parsim.units import nearest_divisors
 
@@ -268,13 +268,14 @@ ALIASES: dict[str, str] = {
 """Other names of the same row."""
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
-DOCUMENT, ATTENTION, EARLY_STOP = "document_tokens", "attention", "early_stop"
+DOCUMENT, ATTENTION, EARLY_STOP, FUSED_PERMUTATION = "document_tokens", "attention", "early_stop", "fused_permutation"
 OWN: dict[str, Any] = {
     SEQ: 0,
     DOCUMENT: 0,
     KERNEL: "fused",
     ATTENTION: "",
     EARLY_STOP: False,
+    FUSED_PERMUTATION: "",
     SEQUENCE_PARALLEL: True,
     CASTS: False,
     SELECTIVE: False,
@@ -389,7 +390,7 @@ def document_of(name: str, args: dict[str, Any]) -> int:
 
 def check_own(name: str, args: dict[str, Any]) -> None:
     """Raise ModelError for an argument beside the sizes that is of the wrong kind."""
-    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP):
+    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP, FUSED_PERMUTATION):
         if not isinstance(args.get(key, False), bool):
             raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
     if args.get(ATTENTION, "") not in ("", "flash", UNFUSED_ATTENTION):
@@ -403,7 +404,16 @@ def software_of(args: Mapping[str, Any]) -> Software:
     own = OWN | dict(args)
     row = KERNELS[str(own[KERNEL])]
     flash = row.flash if not own[ATTENTION] else own[ATTENTION] == "flash"
-    return replace(row, flash=flash, casts=own[CASTS], selective=own[SELECTIVE], early_stop=own[EARLY_STOP] or row.early_stop)
+    return replace(
+        row,
+        flash=flash,
+        casts=own[CASTS],
+        selective=own[SELECTIVE],
+        early_stop=own[EARLY_STOP] or row.early_stop,
+        permutation_arrays=row.permutation_arrays
+        if own[FUSED_PERMUTATION] == ""
+        else (COMPILED.permutation_arrays if own[FUSED_PERMUTATION] else UNFUSED_PERMUTATION),
+    )
 
 
 def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str) -> Model:

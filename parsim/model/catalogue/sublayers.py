@@ -154,6 +154,8 @@ class Software:
             again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
         bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
             its own, and the gradients of the three are copied together. Newer libraries do the first two in the product.
+        permutation_arrays: moved per visit of an expert and channel, to sort tokens by expert and to add up what comes back.
+            Fused, both read and write once.
     """
 
     flash: bool = False
@@ -174,6 +176,7 @@ class Software:
     aligned: int = 0
     early_stop: bool = False
     bias_kernels: bool = False
+    permutation_arrays: float = 4.0
 
 
 UNFUSED = Software(flash=False, dropout=True, bias_kernels=True, loss_arrays=10.4)
@@ -202,7 +205,13 @@ def softmax_is_fused(heads: int, keys: int) -> bool:
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
 
 
-EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
+UNFUSED_PERMUTATION = 7.0
+"""`permutation_arrays` of single operations: a gather (2), a product with the router's weights (2), and a sum into the
+stream (3) (NVIDIA/Megatron-LM megatron/core/transformer/moe/moe_utils.py @00611e6eeb0b, permute and unpermute)."""
+
+EAGER = Software(
+    flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0, permutation_arrays=UNFUSED_PERMUTATION
+)
 """Eager PyTorch with flash attention: nothing else is fused."""
 
 EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
@@ -453,7 +462,7 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak = Amount(part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys))
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _entering_norm(layer: Layer, name: str) -> None:
@@ -540,14 +549,14 @@ def residual_of(layer: Layer, elements: int, *, divided: bool) -> None:
 
 def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     """From the stream to the product after the MLP; with the norm before and the residual after it, if they belong here."""
-    shape, part = layer.shape, layer.part
+    shape, software, part = layer.shape, layer.software, layer.part
     n, h = part.tokens, shape.hidden
     if norm:
         _entering_norm(layer, "norm2")
     if experts:
         layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias, low=False)
         visits = n * shape.active
-        layer.moved(visits * h, 4, divided=False)
+        layer.moved(visits * h, software.permutation_arrays, divided=False)
         _feed(layer, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
         layer.saved.add(2 * part.element_bytes * visits * h, divided=False)
         if shape.shared_ffn:
@@ -555,7 +564,7 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     else:
         _feed(layer, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
