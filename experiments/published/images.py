@@ -136,7 +136,7 @@ def image_question(row: Row, network: ImageNetwork) -> Asked:
     peaks = load_gpu(machine.gpu).peak_flop_per_s
     return Asked(
         row=row,
-        framework=rules.rule(rules.UNKNOWN, name=f"{framework.name} images", clip=False, optimizer="sgd_momentum"),
+        framework=replace(rules.rule(rules.UNKNOWN), name=f"{framework.name} images", clip=False, optimizer="sgd_momentum"),
         shape=None,
         model=model,
         plan=plan,
@@ -170,7 +170,7 @@ def _batch_of(row: Row, gpus: int, notes: Notes) -> int:
 def _precision_of(row: Row, framework: Framework, machine: Machine, notes: Notes) -> str:
     """By parsim's name."""
     peaks = load_gpu(machine.gpu).peak_flop_per_s
-    stated = precision_of(row, rules.rule(rules.UNKNOWN, name=framework.name, precision="fp32"), notes)
+    stated = precision_of(row, replace(rules.rule(rules.UNKNOWN), name=framework.name, precision="fp32"), notes)
     if stated == "tf32" and "tf32" not in peaks:
         stated = "fp32"
         notes.assumed.append("fp32, since the GPU has no TF32")
