@@ -27,7 +27,7 @@ from experiments.published.images import image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
-from parsim.costs.published import NOTHING_LEARNT, Learnt, Run, learnt_of
+from parsim.costs.published import NOTHING_LEARNT, Learnt, PublishedRun, learnt_of
 from parsim.errors import ParsimError
 
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
@@ -43,7 +43,7 @@ class Facts:
     gpus: int
     tokens: int
     rate: bool
-    run: Run
+    run: PublishedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,9 @@ def predict(row: Row, without: str = "", raw: bool = False, known: bool = True) 
         return Predicted(row=row, why=f"cannot be expressed: {type(error).__name__}: {error}")
 
 
-def run_of(asked: Asked) -> Run:
+def run_of(asked: Asked) -> PublishedRun:
     """What effects of published runs a question has."""
-    return Run(
+    return PublishedRun(
         gpu=asked.part,
         precision=asked.precision,
         framework=asked.framework.name,

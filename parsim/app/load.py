@@ -14,7 +14,7 @@ from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
 from parsim.costs.loading import UnmeasuredLoading
-from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, Run, learnt_of
+from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, PublishedRun, learnt_of
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
 from parsim.execute.job import with_update_groups
@@ -117,7 +117,7 @@ def _learnt_of(config: Question) -> Learnt:
     shape = shape_of(config.model.name, dict(config.model.args))
     precision = config.training.precision
     return learnt_of(
-        Run(
+        PublishedRun(
             gpu=gpu,
             precision=HALVES.get(precision, precision),
             framework=UNKNOWN if framework is None else framework.name,

@@ -44,7 +44,7 @@ CHIPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PublishedRun:
     """What effects are looked up by.
 
     Attributes:
@@ -70,7 +70,7 @@ class Run:
         return next((chip for chip, boards in CHIPS if first in boards), first)
 
 
-def features_of(run: Run) -> tuple[str, ...]:
+def features_of(run: PublishedRun) -> tuple[str, ...]:
     """Names of the effects that a run has: the kind, a colon, and whose."""
     if run.images:
         return (f"kind:images on {run.chip}", f"kind:images by {run.framework}")
@@ -82,7 +82,7 @@ def features_of(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def class_of(run: Run) -> str:
+def class_of(run: PublishedRun) -> str:
     """Runs whose errors spread alike."""
     if run.images:
         return "images"
@@ -104,7 +104,7 @@ UNKNOWN_NOISE = 2.0
 """Times as much where the framework is not known."""
 
 
-def noise_of(run: Run) -> float:
+def noise_of(run: PublishedRun) -> float:
     """Standard deviation of a row's log seconds around the effects and its source."""
     return NOISE[class_of(run)] * (UNKNOWN_NOISE if run.framework == UNKNOWN else 1.0)
 
@@ -126,7 +126,7 @@ class Effects:
     sources: Mapping[str, int]
     ends: Mapping[str, tuple[float, float]]
 
-    def of(self, run: Run) -> tuple[float, float]:
+    def of(self, run: PublishedRun) -> tuple[float, float]:
         """Median and standard deviation of log(measured / predicted) of a run of a new source."""
         names = features_of(run)
         known = [self.names.index(name) for name in names if name in self.mean]
@@ -187,7 +187,7 @@ def published_effects() -> Mapping[str, Effects]:
     return {name: Effects.from_dict(entry) for name, entry in document["fits"].items()}
 
 
-def learnt_of(run: Run, effects: Mapping[str, Effects] | None = None) -> Learnt:
+def learnt_of(run: PublishedRun, effects: Mapping[str, Effects] | None = None) -> Learnt:
     """What the shipped effects, or others, say of a run of a source that nobody has seen."""
     fit = (effects or published_effects())["unknown" if run.framework == UNKNOWN else "known"]
     median, sigma = fit.of(run)

@@ -46,13 +46,13 @@ def test_a_framework_fills_in_what_is_left_open_and_nothing_else() -> None:
         True,
     )
     stated = plan(software__framework="megatron", plan__gather_ahead=False, plan__zero_stage=2, plan__recompute="full")
-    assert (stated.gather_ahead, stated.zero_stage, stated.recompute) == (False, 2, "full")
+    assert (stated.gather_ahead, stated.zero_stage, bool(stated.segments)) == (False, 2, True)
 
 
 def test_a_version_is_that_of_its_year() -> None:
     old, new = (plan(software__framework="megatron", software__year=year) for year in (2020, 2025))
-    assert (old.recompute, old.blocking_transfers, old.zero_stage) == ("full", True, 0)
-    assert (new.recompute, new.blocking_transfers, new.zero_stage) == ("none", False, 1)
+    assert (bool(old.segments), old.blocking_transfers, old.zero_stage) == (True, True, 0)
+    assert (bool(new.segments), new.blocking_transfers, new.zero_stage) == (False, False, 1)
     assert framework_of("megatron", 2021).until == 2021
 
 
