@@ -51,6 +51,7 @@ from parsim.search.by_hand import (
 )
 from parsim.search.relaxed import relaxed_search
 from parsim.search.search import Search, search
+from parsim.search.tensor import partly_cut
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -63,7 +64,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         PlanError for a mesh that the devices do not make.
     """
     plan, training = config.plan, config.training
-    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
+    cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
     model = as_software_runs(model or config.source.model or model_of(config), config)
     model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
@@ -73,10 +74,11 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         )
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+        if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"
-    cluster = cluster if framework is None else hosted(cluster, framework)
     zero_stage = framework.zero if framework is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
     scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
@@ -126,6 +128,22 @@ def _learnt_of(config: Question) -> Learnt:
             encoder=not shape.causal,
         )
     )
+
+
+def with_launches(cluster: Cluster, config: Question) -> Cluster:
+    """The cluster whose hosts launch kernels, and work between steps, as the software has it.
+
+    Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
+    """
+    host, software = cluster.profile.host, config.software
+    if host is not None and host.launch_s:
+        return hosted(cluster, launches=software.launches, step_s=0.0 if software.row is None else software.row.step_s)
+    if software.cuda_graphs:
+        raise ConfigError(
+            "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+            f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+        )
+    return cluster
 
 
 def routing_of(config: Question) -> ExpertRouting:

@@ -233,6 +233,9 @@ class SoftwareSection(ConfigSection):
     """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
     without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
 
+    cuda_graphs: StrictBool | None = None
+    """Whether layers are launched as CUDA graphs: the host then takes nothing for each kernel."""
+
     @model_validator(mode="after")
     def _agree(self) -> SoftwareSection:
         given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
@@ -253,6 +256,13 @@ class SoftwareSection(ConfigSection):
         overlapped = usual.overlapped if self.expert_overlap is None else self.expert_overlap
         delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
         return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)
+
+    @property
+    def launches(self) -> float:
+        """What the host takes for a kernel, over what it takes in eager torch."""
+        row = self.row
+        graphs = row is not None and row.graphs if self.cuda_graphs is None else self.cuda_graphs
+        return 0.0 if graphs else 1.0 if row is None else row.launches
 
     @property
     def of_experts(self) -> tuple[str, ...]:

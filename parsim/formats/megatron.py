@@ -21,7 +21,8 @@ from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.recipe import SCRIPTS, YAML, PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import number_format
 
 NAME = "Megatron-LM"
@@ -54,8 +55,8 @@ LEFT_OUT = {
     "grad-reduce-in-bf16": "gradients are reduced in the width that the precision gives them",
     "accumulate-allreduce-grads-in-fp32": "gradients are reduced in the width that the precision gives them",
     "moe-expert-capacity-factor": "experts are visited evenly, and no token is dropped",
-    "recompute-modules": "selective recomputation is that of attention's inside",
-    "recompute-num-layers": "full recomputation is that of every layer",
+    "recompute-modules": "these modules keep what they save",
+    "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
     "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
@@ -244,6 +245,8 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
     args["sequence_parallel"] = options.flag("sequence-parallel")
     _read_recompute(options, recipe)
     _read_chunks(options, recipe)
+    if options.flag("cross-entropy-loss-fusion") and options.text("cross-entropy-fusion-impl") == "te":
+        args[LOSS] = "fused"
     if "optimizer-cpu-offload" in words and _is_one(words.get("optimizer-offload-fraction", ["1"])):
         recipe.optimizer_offload = options.flag("optimizer-cpu-offload")  # all of the state, or it stays
         options.text("optimizer-offload-fraction")
@@ -322,10 +325,20 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
     unfused = options.text("attention-backend") == "unfused" or options.text("transformer-impl") == "local"
     if unfused:
         recipe.args["kernels"] = "unfused-attention"
-    if granularity == "full":
+    modules = [word for word in options.words.get("recompute-modules", []) if word in MODULES]
+    if (
+        granularity == "full"
+        and "block" in options.words.get("recompute-method", [])
+        and "recompute-num-layers" in options.words
+    ):
+        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers")
+    elif granularity == "full":
         recipe.recompute = "full"
     elif granularity == "selective" and unfused:
         recipe.recompute, recipe.args["selective"] = "selective", True
+    elif granularity == "selective" and modules and set(modules) == set(options.words["recompute-modules"]):
+        recipe.recompute, recipe.args[MODULES_AGAIN] = "selective", " ".join(modules)
+        options.text("recompute-modules")
     elif granularity == "selective":
         recipe.left_out["--recompute-granularity"] = "fused attention keeps no scores, so there is nothing to compute again"
 

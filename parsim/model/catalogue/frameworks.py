@@ -23,8 +23,10 @@ MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
 """Every microbatch adds its gradients in 16 bits: read twice, written once. Where the channels of a head are no multiple of 8,
 the products of unfused attention run at no more than half of the fp32 peak: BLOOM's rows with 108 and 150 channels show it."""
 
-CORE = replace(COMPILED, gradient_arrays=1.3)
-"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes)."""
+CORE = replace(COMPILED, gradient_arrays=1.3, loss_bytes=4, loss_peak=2)
+"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes). Of a
+logit its softmax is kept in fp32, and becomes the gradient in place, which is copied to 16 bits (NVIDIA/Megatron-LM
+megatron/core/tensor_parallel/cross_entropy.py @00611e6eeb0b)."""
 
 TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arrays=10.0, gradient_arrays=4.0)
 """A fused loss; two metrics that each pass over all logits in fp32 (Composer evaluates LanguageCrossEntropy and
@@ -286,6 +288,7 @@ TRAINER = replace(
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
 MAXTEXT = replace(
     FSDP,
+    graphs=True,
     name="maxtext",
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
@@ -309,7 +312,7 @@ MLPERF = replace(
     kernels="fused",
     uncompiled="",
     bucket_bytes=2**40,
-    launches=0.0,
+    graphs=True,
 )
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -355,11 +358,10 @@ def framework_of(name: str, year: int | None = None) -> Framework:
     return next((version for version in row.earlier if year <= version.until), row)
 
 
-def hosted(cluster: Cluster, framework: Framework) -> Cluster:
-    """The cluster whose hosts launch kernels, and work between steps, as the framework does; itself where that is not known."""
-    host = cluster.profile.host
-    if host is None or not host.launch_s:
+def hosted(cluster: Cluster, *, launches: float, step_s: float) -> Cluster:
+    """The cluster whose hosts launch kernels, and work between steps, as a framework does (`Framework`); itself if as usual."""
+    host, between_s = cluster.profile.host, step_s if cluster.network is not None else 0.0
+    if host is None or not host.launch_s or (launches == 1.0 and not between_s):
         return cluster
-    step_s = host.step_s + (framework.step_s if cluster.network is not None else 0.0)
-    changed = host.model_copy(update={"launch_s": framework.launches * host.launch_s, "step_s": step_s})
+    changed = host.model_copy(update={"launch_s": launches * host.launch_s, "step_s": host.step_s + between_s})
     return replace(cluster, profile=cluster.profile.model_copy(update={"host": changed}))
