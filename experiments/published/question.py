@@ -268,6 +268,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
     )
     plan = plan_of(model, given)
     masters = masters_of(row, precision, notes)
+    launches = 0.0 if framework.graphs else framework.launches
     return Asked(
         row=row,
         framework=framework,
