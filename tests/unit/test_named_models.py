@@ -322,3 +322,21 @@ def test_megatrons_modules_run_again_by_operator() -> None:
     assert kept["mla_up_proj"] == 2 * 4096 * 128 * (192 + 192 + 128)
     assert kept["core_attn mla_up_proj"] - kept["mla_up_proj"] == 4 * 4096 * 128  # one number per query and head
     assert kept[""] > 0  # torch's policies make norms and activation functions again
+
+
+def lines_of(**settings: object) -> dict[str, int]:
+    """Memory of the fullest rank of Llama 3 8B in fp8 on eight GPUs with ZeRO 1, by line."""
+    asked = {"plan.strategy": "dp", "plan.zero_stage": 1, "plan.microbatches": 1, "training.precision": "fp8"}
+    answer = parsim.plan("llama3-8b", cluster="8xh200", global_batch=8, settings={**asked, **settings})
+    return dict(max(answer.chosen.evaluation.memory, key=lambda rank: rank.total_bytes).lines)
+
+
+def test_states_gradients_and_weights_have_the_widths_that_are_asked_for() -> None:
+    """8,030,261,248 weights, of which 6.98 G are in products of layers; an eighth of the state on each GPU."""
+    weights, low = 8_030_261_248, 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    usual = lines_of()
+    other = lines_of(**{"training.state_dtype": "int8", "training.gradient_dtype": "fp32", "training.weight_dtype": "fp8"})
+    assert usual["optimizer_state"] == pytest.approx(12 * weights / 8, rel=1e-6)
+    assert other["optimizer_state"] == pytest.approx(6 * weights / 8, rel=1e-6)
+    assert other["gradients"] == pytest.approx(2 * usual["gradients"], rel=1e-6)
+    assert usual["parameters"] - other["parameters"] == low
