@@ -275,11 +275,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         shape=shape,
         model=model,
         plan=plan,
-        cluster=hosted(
-            cluster_of(machine, plan.world_size),
-            launches=0.0 if framework.graphs else framework.launches,
-            step_s=framework.step_s,
-        ),
+        cluster=hosted(cluster_of(machine, plan.world_size), launches=launches, step_s=framework.step_s),
         precision=precision,
         optimizer=framework.optimizer,
         seq=seq,
