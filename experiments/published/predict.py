@@ -25,7 +25,7 @@ from typing import Any
 
 from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
-from experiments.published.images import image_question, loading_s, network_of
+from experiments.published.images import LACKS_SIGMA, image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
@@ -160,6 +160,7 @@ def _with_recomputation_that_fits(row: Row, without: str) -> tuple[Asked, Answer
     if network := network_of(row):
         asked = image_question(row, network)
         found, loading = answer(asked), loading_s(asked)
+        found = replace(found, sigma=math.hypot(found.sigma, LACKS_SIGMA if network.lacks else 0.0))
         if loading > found.step_s:
             text = f"the host decodes {asked.batch / loading:.0f} images/s, fewer than the GPUs take"
             asked, found = replace(asked, assumed=(*asked.assumed, text)), replace(found, step_s=loading)

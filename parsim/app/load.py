@@ -48,6 +48,7 @@ from parsim.search.by_hand import (
 )
 from parsim.search.relaxed import relaxed_search
 from parsim.search.search import Search, search
+from parsim.search.tensor import partly_cut
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -60,7 +61,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         PlanError for a mesh that the devices do not make.
     """
     plan, training = config.plan, config.training
-    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
+    cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
     model = as_software_runs(model or config.source.model or model_of(config), config)
     model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
@@ -70,6 +71,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         )
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+        if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"
@@ -97,6 +100,25 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
+
+
+def with_launches(cluster: Cluster, config: Question) -> Cluster:
+    """The cluster whose hosts launch kernels as the software does.
+
+    Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
+    """
+    host, times = cluster.profile.host, config.software.launches
+    if times == 1.0:
+        return cluster
+    if host is None or not host.launch_s:
+        if config.software.cuda_graphs:
+            raise ConfigError(
+                "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+                f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+            )
+        return cluster
+    host = host.model_copy(update={"launch_s": times * host.launch_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": host}))
 
 
 def routing_of(config: Question) -> ExpertRouting:

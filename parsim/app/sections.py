@@ -18,7 +18,7 @@ from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
 from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
-from parsim.model.formats import FORMATS, Numerics, check_planned
+from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import RowOf, as_key_error
@@ -73,6 +73,12 @@ class TrainingSection(TrainingRecipe):
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
+    state_dtype: Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None = None
+    """Of the optimizer's state; left out: as wide as the weights that it updates. For memory, and priced as if left out."""
+    gradient_dtype: Literal["fp32"] | None = None
+    """With weights in half precision: gradients are added up in fp32; left out: in the width of the weights. For memory."""
+    weight_dtype: Literal["fp8"] | None = None
+    """With precision = "fp8": products keep their weights in 8 bits alone; left out: in 16 bits. For memory."""
     groups: dict[
         GroupName,
         Annotated[
@@ -180,6 +186,9 @@ class TrainingSection(TrainingRecipe):
             optimizer=self.optimizer,
             master_weights=self.keeps_master_weights,
             ema=self.ema is not None,
+            state_dtype=self.state_dtype or "",
+            gradient_dtype=self.gradient_dtype or "",
+            weight_dtype=self.weight_dtype or "",
         )
 
     @property
@@ -202,6 +211,16 @@ def check_widths(training: TrainingSection) -> None:
         raise ConfigError(
             f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
             f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
+        )
+    if training.gradient_dtype is not None and number_format(training.precision).weight_bytes >= FULL_BYTES:
+        raise ConfigError(
+            f"training.gradient_dtype = {training.gradient_dtype!r} belongs to weights in half precision (bf16, fp16, fp8, "
+            f"nvfp4), and training.precision = {training.precision!r} has gradients in fp32 already; drop gradient_dtype"
+        )
+    if training.weight_dtype is not None and training.precision != "fp8":
+        raise ConfigError(
+            f'training.weight_dtype = "fp8" belongs to precision = "fp8", and training.precision = {training.precision!r}: '
+            'drop weight_dtype, or set precision = "fp8"'
         )
     if training.dtype != "float32" and training.precision != "fp32":
         raise ConfigError(
@@ -233,6 +252,9 @@ class SoftwareSection(ConfigSection):
     """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
     without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
 
+    cuda_graphs: StrictBool | None = None
+    """Whether layers are launched as CUDA graphs: the host then takes nothing for each kernel."""
+
     @model_validator(mode="after")
     def _agree(self) -> SoftwareSection:
         given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
@@ -253,6 +275,13 @@ class SoftwareSection(ConfigSection):
         overlapped = usual.overlapped if self.expert_overlap is None else self.expert_overlap
         delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
         return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)
+
+    @property
+    def launches(self) -> float:
+        """What the host takes for a kernel, over what it takes in eager torch."""
+        row = self.row
+        graphs = row is not None and row.graphs if self.cuda_graphs is None else self.cuda_graphs
+        return 0.0 if graphs else 1.0 if row is None else row.launches
 
     @property
     def of_experts(self) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ UNALIGNED = "unaligned"
 """A product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 NOT_LOW = "not in low precision"
 """A product with a weight that training in 8 or 4 bits leaves in 16."""
+BY_EXPERT = "by expert"
+"""A product over several experts, which the host launches one expert after the other."""
 CHANNELS_LAST = "channels last"
 """A convolution over arrays whose channels lie side by side (NHWC), as tensor cores read them."""
 NORM_RELU, NORM_ADD_RELU = "batch norm and relu", "batch norm, sum and relu"
@@ -57,7 +59,8 @@ class Operator:
         function: "" where unknown. Of a memory-bound one its name in aten, such as "gelu", or one of `GRADIENT_SUM`, `BIAS`,
             `BIAS_GRADIENT`, `PARTS`, `NORM_RELU`, `NORM_ADD_RELU`,
             `NORM_RELU_OF_SUMS`. "unlisted:NAME" has no row in the operator table. Of an
-            attention "causal" or nothing. Of a product `UNALIGNED` or `NOT_LOW`. Of a convolution `CHANNELS_LAST` or nothing.
+            attention "causal" or nothing. Of a product `UNALIGNED`, `NOT_LOW` or `BY_EXPERT`. Of a convolution
+            `CHANNELS_LAST` or nothing.
         gradients: one of GRADIENTS, what its backward computes.
     """
 

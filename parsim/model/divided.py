@@ -230,7 +230,8 @@ def _token_operator(component: str, operator: Operator, cp: int) -> Operator:
     if operator.kind not in _TOKENS:
         raise PlanError(f"mesh.cp = {cp}: {component} has a {operator.kind}, which is not divided along a sequence; use cp = 1")
     shape, size = dict(operator.shape), _TOKENS[operator.kind]
-    if shape[size] % cp and operator.kind != "memory_bound":
+    is_mean = bool(operator.parameter_bytes) and shape.get("problems", 1) > 1  # the visits of an expert
+    if shape[size] % cp and operator.kind != "memory_bound" and not is_mean:
         raise PlanError(
             f"mesh.cp = {cp} must divide the sequence: {component} has a {operator.kind} with {size} = {shape[size]}; "
             f"the nearest below that divides it: {max(ways for ways in range(1, cp) if shape[size] % ways == 0)}"

@@ -5,6 +5,7 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import ScheduleError
+from parsim.errors import PlanError, ScheduleError
 from parsim.model.divided import experts_of, tokens_of
 from parsim.numeric import Floats
 from parsim.plans.mesh import Mesh
@@ -96,7 +97,11 @@ def divided_problems(problem: PlanningProblem) -> list[PlanningProblem]:
     contexts = [asked.cp] if asked.cp else pieces if free and pieces else [1]
     experts = [asked.ep] if asked.ep else list(divisors(experts_of(problem.model))) if free else [1]
     choices = [(cp, ep) for cp in contexts for ep in experts if math.lcm(cp, ep) <= size or (asked.cp and asked.ep)]
-    return [problem.on(Mesh(dp=ep, cp=cp, ep=ep), len(choices)) for cp, ep in choices]
+    found = list[PlanningProblem]()
+    for cp, ep in choices:
+        with contextlib.nullcontext() if len(choices) == 1 else contextlib.suppress(PlanError):
+            found.append(problem.on(Mesh(dp=ep, cp=cp, ep=ep), len(choices)))
+    return found
 
 
 def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
+from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
@@ -91,6 +92,24 @@ def limits_of(problem: PlanningProblem) -> dict[str, Limits]:
         for fingerprint, component in first.items()
         if component.shardings
     }
+
+
+def partly_cut(model: Model) -> tuple[str, ...]:
+    """What to say of layers that no rule cuts whole, as blocks of a transformer that were traced as one component."""
+    count = Counter(model.fingerprints)
+    for fingerprint, component in zip(model.fingerprints, model.components, strict=True):
+        products = {number for number, each in enumerate(component.operators) if each.kind in PRODUCTS and each.parameter_bytes}
+        cuts = ({cut.number for cut in each.operators} for each in component.shardings)
+        whole = min((len(products - cut) for cut in cuts), default=len(products))
+        if count[fingerprint] > 1 and whole:
+            return (
+                f"tensor parallelism cuts layers of {model.name} in part: {whole} of {len(products)} products of "
+                f"{component.name} run whole on every rank; a Model traced at another granularity may be cut further",
+            )
+    return ()
+
+
+PRODUCTS = ("matmul", "convolution")
 
 
 def tensor_placements(problem: PlanningProblem, mesh: Mesh, microbatches: int) -> dict[str, Placement]:

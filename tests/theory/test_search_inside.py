@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parsim.errors import ScheduleError
-from parsim.model.divided import experts_of, tokens_of
+from parsim.model.divided import divided_model, experts_of, tokens_of
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -42,6 +42,15 @@ def test_what_can_be_divided_is_read_off_the_model() -> None:
     assert (tokens_of(mixture()), experts_of(mixture())) == (4096, 4)
     dense = load_model(ModelSpec(name="llama3-8b", args=(("layers", 1), ("seq", 4096))), granularity="block")
     assert (tokens_of(dense), experts_of(dense)) == (4096, 1)
+
+
+def test_experts_that_tokens_do_not_visit_equally_often_are_divided_too() -> None:
+    odd = mixture(experts=6, active=2, seq=4096)  # 1365.3 visits of an expert
+    made = divided_model(odd, cp=2, ep=2, element_bytes=2)
+    (whole,), (part,) = ([o for o in m.components[1].operators if dict(o.shape).get("problems")][:1] for m in (odd, made))
+    assert dict(part.shape)["problems"] == 3
+    assert part.forward_flop == pytest.approx(whole.forward_flop / 2, rel=0.1)
+    assert len(divided_problems(replace(asked(), model=odd))) == 5  # ep = 6 is more than the devices
 
 
 def test_choices_are_those_that_divide_and_that_the_question_leaves_open() -> None:

@@ -46,12 +46,14 @@ def test_a_framework_fills_in_what_is_left_open_and_nothing_else() -> None:
         True,
     )
     stated = plan(software__framework="megatron", plan__gather_ahead=False, plan__zero_stage=2, plan__recompute="full")
-    assert (stated.gather_ahead, stated.zero_stage, stated.recompute) == (False, 2, "full")
+    assert (stated.gather_ahead, stated.zero_stage) == (False, 2)
+    assert stated.recomputed == set(stated.components)
 
 
 def test_a_version_is_that_of_its_year() -> None:
     old, new = (plan(software__framework="megatron", software__year=year) for year in (2020, 2025))
-    assert (old.recompute, old.blocking_transfers, old.zero_stage) == ("full", True, 0)
+    assert old.recomputed == set(old.components)
+    assert (old.blocking_transfers, old.zero_stage) == (True, 0)
     assert (new.recompute, new.blocking_transfers, new.zero_stage) == ("none", False, 1)
     assert framework_of("megatron", 2021).until == 2021
 
@@ -202,3 +204,21 @@ def test_convolutional_networks_read_the_table_too() -> None:
 def test_what_a_model_does_not_have_is_refused(model: str, text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         problem_of(parse_config(IMAGES.format(model, "amp_fp16", text)))
+
+
+def test_cuda_graphs_take_the_host_away_and_an_unknown_host_is_refused() -> None:
+    def step_s(**settings: Any) -> float:
+        keys = {"plan.strategy": "custom", "plan.mesh": {"dp": 8, "ep": 8}, "plan.zero_stage": 1, "plan.microbatches": 8}
+        sizes = {"model.args.layers": 2, "model.args.seq": 512, "training.precision": "fp8"}
+        stated = {key.replace("__", "."): value for key, value in settings.items()}
+        asked = question_of("qwen3-30b-a3b", cluster="8xb200", global_batch=64, settings={**keys, **sizes, **stated})
+        problem = problem_of(asked)
+        made = fixed_plan(problem, asked)
+        assert made is not None
+        return evaluate(problem, made, samples=0).result.step_s.median
+
+    graphs = step_s(software__cuda_graphs=True)
+    assert graphs < step_s()
+    assert graphs < step_s(software__framework="megatron-bridge", software__cuda_graphs=False)
+    with pytest.raises(ConfigError, match="does not say apart; drop it"):
+        problem_of(question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"software.cuda_graphs": True}))

@@ -10,7 +10,9 @@ import parsim as ps
 from parsim.errors import ParsimError
 from parsim.model.catalogue.names import NAMED
 from parsim.model.catalogue.zoo import ZOO
+from parsim.model.load import load_model
 from parsim.model.model import GRANULARITIES
+from parsim.model.spec import ModelSpec
 from parsim.search.tensor import limits_of
 from tests.hugging_face_configs import SMALL
 from tests.quick import some_quick
@@ -100,3 +102,13 @@ def test_granularity_counts_without_tensor_parallelism_and_for_names() -> None:
             keys = {"model.granularity": granularity, **settings}
             answer = ps.plan("gpt_small", cluster="dgx1-v100-32gb", global_batch=8, settings=keys)
             assert answer.problem.model.granularity == granularity
+
+
+def test_layers_that_are_cut_in_part_are_named() -> None:
+    """A Model that was traced by blocks cannot be cut anew: its attention runs whole on every rank."""
+    keys = {"cluster.devices": 2, "plan.mesh": {"tp": 2}}
+    text = "tensor parallelism cuts layers of gpt_small in part: 2 of 4 products of h.0 run whole on every rank"
+    for granularity in GRANULARITIES:
+        model = load_model(ModelSpec(name="gpt_small"), granularity=granularity)
+        answer = ps.plan(model, cluster="dgx1-v100-32gb", global_batch=8, settings=keys)
+        assert any(text in warning for warning in answer.chosen.warnings) == (granularity == "block")

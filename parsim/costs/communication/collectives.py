@@ -200,7 +200,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         network, _ = parts_of(cluster)
         base_s, rate = point_to_point(network, model)
         detail = f"card to card over {network.name}"
-        extra.append(("communication:network", network.relative_sigma.value))
+        extra.append(("communication:network", network.sigma("send_recv", [1, 1])))
     terms = moving_terms(
         work.size_bytes,
         beta / rate,
@@ -248,9 +248,10 @@ def _between_nodes(
 ) -> Estimate:
     network, model = parts_of(cluster)
     best = choices(operation, group, size_bytes, cluster, concurrent)[0]
+    members = [len(devices) for _, devices in cluster.spread(group)]
     extra = [
         ("communication:unmeasured group", model.unmeasured_group_sigma),
-        ("communication:network", network.relative_sigma.value),
+        ("communication:network", network.sigma(operation, members)),
     ]
     if operation != MEASURED_ON_LINKS:
         extra.append(DERIVED)
@@ -287,7 +288,8 @@ def _pairwise(
         network, _ = parts_of(cluster)
         base_s, efficiency = point_to_point(network, model)
         hop_s = pace.hop_latency_s
-        extra.append(("communication:network", network.relative_sigma.value))
+        members = [len(devices) for _, devices in cluster.spread(group)]
+        extra.append(("communication:network", network.sigma(operation, members)))
         detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
     share = COLLECTIVE_KINDS[operation].traffic(len(group)) / COLLECTIVE_KINDS["all_to_all"].traffic(len(group))
     inside = outside = share

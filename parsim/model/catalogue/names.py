@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.catalogue.frameworks import KERNELS
-from parsim.model.catalogue.sublayers import COMPILED, UNFUSED_PERMUTATION, SamplePart, Shape, Software, gpt, llama, mpt
+from parsim.model.catalogue.sublayers import (
+    COMPILED,
+    LOSSES,
+    MODULES,
+    UNFUSED_PERMUTATION,
+    SamplePart,
+    Shape,
+    Software,
+    gpt,
+    llama,
+    mpt,
+)
 from parsim.model.catalogue.transformer import recorded
 from parsim.units import nearest_divisors
 
@@ -251,6 +262,7 @@ ALIASES: dict[str, str] = {
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
 DOCUMENT, ATTENTION, EARLY_STOP, FUSED_PERMUTATION = "document_tokens", "attention", "early_stop", "fused_permutation"
+MODULES_AGAIN, LOSS, LOSS_TOKENS = "recompute_modules", "loss", "loss_tokens"
 OWN: dict[str, Any] = {
     SEQ: 0,
     DOCUMENT: 0,
@@ -261,13 +273,18 @@ OWN: dict[str, Any] = {
     SEQUENCE_PARALLEL: True,
     CASTS: False,
     SELECTIVE: False,
+    MODULES_AGAIN: "",
+    LOSS: "",
+    LOSS_TOKENS: 0,
 }
 """Arguments beside the sizes, with their defaults.
 
 Tokens of a sample (left out: the row's); of a document, which attention does not leave (left out: the sample is one); a row
 of `KERNELS`; attention in one kernel ("flash") or in several ("unfused"; left out: as the kernels have it); `early_stop` of
 `Software`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
-attention as a component of its own."""
+attention as a component of its own. `recompute_modules`: of `MODULES`, with spaces between, what plan.recompute = "selective"
+runs again (left out: what torch's policies do). `loss`: a row of `LOSSES`. `loss_tokens`: of a sample, those that count (left
+out: all)."""
 UNFUSED_ATTENTION = "unfused"
 MOST_TOKENS = 2**33
 """Of a sample, as of the numbers of any input."""
@@ -373,6 +390,18 @@ def check_own(name: str, args: dict[str, Any]) -> None:
     for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP, FUSED_PERMUTATION):
         if not isinstance(args.get(key, False), bool):
             raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
+    modules, counted = args.get(MODULES_AGAIN, ""), args.get(LOSS_TOKENS, 0)
+    if not isinstance(modules, str) or not set(modules.split()) <= set(MODULES):
+        raise ModelError(
+            f"argument {MODULES_AGAIN} of {name} names some of {' '.join(MODULES)}, with spaces between, got {modules!r}"
+        )
+    if args.get(LOSS, "") not in LOSSES:
+        raise ModelError(f"argument {LOSS} of {name} must be {' or '.join(filter(None, LOSSES))}, got {args[LOSS]!r}")
+    if isinstance(counted, bool) or not isinstance(counted, int) or not 0 <= counted <= sequence_of(name, args):
+        raise ModelError(
+            f"argument {LOSS_TOKENS} of {name} must be a whole number of the {sequence_of(name, args)} tokens of a sample, got "
+            f"{counted!r}"
+        )
     if args.get(ATTENTION, "") not in ("", "flash", UNFUSED_ATTENTION):
         raise ModelError(f'argument {ATTENTION} of {name} must be "flash" or "{UNFUSED_ATTENTION}", got {args[ATTENTION]!r}')
     if KERNEL in args:
@@ -390,6 +419,8 @@ def software_of(args: Mapping[str, Any]) -> Software:
         casts=own[CASTS],
         selective=own[SELECTIVE],
         early_stop=own[EARLY_STOP] or row.early_stop,
+        modules=tuple(own[MODULES_AGAIN].split()),
+        **LOSSES[own[LOSS]],
         permutation_arrays=row.permutation_arrays
         if own[FUSED_PERMUTATION] == ""
         else (COMPILED.permutation_arrays if own[FUSED_PERMUTATION] else UNFUSED_PERMUTATION),
@@ -409,7 +440,7 @@ def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: s
     seq = sequence_of(name, args)
     own = OWN | args
     software = software_of(args)
-    part = SamplePart(tokens=seq, context=document_of(name, args))
+    part = SamplePart(tokens=seq, context=document_of(name, args), loss_tokens=own[LOSS_TOKENS])
     cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
     model = recorded(shape_of(name, args), software, part, cut, weights)
     return replace(model, granularity=granularity)
