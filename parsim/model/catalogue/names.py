@@ -96,8 +96,8 @@ def _oss(name: str, layers: int, experts: int) -> Shape:
     return llama(name, layers, 2880, 64, 8, 2880, 201088, experts=experts, active=4, expert_ffn=2880, head_dim=64, **biases)
 
 
-def _latent(name: str, *sizes: int, **rest: Any) -> Shape:
-    return llama(name, *sizes, head_dim=128, key_rank=512, rope_dim=64, query_rank=1536, **rest)
+def _latent(name: str, *sizes: int, query_rank: int = 1536, **rest: Any) -> Shape:
+    return llama(name, *sizes, head_dim=128, key_rank=512, rope_dim=64, query_rank=query_rank, **rest)
 
 
 def _experts(experts: int, active: int, expert_ffn: int) -> dict[str, int]:
@@ -200,6 +200,9 @@ NAMED: dict[str, NamedModel] = {
     "qwen2-14b": _row(_qwen("Qwen2 14B", 48, 5120, 40, 8, 13824, 152064), 4096, "nemo:qwen2.py", 14_770_033_664),
     "qwen2-32b": _row(_qwen("Qwen2 32B", 64, 5120, 40, 8, 27648, 152064), 4096, "nemo:qwen2.py", 32_763_876_352),
     "qwen2-72b": _row(_qwen("Qwen2 72B", 80, 8192, 64, 8, 29568, 152064), 4096, "nemo:qwen2.py", 72_706_203_648),
+    "qwen3-0.6b": _row(_qwen3("Qwen3 0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True), 4096, "titan:qwen3", 596_049_920),
+    "qwen3-1.7b": _row(_qwen3("Qwen3 1.7B", 28, 2048, 16, 8, 6144, 151936, tied=True), 4096, "titan:qwen3", 1_720_574_976),
+    "qwen3-4b": _row(_qwen3("Qwen3 4B", 36, 2560, 32, 8, 9728, 151936, tied=True), 4096, "titan:qwen3", 4_022_468_096),
     "qwen3-8b": _row(_qwen3("Qwen3 8B", 36, 4096, 32, 8, 12288, 151936), 4096, "titan:qwen3", 8_190_735_360),
     "qwen3-14b": _row(_qwen3("Qwen3 14B", 40, 5120, 40, 8, 17408, 151936), 4096, "titan:qwen3", 14_768_307_200),
     "qwen3-32b": _row(_qwen3("Qwen3 32B", 64, 5120, 64, 8, 25600, 151936), 4096, "titan:qwen3", 32_762_123_264),
@@ -217,6 +220,24 @@ NAMED: dict[str, NamedModel] = {
     ),
     "gpt-oss-20b": _row(_oss("gpt-oss 20B", 24, 32), 4096, "hf:GptOssConfig, fewer layers and experts", 20_914_757_184),
     "gpt-oss-120b": _row(_oss("gpt-oss 120B", 36, 128), 4096, "hf:GptOssConfig", 116_829_156_672),
+    "deepseek-v2-lite": _row(
+        _latent(
+            "DeepSeek V2 Lite",
+            27,
+            2048,
+            16,
+            16,
+            10944,
+            102400,
+            query_rank=0,
+            dense_layers=1,
+            shared_ffn=2816,
+            **_experts(64, 6, 1408),
+        ),
+        4096,
+        "titan:deepseek_v3",
+        15_706_484_224,
+    ),
     "deepseek-v2": _row(
         _latent("DeepSeek V2", 60, 5120, 128, 128, 12288, 102400, dense_layers=1, shared_ffn=3072, **_experts(160, 6, 1536)),
         4096,
@@ -273,6 +294,7 @@ ALIASES: dict[str, str] = {
     "code-llama-34b": "codellama-34b",
     "deepseek-v3-671b": "deepseek-v3",
     "deepseek-v2-236b": "deepseek-v2",
+    "deepseek-v2-16b": "deepseek-v2-lite",
     "vit-l/16": "vit-l-16",
     "vit-h/14": "vit-h-14",
 }
