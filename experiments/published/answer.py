@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.published.question import Asked
 from parsim.costs.draws import medians_s
+from parsim.costs.published import Learnt
 from parsim.engines.program import mean_step_s
 from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
@@ -18,6 +19,8 @@ from parsim.predict.problem import PlanningProblem
 
 REMAINDERS = 2 / 12
 """Of the optimizer state of 12 bytes per parameter, where master weights are kept as what 16 bits lack of them."""
+
+RAW = Learnt(text="prices that effects are fitted on")
 
 FEW = 6
 """Microbatches beyond the depth of the pipeline that are simulated; a step is affine in them once the pipeline is full."""
@@ -74,7 +77,12 @@ def _problem(asked: Asked) -> PlanningProblem:
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        numerics=Numerics(precision="fp16" if asked.scaled else asked.precision, optimizer=asked.optimizer),
+        numerics=Numerics(
+            precision="fp16" if asked.scaled else asked.precision,
+            optimizer=asked.optimizer,
+            master_weights=asked.master_weights,
+        ),
+        learnt=RAW,
     )
 
 

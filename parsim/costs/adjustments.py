@@ -4,8 +4,8 @@
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
     CPU: (base * core sharing + host overhead) * speed factor * update * correction / scale + post-wait
-    GPU: max(base * core sharing * GPU speed factor * slowest device, queueing + host overhead)
-         * update * correction / scale + post-wait
+    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * published runs * slowest device * update
+         * correction / scale + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
 device's: it changes what the device computes, and nothing of the host's or the links'. The host's overhead is part of what the
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections, updates_of
+from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
@@ -72,6 +73,8 @@ class Subject(NamedTuple):
 SLOWEST = "slowest device"
 DEVICE_SIGMA_UNSURE = 0.5
 """Relative spread of a published `device_sigma`: clusters vary between 3 and 9% (Sinha et al., SC 2022)."""
+PUBLISHED_GPUS = 64
+"""Of a usual run among those that `parsim.costs.published` was fitted on: the expected maximum of theirs in the mean."""
 
 
 def expected_maximum(draws: int) -> float:
@@ -92,16 +95,19 @@ class SlowestDevice(NamedTuple):
 ALL_ALIKE = SlowestDevice()
 
 
-def slowest_device(cluster: Cluster) -> SlowestDevice:
+def slowest_device(cluster: Cluster, learnt: Learnt) -> SlowestDevice:
     """Of all devices of a cluster, used or not, so that a price does not depend on the plan.
 
+    What published runs took holds for the slowest of `PUBLISHED_GPUS`: beside their effects the factor is relative to that.
     Leaves out: that stages of a pipeline with slack hide it, and that slow nodes come and go.
     """
     noise = cluster.profile.noise
     if noise is None or noise.device_sigma is None:
         return ALL_ALIKE
-    later = noise.device_sigma.value * expected_maximum(cluster.size)
-    return SlowestDevice(1.0 + later, DEVICE_SIGMA_UNSURE * later)
+    sigma = noise.device_sigma.value
+    counted = 1.0 + sigma * expected_maximum(PUBLISHED_GPUS) if learnt.text else 1.0
+    factor = (1.0 + sigma * expected_maximum(cluster.size)) / counted
+    return SlowestDevice(factor, DEVICE_SIGMA_UNSURE * abs(factor - 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,8 @@ class PriceContext:
         corrections: factors that the running job has shown. scale: of a question of what would be.
         loading_is_current: loading was measured at the machine's present speed.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
-        slowest: of the devices that a step waits for. after_wait: this work comes right after such a wait.
+        after_wait: this work comes right after such a wait. learnt: of published runs. slowest: of the devices that a step
+        waits for.
     """
 
     core_sharing: float
@@ -134,6 +141,7 @@ class PriceContext:
     after_wait: bool = False
     scale: HardwareScale = AS_IT_IS
     loading_is_current: bool = False
+    learnt: Learnt = NOTHING_LEARNT
 
 
 def price_context(
@@ -144,6 +152,7 @@ def price_context(
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
     scale: HardwareScale = AS_IT_IS,
     loading_is_current: bool = False,
+    learnt: Learnt = NOTHING_LEARNT,
 ) -> PriceContext:
     """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
@@ -160,12 +169,13 @@ def price_context(
         on_gpu=on_gpu,
         speed=1.0 if on_gpu else speed,
         gpu_speed=speed if on_gpu else 1.0,
-        slowest=slowest_device(cluster),
+        slowest=slowest_device(cluster, learnt),
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
         scale=scale,
         loading_is_current=loading_is_current,
+        learnt=learnt,
         post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
@@ -278,6 +288,11 @@ def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
     return Term("speed factor", "times", context.speed, "measured", SINCE)
 
 
+def _published_runs(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.learnt.factor
+    return None if factor == 1.0 else Term("published runs", "times", factor, "fitted", context.learnt.text)
+
+
 def _update(subject: Subject, context: PriceContext) -> Term | None:
     factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
     return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
@@ -318,13 +333,6 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
     ),
     Adjustment(
-        name=SLOWEST,
-        applies_to=COMPUTATION,
-        term=_slowest,
-        sentence="GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer.",
-        source="`noise.device_sigma` of the profile, times the expected maximum of so many normals",
-    ),
-    Adjustment(
         name=QUEUEING,
         applies_to=COMPUTATION,
         term=_queueing,
@@ -345,6 +353,20 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         term=_speed_factor,
         sentence="A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs).",
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="published runs",
+        applies_to=EVERYTHING,
+        term=_published_runs,
+        sentence="Published training runs took longer, or less, than operators and links say, by chip and by framework.",
+        source="`parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on",
+    ),
+    Adjustment(
+        name=SLOWEST,
+        applies_to=COMPUTATION,
+        term=_slowest,
+        sentence="GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer.",
+        source="`noise.device_sigma` of the profile, times the expected maximum of so many normals",
     ),
     Adjustment(
         name="update",
