@@ -66,6 +66,11 @@ def _qwen3(name: str, *sizes: int, **rest: Any) -> Shape:
     return llama(name, *sizes, qk_norm=True, head_dim=128, **rest)
 
 
+def _gemma(name: str, *sizes: int, head_dim: int = 256, vocab: int = 256000) -> Shape:
+    """Leaves out: norms behind attention and MLP, and that every second or sixth layer alone attends to all keys."""
+    return llama(name, *sizes, vocab, head_dim=head_dim, tied=True)
+
+
 def _nemotron(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 0, head_dim: int = 0) -> Shape:
     return Shape(
         name=name,
@@ -179,6 +184,19 @@ NAMED: dict[str, NamedModel] = {
     "qwen2-0.5b": _row(_qwen("Qwen2 0.5B", 24, 896, 14, 2, 4864, 151936, tied=True), 4096, "nemo:qwen2.py", 494_032_768),
     "qwen2-1.5b": _row(_qwen("Qwen2 1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True), 4096, "nemo:qwen2.py", 1_543_714_304),
     "qwen2-7b": _row(_qwen("Qwen2 7B", 28, 3584, 28, 4, 18944, 152064), 4096, "nemo:qwen2.py", 7_615_616_512),
+    "qwen-1.8b": _row(_qwen("Qwen 1.8B", 24, 2048, 16, 16, 5504, 151936), 2048, "hf:Qwen/Qwen-1_8B config.json"),
+    "qwen-7b": _row(_qwen("Qwen 7B", 32, 4096, 32, 32, 11008, 151936), 2048, "hf:Qwen/Qwen-7B config.json"),
+    "qwen-14b": _row(_qwen("Qwen 14B", 40, 5120, 40, 40, 13696, 152064), 2048, "hf:Qwen/Qwen-14B config.json"),
+    "qwen-72b": _row(_qwen("Qwen 72B", 80, 8192, 64, 64, 24576, 152064), 2048, "hf:Qwen/Qwen-72B config.json"),
+    "gemma-2b": _row(_gemma("Gemma 2B", 18, 2048, 8, 1, 16384), 8192, "hf:GemmaConfig", 2_506_172_416),
+    "gemma-7b": _row(_gemma("Gemma 7B", 28, 3072, 16, 16, 24576), 8192, "hf:GemmaConfig", 8_537_680_896),
+    "gemma2-2b": _row(_gemma("Gemma 2 2B", 26, 2304, 8, 4, 9216), 8192, "hf:Gemma2Config"),
+    "gemma2-9b": _row(_gemma("Gemma 2 9B", 42, 3584, 16, 8, 14336), 8192, "hf:Gemma2Config"),
+    "gemma2-27b": _row(_gemma("Gemma 2 27B", 46, 4608, 32, 16, 36864, head_dim=128), 8192, "hf:Gemma2Config"),
+    "gemma3-1b": _row(_gemma("Gemma 3 1B", 26, 1152, 4, 1, 6912, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-4b": _row(_gemma("Gemma 3 4B", 34, 2560, 8, 4, 10240, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-12b": _row(_gemma("Gemma 3 12B", 48, 3840, 16, 8, 15360, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-27b": _row(_gemma("Gemma 3 27B", 62, 5376, 32, 16, 21504, head_dim=128, vocab=262144), 8192, "hf:Gemma3Config"),
     "qwen2-14b": _row(_qwen("Qwen2 14B", 48, 5120, 40, 8, 13824, 152064), 4096, "nemo:qwen2.py", 14_770_033_664),
     "qwen2-32b": _row(_qwen("Qwen2 32B", 64, 5120, 40, 8, 27648, 152064), 4096, "nemo:qwen2.py", 32_763_876_352),
     "qwen2-72b": _row(_qwen("Qwen2 72B", 80, 8192, 64, 8, 29568, 152064), 4096, "nemo:qwen2.py", 72_706_203_648),
@@ -315,7 +333,7 @@ SIZES = {field.name: field.type for field in fields(Shape) if field.name != "nam
 
 def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
-    text = re.sub(r"\s*\(.*\)$", "", name.lower())
+    text = re.sub(r"^[\w-]+/", "", re.sub(r"\s*\(.*\)$", "", name.lower()))  # the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
     text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
@@ -323,6 +341,8 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gpt-?3-?(?=\d)", "gpt3-", text)
     text = re.sub(r"^qwen-?2\.5-", "qwen2-", text)
     text = re.sub(r"^qwen-(?=\d)", "qwen", text)
+    text = re.sub(r"^qwen(?:1\.5-|-)?(?=(?:1\.8|7|14|72)b)", "qwen-", text)
+    text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
     text = re.sub(r"-(lora|sft|base|instruct|pretrain.*)$", "", text)
