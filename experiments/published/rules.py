@@ -59,6 +59,7 @@ class Framework:
         one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         host: its time to launch kernels counts.
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
+        full_gradients: beside weights in bf16 it keeps gradients in fp32.
         spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
         softmax_limits: its fused softmax takes some numbers of heads alone (`software.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
@@ -72,6 +73,7 @@ class Framework:
     recompute: str = "full"
     precision: str = "bf16"
     bf16_gradients: float = 0.0
+    full_gradients: bool = False
     host: bool = True
     zero: int = 0
     sequence: bool = False
@@ -186,7 +188,9 @@ SAILOR = replace(
 )
 """No row states its precision. The stated memory peaks do. The predicted ones are 0.7 to 1.0 of them in fp32 without attention
 dropout (0.9 to 1.0 with 8 samples), and half of them in 16 bits."""
-SIMUMAX = replace(MEGATRON_CORE, tensor_overlap=False, name="Megatron-Core under SimuMax", seq=4096, zero=1)
+SIMUMAX = replace(
+    MEGATRON_CORE, full_gradients=True, tensor_overlap=False, name="Megatron-Core under SimuMax", seq=4096, zero=1
+)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 
 LAUNCHER = replace(

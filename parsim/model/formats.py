@@ -185,6 +185,11 @@ class Numerics:
     def format(self) -> NumberFormat:
         return number_format(self.precision)
 
+    @property
+    def is_half(self) -> bool:
+        """Whether weights are stored in half precision."""
+        return self.format.weight_bytes < FULL_BYTES
+
     def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
         """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
 
@@ -193,14 +198,14 @@ class Numerics:
         where these are not in fp32.
         """
         row, width = OPTIMIZERS[optimizer or self.optimizer], self.format.weight_bytes
-        is_full = width >= FULL_BYTES or self.master_weights
+        is_full = not self.is_half or self.master_weights
         state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
         averages = FULL_BYTES if self.ema else 0
         if not is_full:
             state, temporary, averages = (size * width // FULL_BYTES for size in (state, temporary, averages))
         if self.state_dtype:
             state = len(row.states) * STATE_BYTES[self.state_dtype]
-        if not is_full or width >= FULL_BYTES:
+        if not is_full or not self.is_half:
             return state + averages, temporary
         return state + averages + FULL_BYTES, temporary + (0 if self.gradient_dtype else FULL_BYTES)
 
