@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.common.claims import Claim, Judge, claim
 from experiments.common.markdown import row_table
-from experiments.published.rules import FRAMEWORKS, Framework
+from experiments.published.rules import PREFIXES, Rule
 
 AIMS = {
     "Megatron, Selene": 3.0,
@@ -109,12 +109,13 @@ def _worth() -> str:
 
 
 def _rules() -> str:
+    rules = {prefix: make() for prefix, make in PREFIXES.items()}
     prefixes: dict[str, list[str]] = {}
-    for prefix, framework in FRAMEWORKS.items():
-        prefixes.setdefault(framework.name, []).append(prefix)
-    columns: tuple[tuple[str, Callable[[Framework], str]], ...] = (
-        ("framework", lambda rule: rule.name),
-        ("ids", lambda rule: ", ".join(prefixes[rule.name])),
+    for prefix, found in rules.items():
+        prefixes.setdefault(_version(found), []).append(prefix)
+    columns: tuple[tuple[str, Callable[[Rule], str]], ...] = (
+        ("framework", _version),
+        ("ids", lambda rule: ", ".join(prefixes[_version(rule)])),
         ("recompute", lambda rule: rule.recompute),
         ("ZeRO", lambda rule: str(rule.zero)),
         ("sequence parallel", lambda rule: "yes" if rule.sequence else "no"),
@@ -122,7 +123,11 @@ def _rules() -> str:
         ("seq", lambda rule: str(rule.seq)),
         ("attention", lambda rule: "flash" if rule.software.flash else "fused softmax"),
     )
-    return row_table({rule.name: rule for rule in FRAMEWORKS.values()}.values(), columns)
+    return row_table({_version(rule): rule for rule in rules.values()}.values(), columns)
+
+
+def _version(rule: Rule) -> str:
+    return f"{rule.name} of {rule.year}" if rule.year else rule.name
 
 
 WORST, MEDIAN, EIGHT = 15.0, 8.0, 5.0

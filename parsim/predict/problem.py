@@ -13,6 +13,7 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.history import NO_HISTORY, History
 from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
@@ -64,7 +65,7 @@ class PlanningProblem(Remembering):
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
     scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
-    corrections: learnt from a run. scale: of hardware that would be faster.
+    corrections: learnt from a run. scale: of hardware that would be faster. learnt: of published runs of such models.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
         constraints: what else plans must keep.
@@ -87,6 +88,7 @@ class PlanningProblem(Remembering):
     fit_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
+    learnt: Learnt = NOTHING_LEARNT
     loading: OwnLoading | None = None
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
@@ -231,6 +233,7 @@ class PlanningProblem(Remembering):
                 ranks=ranks,
                 corrections=self.corrections,
                 scale=self.scale,
+                learnt=self.learnt,
                 loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
             alike = (

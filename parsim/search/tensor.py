@@ -241,7 +241,7 @@ def best_placement(
         return BestPlacement(solution, None, limited)
     solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
     placements = _named(every, solution.choice)
-    if mesh.pp > 1 or mesh.dp > 1 or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+    if mesh.pp > 1 or mesh.copies > 1 or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
         return BestPlacement(solution, placements, limited)
     placing = converted(every, prices, microbatches)
     return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)

@@ -84,3 +84,9 @@ def test_the_free_answer_is_the_best_of_those_asked_for_one_by_one(strategy: str
 def test_experts_are_divided_where_they_do_not_fit_whole() -> None:
     problem = replace(asked(2 * 2**30, cp=1, ep=1), zero_stage=0)
     assert search(problem, ("dp",), samples=0).chosen is None
+
+
+def test_pieces_of_the_sequence_beside_a_tight_tp_axis_are_searched() -> None:
+    """Components have placements of their own on a tp axis, of which cp pieces each have a copy."""
+    problem = asked(2**30, cp=2, ep=1, dp=1, pp=1, microbatches=1)
+    assert search(problem, ("adaptive",), samples=0).judged > 0
