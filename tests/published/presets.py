@@ -57,6 +57,7 @@ def recipe_of(preset: Preset) -> Recipe:
             "global_batch": int(preset["global_batch"]),
             "precision": "bf16" if preset["precision"] == "fp16" else preset["precision"],  # as many bytes
             "optimizer": "adamw_fused",
+            **({"gradient_dtype": preset["gradients"]} if preset.get("gradients") else {}),
         },
         recompute="first" if kind == "block" else kind,
         every=int(modules) if kind == "block" else 2,

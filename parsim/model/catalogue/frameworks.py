@@ -210,7 +210,8 @@ BRIDGE = replace(
 """Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
 of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
 (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
-FSDP), and never run whole layers again. Both are taken to cost nothing. Its recipes for performance, and NeMo's, set grad_reduce_in_fp32 = False."""
+FSDP), and never run whole layers again. Both are taken to cost nothing. Its recipes for performance, and
+NeMo's, set grad_reduce_in_fp32 = False."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_OF_2021,
     name="megatron-deepspeed",
