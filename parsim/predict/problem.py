@@ -38,7 +38,7 @@ class _Divided:
 
 
 class InnerAxes(NamedTuple):
-    """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many such choices a search chooses."""
+    """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many of ep a search chooses."""
 
     cp: int
     ep: int

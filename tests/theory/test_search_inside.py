@@ -15,11 +15,18 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
+from parsim.search import space
 from parsim.search.search import search
 from parsim.search.space import divided_problems
+from parsim.search.tensor import best_placement
 from tests.machines import machine
 
 SIZES = {"hidden": 256, "layers": 2, "seq": 4096, "experts": 4, "expert_ffn": 8192, "vocab": 1024}
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "FEWEST_TOKENS", 2048)
 
 
 def mixture(**sizes: int) -> Model:
@@ -86,7 +93,7 @@ def test_experts_are_divided_where_they_do_not_fit_whole() -> None:
     assert search(problem, ("dp",), samples=0).chosen is None
 
 
-def test_pieces_of_the_sequence_beside_a_tight_tp_axis_are_searched() -> None:
-    """Components have placements of their own on a tp axis, of which cp pieces each have a copy."""
-    problem = asked(2**30, cp=2, ep=1, dp=1, pp=1, microbatches=1)
-    assert search(problem, ("adaptive",), samples=0).judged > 0
+def test_placements_are_sought_within_memory_beside_pieces_of_the_sequence() -> None:
+    """What fits by its parts and not as a whole; each of the cp pieces has a copy of every tp shard."""
+    mesh = Mesh(cp=2, tp=2)
+    assert best_placement(asked(3 * 2**30).on(mesh), 1, mesh, zero_stage=0).placements is not None
