@@ -77,6 +77,7 @@ def _problem(asked: Asked) -> PlanningProblem:
         numerics=Numerics(
             precision="fp16" if asked.scaled else asked.precision,
             optimizer=asked.optimizer,
+            gradient_dtype="fp32" if asked.full_gradients else "",
             master_weights=asked.master_weights,
         ),
     )
