@@ -28,7 +28,7 @@ from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
-from parsim.model.formats import recorded_weights
+from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
@@ -85,7 +85,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         model=model,
         cluster=cluster,
         global_batch=training.global_batch,
-        numerics=training.numerics,
+        numerics=numerics_of(config),
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
@@ -151,6 +151,14 @@ def routing_of(config: Question) -> ExpertRouting:
     return replace(
         config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
+
+
+def numerics_of(config: Question) -> Numerics:
+    """The numbers of [training], with gradients as the framework keeps them where the question does not say."""
+    numerics, framework = config.training.numerics, config.software.row
+    if framework is None or not framework.full_gradients or numerics.gradient_dtype or not numerics.is_half:
+        return numerics
+    return replace(numerics, gradient_dtype="fp32")
 
 
 def as_software_runs(model: Model, config: Question) -> Model:
