@@ -12,6 +12,7 @@ from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
+from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -132,6 +133,19 @@ def test_experts_are_routed_as_the_framework_does_unless_a_key_says_otherwise() 
     assert stated == ExpertRouting(skew=0.2)
     both = routing(software__expert_overlap=True, software__delay_weight_gradients=True, software__dispatcher="deepep")
     assert both == ExpertRouting(dispatcher="deepep", overlapped=True, delayed=True)
+
+
+def test_an_answer_names_how_tokens_reach_experts() -> None:
+    def assumed(**settings: Any) -> tuple[str, ...]:
+        asked = question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=settings)
+        return problem_of(asked).model.assumptions
+
+    assert assumed() == (BALANCED,)
+    skewed = assumed(**{"plan.routing_skew": 0.2, "software.framework": "megatron-bridge", "software.expert_overlap": True})
+    assert skewed == (
+        "visits of single experts have a standard deviation of 0.2 of their mean",
+        "tokens reach experts by hybridep, beside the computation of another microbatch",
+    )
 
 
 def test_unfused_permutation_moves_more() -> None:
