@@ -50,7 +50,7 @@ def answer_of(question: Question, problem: PlanningProblem, *, top: int | None =
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")
         return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
     result = search_plans(problem, question, top=top)
-    return Answer(question=question, problem=problem, evaluation=result.chosen or result.candidates[0], search=result)
+    return Answer(question=question, problem=problem, evaluation=result.recommended or result.candidates[0], search=result)
 
 
 def with_every_rank(asked: Prediction) -> Prediction:

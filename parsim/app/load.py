@@ -32,7 +32,7 @@ from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
-from parsim.predict.memory import Scored
+from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
@@ -79,7 +79,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         clip_gradients=training.clip_norm is not None,
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
-        fit_probability=plan.fit_probability,
+        fit_probability=plan.fit_probability or FIT_PROBABILITY,
+        safe_probability=plan.fit_probability or SAFE_PROBABILITY,
         zero_stage=plan.zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,

@@ -551,10 +551,9 @@ class Cutting:
 
 
 def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
-    """Per place on the pp axis by how much its worst rank does not fit."""
+    """Per place on the pp axis by how much its worst rank does not fit safely."""
     worst = [0.0] * plan.mesh.pp
-    for memory in problem.unlike_memory(plan):
-        if not memory.fits:
-            place = plan.stage_of_rank(memory.rank)
-            worst[place] = max(worst[place], float(memory.excess_bytes), 1.0)
+    for rank, size in problem.unsafe_bytes(plan):
+        place = plan.stage_of_rank(rank)
+        worst[place] = max(worst[place], float(size))
     return worst

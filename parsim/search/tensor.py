@@ -185,7 +185,7 @@ class BestPlacement(NamedTuple):
 
 
 def _fits(problem: PlanningProblem, plan: Plan) -> bool:
-    return all(memory.fits for memory in problem.unlike_memory(plan))
+    return not problem.unsafe_bytes(plan)
 
 
 def _within_memory(
@@ -229,12 +229,13 @@ def _within_memory(
                 too_little, room = room, (room + too_much) / 2
                 continue
             named = _named(some, solution.choice)
-            memory = problem.memory(_plan(problem, mesh, named, microbatches, zero_stage))
-            if all(entry.fits for entry in memory):
+            plan = _plan(problem, mesh, named, microbatches, zero_stage)
+            if not problem.unsafe_bytes(plan):
                 best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), named
                 break
             parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
-            left = np.array([entry.limit_bytes - entry.needed_bytes for entry in memory]) + parts
+            needed = [entry.needed_at(problem.safe_probability) for entry in problem.memory(plan)]
+            left = placing.limit_bytes - np.array(needed) + parts
             too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
     if best is not None:
         return best

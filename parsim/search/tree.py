@@ -134,11 +134,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPlan:
-    """A plan that was simulated, its step, and whether it fits."""
+    """A plan that was simulated, its step, and whether it fits; safe: with the probability that a search prefers."""
 
     plan: Plan
     step_s: float
     fits: bool = True
+    safe: bool = True
 
 
 MOST_BOUNDED = 8
@@ -184,7 +185,8 @@ class Closest:
         for variants_of in variants:
             plans = [_closest([each for plan in plans for each in variants_of(plan)], excess_bytes)]
         plan = _closest(plans, excess_bytes)
-        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
+        fits = not excess_bytes(plan)
+        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=fits, safe=fits)]
 
     def _plans(self) -> list[Plan]:
         """What to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
@@ -206,6 +208,16 @@ def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan
     return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
 
 
+TIE = 0.035
+"""Of the step. Two measurements of one program differ by so much in the median (the A/A floor of `experiments/this_machine`).
+So a single run of each would not show which of two closer plans is faster."""
+
+
+def is_tie(step_s: float, best_s: float) -> bool:
+    """Whether a step is at most `TIE` longer than the best one. Seconds."""
+    return step_s <= best_s * (1 + TIE)
+
+
 LOSERS_WITHIN = 0.02
 """A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
 
@@ -216,12 +228,19 @@ class Incumbents:
 
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
         its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
+        risky_s: of the fastest plan so far that fits, and not safely.
     """
 
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
     rival_s: float = float("inf")
     closest: Closest = field(default_factory=Closest)
+    risky_s: float = float("inf")
+
+    @property
+    def risky_bar_s(self) -> float:
+        """A plan that does not fit safely is wanted if it is faster than any other such plan, and no tie with a safe one."""
+        return min(self.risky_s, min(self.best_s, self.rival_s) / (1 + TIE))
 
     @property
     def best_s(self) -> float:
@@ -249,11 +268,13 @@ def judged_best_first(
     most: float = float("inf"),
     singles: int = 0,
     spare: Allowance | None = None,
+    fits: Callable[[Plan], bool] = lambda _: False,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
     Args:
-        excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
+        excess_bytes: by how much a plan does not fit safely. judge: seconds of a plan's step.
+        fits: whether a plan that does not fit safely fits; the fastest of these are judged too.
         incumbents: the best so far, read and added to. late: receives the parts that are put aside; None: none are.
         most: parts that are opened, once some plan fits; those that cost nothing apart. singles: how many more if they are
             single plans, which wait behind parts of lower bounds.
@@ -306,7 +327,12 @@ def judged_best_first(
             if over:
                 others = list(node.instead()) if node.instead is not None else []
                 others = [other for other in others if late is not None or not other.covered]
-                tally.too_large += all(other.late for other in others)
+                if not node.over_bytes and bound_s < incumbents.risky_bar_s and fits(node.plan):
+                    judged.append(JudgedPlan(plan=node.plan, step_s=judge(node.plan), safe=False))
+                    incumbents.risky_s = min(incumbents.risky_s, judged[-1].step_s)
+                    tally.simulated += 1
+                else:
+                    tally.too_large += all(other.late for other in others)
                 closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
                 for other in others:
                     push(other, node.bound_s)
