@@ -116,7 +116,7 @@ class Answer:
         return f"{where}: {self.verdict()}"
 
     def runners_up(self) -> str:
-        """The plans beside the choice: the fastest, where that is less simple; the next best split; and a faster one that may not
+        """The plans beside the choice: the fastest, where that is less simple; the next best split; a faster one that may not
         fit. Empty if there is none."""
         if not self.fits:
             return ""

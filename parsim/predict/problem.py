@@ -197,6 +197,11 @@ class PlanningProblem(Remembering):
             )
         return unlike[plan]
 
+    @property
+    def memories_known(self) -> int:
+        """Of how many plans the memory was worked out."""
+        return len(self._cache.unlike)
+
     def unsafe_bytes(self, plan: Plan) -> list[tuple[int, int]]:
         """(rank, bytes) of all such ranks whose memory does not suffice with `safe_probability`, and by how much."""
         excess = ((memory.rank, memory.excess_at(self.safe_probability)) for memory in self.unlike_memory(plan))

@@ -28,8 +28,18 @@ from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
 from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
 from parsim.search.refine import way_out
-from parsim.search.space import Allowance, Node, PosedPlacement, is_large, most_late, most_singles, zero_stages
+from parsim.search.space import (
+    MOST_LATE_VISITS,
+    Allowance,
+    Node,
+    PosedPlacement,
+    is_small,
+    most_late,
+    most_singles,
+    zero_stages,
+)
 from parsim.search.tree import (
+    TIE,
     Incumbents,
     JudgedPlan,
     Members,
@@ -142,8 +152,13 @@ def search(
         opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
     unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
-    for name, own in owners.items():
-        opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
+    if opening.spare is not None:
+        opening.spare.left = max(0.0, opening.spare.left) + MOST_LATE_VISITS
+    for number, (name, own) in enumerate(owners.items()):
+        # where mixed placements only tie they are not recommended, so they are not searched for
+        ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
+        found = own if not mixes and top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
+        opening.later(name, found, 1 / (len(owners) - number))
     for own in owners.values():
         opening.misfit(own)
     steps, tally = opening.steps, opening.tally
@@ -354,15 +369,21 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return Allowance(len(self.problem.model.components)) if is_large(self.problem) else None
+        return Allowance(self.problem, memories=self.problem.memories_known) if not is_small(self.problem) else None
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
-        self._open(name, nodes, incumbents, self.late[name], float("inf"))
+        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare)
 
-    def later(self, name: str, incumbents: Incumbents) -> None:
-        """Open the late parts of a family, as many as may be."""
-        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem))
+    def later(self, name: str, incumbents: Incumbents, share: float) -> None:
+        """Open the late parts of a family, as many as may be, for a share of what may still be spent."""
+        if self.spare is None:
+            self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), None)
+            return
+        own = replace(self.spare, left=share * self.spare.left)
+        rest = self.spare.left - own.left
+        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), own)
+        self.spare.left, self.spare.memories = rest + max(0.0, own.left), own.memories
 
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
@@ -384,7 +405,15 @@ class _Opening:
 
         return (recomputed, divided)
 
-    def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
+    def _open(
+        self,
+        name: str,
+        nodes: list[Node],
+        incumbents: Incumbents,
+        late: list[Node] | None,
+        most: float,
+        spare: Allowance | None,
+    ) -> None:
         judged, tally = judged_best_first(
             nodes,
             excess_bytes=partial(_unsafe_bytes, self.problem),
@@ -395,7 +424,7 @@ class _Opening:
             late=late,
             most=most,
             singles=most_singles(self.problem),
-            spare=self.spare,
+            spare=spare,
         )
         self.judged.extend(judged)
         self.tally.add(tally)
