@@ -179,12 +179,16 @@ class Collective:
 
     `packed`: the parts of an all_gather or a reduce_scatter lie in the array with gaps (along a dim other than its
     first). They are then packed before sending, or unpacked afterwards. Otherwise each part is contiguous.
+
+    `visits`: S counts a row of an all_to_all for so many visits at places chosen at random. It is sent once to each rank and
+    once to each node among them; 0: as often as it counts.
     """
 
     operation: str
     group: tuple[int, ...]
     size_bytes: int
     packed: bool = False
+    visits: int = 0
 
     def __post_init__(self) -> None:
         kind = COLLECTIVE_KINDS[self.operation]

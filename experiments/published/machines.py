@@ -107,6 +107,7 @@ GPUS: tuple[tuple[str, Machine], ...] = (
     (r"RTX[- ]?4090", _of_part("rtx-4090")),
     (r"RTX[- ]?3090(?! ?Ti)", _of_part("rtx-3090")),
     (r"\bA40\b", _of_part("a40")),
+    (r"\bA30\b", _of_part("a30")),
     (r"\bA10\b", _of_part("a10")),
     (r"\bL4\b", _of_part("l4")),
     (r"\bT4\b", _of_part("t4")),
@@ -118,7 +119,7 @@ NO_PART = r"H100[-_ (]*(?:\d+ ?GB[-_ ]*)?NVL\b|A100[-_ (]*(?:SXM\d?)?[-_ ]*64 ?G
 """Boards of known chips whose rates are others than those of any part."""
 
 NAMES = re.compile(
-    r"(?<![A-WYZ0-9])(?:GB300|GB200|GH200|GH-?96|B300|B200|H200|H100|H800|H20|A800|A100|V100|P100|MI\d{3}X?|L40S?|L4|A6000|A40|A10G?|"
+    r"(?<![A-WYZ0-9])(?:GB300|GB200|GH200|GH-?96|B300|B200|H200|H100|H800|H20|A800|A100|V100|P100|MI\d{3}X?|L40S?|L4|A6000|A40|A30|A10G?|"
     r"T4|RTX[- ]?\w+|Titan[- ]?\w+)(?![0-9])",
     re.IGNORECASE,
 )

@@ -25,6 +25,7 @@ from typing import Any
 
 from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
+from experiments.published.images import LACKS_SIGMA, image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
@@ -156,6 +157,14 @@ def _with_recomputation_that_fits(row: Row, without: str) -> tuple[Asked, Answer
 
     A framework that spares layers keeps so much less, and takes the time of the plan without.
     """
+    if network := network_of(row):
+        asked = image_question(row, network)
+        found, loading = answer(asked), loading_s(asked)
+        found = replace(found, sigma=math.hypot(found.sigma, LACKS_SIGMA if network.lacks else 0.0))
+        if loading > found.step_s:
+            text = f"the host decodes {asked.batch / loading:.0f} images/s, fewer than the GPUs take"
+            asked, found = replace(asked, assumed=(*asked.assumed, text)), replace(found, step_s=loading)
+        return asked, found
     asked = question_of(row, without=without)
     found, lacks = answer(asked), asked.lacks
     for more, share in (("half", "half"), ("full", "all")):
@@ -184,7 +193,7 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         key, factors = f"{gpu} {asked.precision}", known.get("factors", {})
         factor = factors.get(key, 1.0)
         facts = Facts(
-            model=asked.shape.name,
+            model=asked.name,
             gpu=gpu,
             framework=asked.framework.name,
             gpus=asked.gpus,
@@ -192,7 +201,7 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
             precision=asked.precision,
             rate=larger_is_faster(asked),
             complete=row.complete,
-            experts=bool(asked.shape.experts),
+            experts=asked.shape is not None and bool(asked.shape.experts),
             divided_nodes=asked.plan.mesh.pp > 1 and asked.plan.mesh.tp < asked.per_node,
             one_node=asked.gpus <= asked.per_node,
         )

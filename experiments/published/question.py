@@ -176,13 +176,14 @@ class Asked:
     """Attributes:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
     scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
-    shape, seq, batch, gpus, recompute: of the run itself. assumed: what the row does not say. lacks: what is left out.
+    shape, seq, batch, gpus, recompute: of the run itself; a network of images has no shape, and seq 1.
+    assumed: what the row does not say. lacks: what is left out.
     peak_flop_per_s: of one GPU in that precision, dense.
     """
 
     row: Row
     framework: Framework
-    shape: Shape
+    shape: Shape | None
     model: Model
     plan: Plan
     cluster: Cluster
@@ -198,6 +199,18 @@ class Asked:
     chip: str = ""
     per_node: int = 8
     peak_flop_per_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.model.name if self.shape is None else self.shape.name
+
+    @property
+    def transformer(self) -> Shape:
+        """Its shape. Raises ValueError for another model, whose FLOP no source's formula counts."""
+        if self.shape is None:
+            raise ValueError(f"unit {self.row.unit!r} counts the FLOP of a transformer, and {self.model.name} is none")
+        return self.shape
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:

@@ -9,7 +9,7 @@ from experiments.published.question import Asked
 
 def parameters_used(asked: Asked) -> float:
     """Weights that a token's products use, embedding left out and output matrix counted."""
-    shape = asked.shape
+    shape = asked.transformer
     width = shape.dim
     attention = shape.hidden * width * (shape.heads + 2 * shape.keys) + shape.heads * width * shape.hidden
     if shape.key_rank:
@@ -28,14 +28,14 @@ def parameters_used(asked: Asked) -> float:
 
 def model_flop(asked: Asked, *, causal: bool) -> float:
     """Of a step, forward and backward once: 6 per weight and token, and attention's scores (half of them where causal)."""
-    shape, tokens = asked.shape, asked.batch * asked.seq
+    shape, tokens = asked.transformer, asked.batch * asked.seq
     scores = 12 * shape.layers * shape.heads * (shape.dim + shape.rope_dim / 2) * asked.seq
     return tokens * (6 * parameters_used(asked) + scores * (0.5 if causal else 1.0))
 
 
 def hardware_flop(asked: Asked) -> float:
     """Megatron's count: the forward of recomputed layers twice (Narayanan et al. 2021, equation 3, of full recomputation)."""
-    shape, tokens = asked.shape, asked.batch * asked.seq
+    shape, tokens = asked.transformer, asked.batch * asked.seq
     head = 6 * shape.hidden * shape.vocab * tokens
     layers = model_flop(asked, causal=False) - head
     return head + layers * (1 + {"full": 1 / 3, "half": 1 / 6}.get(asked.recompute, 0.0))
@@ -47,7 +47,7 @@ def selective_flop(asked: Asked) -> float:
     That is the scores' forward and backward once more, where the step computes their forward once more. Their HFU and MFU
     say so: 43.7 and 41.5% of 22B are 1.053 apart, and s / 3h against s / 6h is 1.052.
     """
-    shape, tokens = asked.shape, asked.batch * asked.seq
+    shape, tokens = asked.transformer, asked.batch * asked.seq
     return model_flop(asked, causal=False) + 12 * shape.layers * shape.heads * shape.dim * asked.seq * tokens
 
 
@@ -56,7 +56,7 @@ _A_SECOND = r" ?(?:/|per) ?s(?:ec(?:ond)?s?)?\b"
 SECONDS = re.compile(rf"(?:s|secs?|seconds?){_EACH}")
 MILLISECONDS = re.compile(rf"(?:ms|msecs?|milliseconds?){_EACH}")
 STEPS = re.compile(rf"(?:steps?|iterations?|iters?|it){_A_SECOND}")
-SAMPLES = re.compile(rf"(?:samples?|sequences?|seqs?|sentences?|examples?){_A_SECOND}")
+SAMPLES = re.compile(rf"(?:samples?|images?|imgs?|sequences?|seqs?|sentences?|examples?){_A_SECOND}")
 TOKENS = re.compile(rf"(?:tokens?|toks?){_A_SECOND}")
 FLOP = re.compile(r"([tp])flops?\b")
 UTILISATION = re.compile(r"mfu|hfu|utili[sz]ation|of peak")

@@ -29,13 +29,13 @@ from parsim.app.config_text import (
     merge,
     put_on_path,
 )
-from parsim.app.sections import ClusterSection, TrainingSection, check_machine, check_widths
+from parsim.app.sections import ClusterSection, SoftwareSection, TrainingSection, check_machine, check_widths
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
 from parsim.formats.recipe import Recipe
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
+from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelSpec, takes_usual
@@ -76,7 +76,8 @@ class ModelSection(ModelSpec):
     input_shape: tuple[Count, ...] | None = None
     loss: Annotated[Name, RowOf(LOSSES)] | None = None
     granularity: Granularity = "block"
-    """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
+    """What is one component: blocks, their halves (attention, feed-forward), or single layers. Plans with tensor parallelism
+    have halves, unless keys of [plan] name components."""
     import_folder: Name | None = None
     """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
 
@@ -117,7 +118,8 @@ class PlanSection(ConfigSection):
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
-    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch."""
+    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch. Left
+    out, tensor parallelism cuts every layer."""
     pin: dict[Name, Name] = {}
     """Placements that an adaptive plan must keep, by pattern."""
     forbid: dict[Name, tuple[Name, ...]] = {}
@@ -154,6 +156,8 @@ class PlanSection(ConfigSection):
     """For a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
+    routing_skew: Annotated[float, Field(strict=True, ge=0.0, le=100.0)] | None = None
+    """Standard deviation of the visits of single experts over their mean, beyond chance; left out: 0, balanced."""
     synchronisation: (
         Annotated[
             Synchronisation,
@@ -202,6 +206,7 @@ class Question(ConfigSection):
     cluster: ClusterSection
     training: TrainingSection
     plan: PlanSection = PlanSection()
+    software: SoftwareSection = SoftwareSection()
     _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
 
     @property
@@ -221,11 +226,14 @@ class Question(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model as it is built: with plan.sequence_parallel among its arguments."""
+        """The model as it is built: with plan.sequence_parallel and the kernels of [software] among its arguments."""
         keys = {key: getattr(self.model, key) for key in ModelSpec.model_fields}
+        args = dict(self.model.args)
         if self.plan.sequence_parallel is not None:
-            args = {**dict(self.model.args), SEQUENCE_PARALLEL: self.plan.sequence_parallel}
-            keys["args"] = tuple(sorted(args.items()))
+            args[SEQUENCE_PARALLEL] = self.plan.sequence_parallel
+        if is_transformer(self.model.name):
+            args = self.software.kernels | args
+        keys["args"] = tuple(sorted(args.items()))
         return ModelSpec.model_construct(**keys)
 
     @property
@@ -249,6 +257,7 @@ TABLES: Mapping[str, type[ConfigSection]] = {
     "training": TrainingSection,
     "model": ModelSection,
     "cluster": ClusterSection,
+    "software": SoftwareSection,
 }
 """In which the keys that stand without their table are looked for, in this order."""
 
@@ -395,6 +404,37 @@ _OTHER_NAMES = {
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
 
 
+def _check_experts(question: Question) -> None:
+    """Raise ConfigError where keys of experts contradict one another, or a transformer by name has none."""
+    software, plan, model = question.software, question.plan, question.model
+    given = [f"software.{key}" for key in software.of_experts] + ["plan.routing_skew"] * (plan.routing_skew is not None)
+    if given and is_transformer(model.name) and not shape_of(model.name, dict(model.args)).experts:
+        raise ConfigError(f"{given[0]} is about a mixture of experts, and {model.name} has none; drop it")
+    if plan.routing_skew and plan.capacity_factor:
+        raise ConfigError(
+            f"plan.capacity_factor = {plan.capacity_factor:g} pads every expert to as many visits, so plan.routing_skew = "
+            f"{plan.routing_skew:g} changes nothing; drop one of them"
+        )
+    if not software.expert_overlap:
+        return
+    if plan.recompute == "full":
+        raise ConfigError(
+            "software.expert_overlap = true runs one microbatch beside another, which frameworks do not do with "
+            'plan.recompute = "full"; set recompute = "selective", or expert_overlap = false'
+        )
+    stages = 1 if plan.mesh is None or plan.strategy != "custom" else plan.mesh.pp or 1
+    if stages > 1 and (plan.chunks or 1) == 1 and software.framework in MEGATRONS:
+        raise ConfigError(
+            f"software.expert_overlap = true needs an interleaved pipeline in {software.framework}, and this plan has "
+            f'{stages} stages, 1 per rank; set plan.pipeline_order = "interleaved" and chunks = 2 or more, or expert_overlap '
+            "= false"
+        )
+
+
+MEGATRONS = ("megatron", "nemo", "megatron-bridge")
+"""Frameworks that refuse --overlap-moe-expert-parallel-comm without a virtual pipeline size (Megatron Bridge's guide)."""
+
+
 def _check_agreement(question: Question) -> None:
     """What no single key can say: the words of [plan], plans from files and by hand, and the plan against the other tables."""
     plan, training = question.plan, question.training
@@ -428,6 +468,19 @@ def _check_agreement(question: Question) -> None:
             raise ConfigError(
                 f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them"
             )
+    by_name, software = is_transformer(question.model.name), question.software
+    if not by_name and (software.attention or (software.framework and software.convolution is None)):
+        key = "attention" if software.attention else "framework"
+        raise ConfigError(
+            f"software.{key} = {getattr(software, key)!r} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{question.model.name}: its operators are those that were traced; drop it"
+        )
+    if by_name and software.channels_last is not None:
+        raise ConfigError(
+            f"software.channels_last = {str(software.channels_last).lower()} is of convolutions, and {question.model.name} has "
+            "none; drop it"
+        )
+    _check_experts(question)
     if plan.mesh is not None:
         _check_mesh(plan, plan.mesh, question)
     steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]

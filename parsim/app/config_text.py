@@ -141,6 +141,7 @@ EXAMPLES = {
     "plan.bucket_bytes": "bucket_bytes = 26214400",
     "plan.context_exchange": 'context_exchange = "all_gather"',
     "plan.capacity_factor": "capacity_factor = 1.25",
+    "plan.routing_skew": "routing_skew = 0.3",
     "plan.fit_probability": "fit_probability = 0.95",
     "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
     "plan.activation_offload": 'activation_offload = true or activation_offload = ["h.*"]',

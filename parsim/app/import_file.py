@@ -31,6 +31,7 @@ def import_file(
     kind: str | None = None,
     into: str | Path | None = None,
     cluster: str | None = None,
+    network: str | None = None,
     collective: str | None = None,
     ranks: Sequence[int] | None = None,
     world_size: int | None = None,
@@ -39,15 +40,16 @@ def import_file(
     against: str | Path | None = None,
     overrides: Sequence[str] = (),
 ) -> Imported:
-    """Read a file of another tool into a profile, a run file or a measured timeline.
+    """Read a file of another tool into a profile, a network, a run file or a measured timeline.
 
     Args:
-        path: output of nccl-tests (text or JSON), `nvidia-smi topo -m` or `lstopo --of xml`, which become a profile; a trace of
-            torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become a timeline; a DeepSpeed JSON
-            config, which becomes a run file.
-        kind: "nccl-tests", "topo", "lstopo", "kineto", "nsys", "deepspeed", or "package.module:ROW" of a format of one's own;
-            default: detected from the content.
-        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or extended; default: nothing is written.
+        path: output of nccl-tests (text or JSON), `nvidia-smi topo -m`, `rocm-smi --showtopo` or `lstopo --of xml`, which
+            become a profile; a trace of torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become
+            a timeline; a DeepSpeed JSON config, which becomes a run file.
+        kind: "nccl-tests", "topo", "rocm-topo", "lstopo", "kineto", "nsys", "deepspeed", or "package.module:ROW" of a format of
+            one's own; default: detected from the content.
+        into: PROFILE.json, NETWORK.json, TIMELINE.json.gz or RUN.toml, new or extended; default: nothing is written.
+        network: that a new NETWORK.json starts from; default: the shipped one that is nearest to the measurements.
         cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; default: named by the file.
         collective, ranks: of nccl-tests, if the file lacks them; of Nsight Systems, the GPU.
         world_size: data-parallel ranks of DeepSpeed.
@@ -62,6 +64,7 @@ def import_file(
     """
     keywords = {
         "cluster": cluster,
+        "network": network,
         "collective": collective,
         "ranks": ranks,
         "world_size": world_size,
@@ -78,7 +81,7 @@ def import_file(
     assert row.read is not None
     reading = row.read(source, **{option: value for option, value in options.items() if option in row.options})
     if row.reads == "machine":
-        return import_machine(name, source, reading, into=target, cluster=cluster)
+        return import_machine(name, source, reading, into=target, cluster=cluster, network=network)
     if row.reads == "trace":
         predicted = None if against is None else _predicted(Path(against))
         return import_trace(name, source, reading, into=target, cluster=cluster, precision=precision, predicted=predicted)

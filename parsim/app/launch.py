@@ -103,6 +103,17 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
     check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, kind)
+    if training.state_dtype or training.gradient_dtype:
+        key = "state_dtype" if training.state_dtype else "gradient_dtype"
+        raise PlanError(
+            f"training.{key} = {getattr(training, key)!r} can be planned, and not run: torch's optimizers keep state and "
+            f"gradients in the width of the weights; drop {key} to train"
+        )
+    if asked.question.software.convolution is not None:
+        raise PlanError(
+            "[software] says how other software would run this model, and parsim runs it as eager PyTorch does; drop the table "
+            "to train, or keep it to plan"
+        )
 
 
 def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:

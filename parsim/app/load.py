@@ -23,10 +23,12 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
+from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -37,6 +39,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
     forbids_by_pattern,
+    framework_switches,
     offload_by_pattern,
     parse_placements,
     pins_by_pattern,
@@ -45,6 +48,7 @@ from parsim.search.by_hand import (
 )
 from parsim.search.relaxed import relaxed_search
 from parsim.search.search import Search, search
+from parsim.search.tensor import partly_cut
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -57,8 +61,9 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         PlanError for a mesh that the devices do not make.
     """
     plan, training = config.plan, config.training
-    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
-    model = with_update_groups(model or config.source.model or model_of(config), training.recipe.update_groups)
+    cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
+    model = as_software_runs(model or config.source.model or model_of(config), config)
+    model = with_update_groups(model, training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -66,8 +71,12 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         )
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
+        if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
+    framework, by_hand = config.software.row, plan.strategy == "custom"
+    zero_stage = framework.zero if framework is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
     scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
         model=model,
@@ -76,21 +85,65 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         numerics=training.numerics,
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
-        clip_gradients=training.clip_norm is not None,
+        clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         fit_probability=plan.fit_probability or FIT_PROBABILITY,
         safe_probability=plan.fit_probability or SAFE_PROBABILITY,
-        zero_stage=plan.zero_stage,
+        zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
+        inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
         constraints=constraints_of(plan),
         pins=pins,
-        capacity_factor=plan.capacity_factor or 0.0,
+        routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
+
+
+def with_launches(cluster: Cluster, config: Question) -> Cluster:
+    """The cluster whose hosts launch kernels as the software does.
+
+    Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
+    """
+    host, times = cluster.profile.host, config.software.launches
+    if times == 1.0:
+        return cluster
+    if host is None or not host.launch_s:
+        if config.software.cuda_graphs:
+            raise ConfigError(
+                "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+                f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+            )
+        return cluster
+    host = host.model_copy(update={"launch_s": times * host.launch_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": host}))
+
+
+def routing_of(config: Question) -> ExpertRouting:
+    """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
+    return replace(
+        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
+    )
+
+
+def as_software_runs(model: Model, config: Question) -> Model:
+    """The Model with the launches that [software] has for its convolutions.
+
+    Raises ConfigError for a Model without any, of which the table says nothing.
+    """
+    software = config.software.convolution
+    if software is None or is_transformer(config.model.name):
+        return model
+    if not convolutions(model):
+        key = "framework" if config.software.framework else "channels_last"
+        raise ConfigError(
+            f"software.{key} = {getattr(config.software, key)!r} is of convolutions or of transformers by name (llama3-8b); "
+            f"{model.name} is neither, and its operators are those that were traced; drop it"
+        )
+    return run_by(model, software, config.training.precision)
 
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:
@@ -182,6 +235,9 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     mesh = mesh_of(table)
     order = table.pipeline_order or "1f1b"
     check_mesh(mesh, problem.cluster.size)
+    framework = config.software.row
+    usual = {} if framework is None else framework_switches(framework, mesh, problem.fixed_zero_stage)
+    unstated = NONE if framework is None else framework.recompute
     return custom_plan(
         problem,
         mesh,
@@ -190,10 +246,10 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
         pipeline_order=order,
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        recompute=NONE if problem.recompute == AUTO else problem.recompute,
+        recompute=unstated if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
         synchronisation=table.relaxed,
-        switches={key: value for key in SWITCHES if (value := getattr(table, key)) is not None},
+        switches={**usual, **{key: value for key in SWITCHES if (value := getattr(table, key)) is not None}},
     )
 
 

@@ -2,10 +2,12 @@
 
 The model and the cluster may also be values (an nn.Module, a Model, a Cluster). The tables then hold their names alone.
 
-Keys that are left out take defaults. Three of them depend on the model and the device (`with_usual`): a transformer takes half
-precision and a fused Adam, and one that parsim knows by name takes components that tensor parallelism can cut. So do models of
-the library transformers (a config.json, `t5-large`) on GPUs. On this machine, which was calibrated with the precision and the
-optimizer of the run file, they take those of every other model.
+Keys that are left out take defaults. Two of them depend on the model and the device (`with_usual`): a transformer takes half
+precision and a fused Adam. On this machine, which was calibrated with the precision and the optimizer of the run file, models
+of the library transformers (a config.json, `t5-large`) take those of every other model.
+
+What is one component follows from the plans that are asked for (`with_components`): model.granularity counts where plans
+have no tensor parallelism, or where the question names components.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import Question, cluster_section, load_config, question_from
+from parsim.app.config import ModelSection, PlanSection, Question, cluster_section, load_config, question_from
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
 from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
@@ -28,7 +30,7 @@ from parsim.model.catalogue.names import is_transformer, named, sequence_of, sha
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.formats import recorded_weights
 from parsim.model.load import model_from_module
-from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
+from parsim.model.model import ADDED_UP, COUPLED, MIXING, SUBLAYER, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
 from parsim.units import nearest_divisors
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
+FRAMEWORK, UNKNOWN = "software.framework", "unknown"
 MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
 USUAL_OPTIMIZER = "adamw_fused"
@@ -53,6 +56,7 @@ _PREDICTED_FROM = {
     "plan.strategy": "strategy {}",
     "plan.zero_stage": "zero_stage {}",
     "plan.recompute": "recompute {}",
+    FRAMEWORK: "framework {}",
 }
 """Keys whose defaults change what is predicted, and how they are shown."""
 
@@ -121,7 +125,7 @@ def constant_text(model: Model) -> str:
 def question_from_file(path: Path, overrides: Sequence[str] = (), *, settings: Mapping[str, object] | None = None) -> Question:
     """Read a run file; `overrides` and `settings` as `question_of` takes them. Raises ConfigError."""
     question = importable(load_config(path, overrides, settings=settings), path.resolve().parent)
-    return with_usual(question.sourced(name=path.stem))
+    return with_components(with_usual(question.sourced(name=path.stem)))
 
 
 def question_of(
@@ -185,11 +189,12 @@ def question_of(
     if isinstance(cluster, Cluster):
         _check_untouched("cluster", question.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
     if isinstance(model, str | Path):
-        return with_usual(question)
+        return with_components(with_usual(question))
     if isinstance(model, Model):
         _check_untouched("model", question.model.model_fields_set - {"name"}, "was given as a finished Model")
         return question.sourced(model=model)
     _check_untouched("model", question.model.model_fields_set - MODULE_KEYS, "was given as a module")
+    question = with_components(question)
     return question.sourced(model=_traced_model(model, example_inputs, question))
 
 
@@ -287,9 +292,11 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
     for path in _PREDICTED_FROM:
         table, key = path.split(".")
         section = getattr(question, table)
-        if values.get(table) is None and key not in section.model_fields_set:
+        if path != FRAMEWORK and values.get(table) is None and key not in section.model_fields_set:
             taken[path] = getattr(section, key)
     name = question.model.name
+    if source.model is None and is_transformer(name) and question.software.framework is None:
+        taken[FRAMEWORK] = UNKNOWN
     if source.model is None and (name in ZOO or is_transformer(name)):
         spec = resolve(question.model_spec)
         taken |= {f"model.args.{key}": value for key, value in spec.args if key not in dict(question.model.args)}
@@ -329,13 +336,11 @@ def with_usual(question: Question) -> Question:
         ProfileError: the cluster that the question names cannot be read.
         ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
     """
-    name, plan, training = question.model.name, question.plan, question.training
+    name, training = question.model.name, question.training
     row = named(name)
     by_name = row is not None and row.shape is not None
     if by_name:
         check_splits(question)
-        cut = plan.strategy not in ("single", "dp") and (plan.mesh is None or plan.mesh.tp != 1)
-        question = question.changed(model=_filled(question.model, granularity="sublayer" if cut else "block"))
     if by_name or (takes_usual(name) and not (is_config(name) and is_saved_model(Path(name)))):
         device = None  # this machine may not have been calibrated yet
         if (cluster := question.source.cluster) is not None or question.cluster.machine != "this-machine":
@@ -347,6 +352,50 @@ def with_usual(question: Question) -> Question:
             question = question.changed(training=_filled(training, optimizer=USUAL_OPTIMIZER, precision=precision))
     check_widths(question.training)
     return question
+
+
+def with_components(question: Question) -> Question:
+    """The question with blocks cut into attention and feed-forward where its plans may be tensor-parallel.
+
+    A rank communicates between components alone, and tensor parallelism sums after each half of a layer. So blocks and single
+    layers would be priced as other plans than those that frameworks run. A granularity that is replaced counts as left open.
+
+    Raises:
+        ProfileError: the cluster that the question names cannot be read.
+    """
+    name = question.model.name
+    if _names_components(question.plan) or (name.endswith(".json") and is_saved_model(Path(name))):
+        row = named(name)
+        by_name = row is not None and row.shape is not None and _may_shard(question)
+        return question.changed(model=_filled(question.model, granularity="sublayer")) if by_name else question
+    if not _may_shard(question):
+        return question
+    kept = question.model.model_fields_set - {"granularity"}
+    section = ModelSection.model_construct(_fields_set=kept, **{**dict(question.model), "granularity": SUBLAYER})
+    return question.changed(model=section)
+
+
+def _names_components(plan: PlanSection) -> bool:
+    """Whether keys of [plan] hold names of components, which are those of one granularity."""
+    forbids = any(pattern != "*" for pattern in plan.forbid)
+    lists = isinstance(plan.recompute, tuple) or isinstance(plan.activation_offload, tuple)
+    return bool(plan.placements or plan.pin) or forbids or lists or plan.plan_path is not None or ":" in plan.strategy
+
+
+def _may_shard(question: Question) -> bool:
+    """Whether plans may be tensor-parallel: tp is asked for, or a search on GPUs is free to choose it.
+
+    A machine without GPUs is calibrated for the components of a question, and a profile of it prices no others.
+    """
+    plan, cluster = question.plan, question.source.cluster
+    tp = None if plan.mesh is None else plan.mesh.tp
+    if tp is not None or plan.strategy in ("single", "dp", "custom"):
+        return (tp or 1) > 1 and plan.strategy not in ("single", "dp")
+    if (row := named(question.model.name)) is not None and row.shape is not None:
+        return True
+    if cluster is None and question.cluster.machine == "this-machine":
+        return False
+    return (cluster or cluster_of(question.cluster)).devices[0].type.kind != "cpu"
 
 
 def _filled(section: ConfigSection, **values: Any) -> ConfigSection:

@@ -15,8 +15,12 @@ from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.formats import FORMATS, Numerics, check_planned
+from parsim.model.catalogue.convolution import ConvolutionSoftware
+from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
+from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
+from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import RowOf, as_key_error
 
 MOST_SAMPLES = 10**9
@@ -69,6 +73,12 @@ class TrainingSection(TrainingRecipe):
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
+    state_dtype: Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None = None
+    """Of the optimizer's state; left out: as wide as the weights that it updates. For memory, and priced as if left out."""
+    gradient_dtype: Literal["fp32"] | None = None
+    """With weights in half precision: gradients are added up in fp32; left out: in the width of the weights. For memory."""
+    weight_dtype: Literal["fp8"] | None = None
+    """With precision = "fp8": products keep their weights in 8 bits alone; left out: in 16 bits. For memory."""
     groups: dict[
         GroupName,
         Annotated[
@@ -176,6 +186,9 @@ class TrainingSection(TrainingRecipe):
             optimizer=self.optimizer,
             master_weights=self.keeps_master_weights,
             ema=self.ema is not None,
+            state_dtype=self.state_dtype or "",
+            gradient_dtype=self.gradient_dtype or "",
+            weight_dtype=self.weight_dtype or "",
         )
 
     @property
@@ -199,11 +212,109 @@ def check_widths(training: TrainingSection) -> None:
             f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
             f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
         )
+    if training.gradient_dtype is not None and number_format(training.precision).weight_bytes >= FULL_BYTES:
+        raise ConfigError(
+            f"training.gradient_dtype = {training.gradient_dtype!r} belongs to weights in half precision (bf16, fp16, fp8, "
+            f"nvfp4), and training.precision = {training.precision!r} has gradients in fp32 already; drop gradient_dtype"
+        )
+    if training.weight_dtype is not None and training.precision != "fp8":
+        raise ConfigError(
+            f'training.weight_dtype = "fp8" belongs to precision = "fp8", and training.precision = {training.precision!r}: '
+            'drop weight_dtype, or set precision = "fp8"'
+        )
     if training.dtype != "float32" and training.precision != "fp32":
         raise ConfigError(
             f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
             "one of them"
         )
+
+
+class SoftwareSection(ConfigSection):
+    """[software]: who wrote the training loop. Keys that are left out are as the framework has them."""
+
+    framework: Annotated[Name, RowOf(FRAMEWORKS)] | None = None
+    """A row of `parsim.model.catalogue.frameworks`, or "package.module:ROW"; left out: not known, and an answer says so."""
+    year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
+    """Of its version; left out: the current one."""
+    compiled: StrictBool | None = None
+    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
+    attention: Literal["flash", "unfused"] | None = None
+    """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
+    dispatcher: Dispatcher | None = None
+    """What takes tokens to experts: "all_to_all" once for each visit, "deepep" and "hybridep" once per rank and node."""
+    expert_overlap: StrictBool | None = None
+    """Whether exchanges of experts run beside the computation of another microbatch."""
+    delay_weight_gradients: StrictBool | None = None
+    """With expert_overlap: gradients of the experts' weights fill what the exchanges of the backward leave."""
+    fused_permutation: StrictBool | None = None
+    """Whether tokens are sorted by expert, and added up, in one kernel each."""
+    channels_last: StrictBool | None = None
+    """Whether arrays of a convolutional network lie as (samples, height, width, channels), so that matrix units read them
+    without a conversion: torch.channels_last. Left out: as the framework has it, and PyTorch does not."""
+
+    cuda_graphs: StrictBool | None = None
+    """Whether layers are launched as CUDA graphs: the host then takes nothing for each kernel."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> SoftwareSection:
+        given = [key for key in ("year", "compiled") if getattr(self, key) is not None]
+        if self.framework is None and given:
+            raise _rule(f"{given[0]} says which version of a framework runs, and no framework is named; set software.framework")
+        if self.delay_weight_gradients and not self.routing.overlapped:
+            raise _rule(
+                "delay_weight_gradients = true fills what exchanges leave that run beside another microbatch, and "
+                "expert_overlap is false; set software.expert_overlap = true, or drop delay_weight_gradients"
+            )
+        return self
+
+    @property
+    def routing(self) -> ExpertRouting:
+        """How tokens reach experts; "all_to_all" and nothing overlapped where neither the table nor a framework says more."""
+        row = self.row
+        usual = ExpertRouting() if row is None else row.routing
+        overlapped = usual.overlapped if self.expert_overlap is None else self.expert_overlap
+        delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
+        return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)
+
+    @property
+    def launches(self) -> float:
+        """What the host takes for a kernel, over what it takes in eager torch."""
+        row = self.row
+        graphs = row is not None and row.graphs if self.cuda_graphs is None else self.cuda_graphs
+        return 0.0 if graphs else 1.0 if row is None else row.launches
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The keys that are given and that mean nothing without experts."""
+        keys = ("dispatcher", "expert_overlap", "delay_weight_gradients", "fused_permutation")
+        return tuple(key for key in keys if getattr(self, key) is not None)
+
+    @property
+    def row(self) -> Framework | None:
+        """The framework in the version that runs; None: not known."""
+        return None if self.framework is None else framework_of(self.framework, self.year)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """Arguments of a model by name that say what runs besides its products."""
+        row = self.row
+        args: dict[str, Any] = {} if row is None else {KERNEL: row.kernels_of(self.compiled is not False)}
+        if row is not None and row.early_stop:
+            args[EARLY_STOP] = True
+        if self.fused_permutation is not None:
+            args[FUSED_PERMUTATION] = self.fused_permutation
+        return args | ({} if self.attention is None else {ATTENTION: self.attention})
+
+    @property
+    def convolution(self) -> ConvolutionSoftware | None:
+        """What it does with a convolutional network; None: nothing of that is stated."""
+        row = self.row
+        if self.channels_last is None and (row is None or row.convolution is None):
+            return None
+        found = ConvolutionSoftware() if row is None or row.convolution is None else row.convolution
+        if self.channels_last is not None:
+            found = replace(found, channels_last=self.channels_last, in_full=self.channels_last)
+        return replace(found, fused_norms=True) if self.compiled else found
 
 
 # [cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them.

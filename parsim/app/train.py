@@ -273,6 +273,6 @@ def adaptive_spec(prediction: Prediction, window_steps: int) -> AdaptiveSpec:
             recompute=problem.recompute,
             pins=problem.pins,
             forbids=problem.forbids,
-            capacity_factor=problem.capacity_factor,
+            capacity_factor=problem.routing.capacity_factor,
         ),
     )

@@ -15,21 +15,24 @@ from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, p
 def import_command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Of nccl-tests, torch.profiler, nsys, nvidia-smi topo -m, lstopo or DeepSpeed."),
+        typer.Argument(metavar="FILE", help="Of nccl-tests, torch.profiler, nsys, nvidia-smi, rocm-smi, lstopo or DeepSpeed."),
     ],
     kind: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="nccl-tests, kineto (torch.profiler), nsys, topo, lstopo or deepspeed. Default: detected from the content.",
+            help="nccl-tests, kineto (torch.profiler), nsys, topo, rocm-topo, lstopo or deepspeed. Default: by content.",
         ),
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="PROFILE.json, RUN.toml or TIMELINE.json.gz to write. Without it, only report."),
+        typer.Option(metavar="FILE", help="PROFILE.json, NETWORK.json, RUN.toml or TIMELINE.json.gz to write. Default: none."),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--on", metavar="CLUSTER", help="The measured machine: a profile, or GPUs (8xh100-sxm).")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="NETWORK", help="nccl-tests over several hosts: what a new NETWORK.json starts from.")
     ] = None,
     collective: Annotated[str | None, typer.Option(help="nccl-tests: the collective, where the file does not name it.")] = None,
     ranks: Annotated[
@@ -48,7 +51,7 @@ def import_command(
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read a file of another tool into a profile, a run file or a measured timeline."""
+    """Read a file of another tool into a profile, a network, a run file or a measured timeline."""
     from parsim.app.import_file import import_file
 
     with progress(f"Reading {file}"):
@@ -57,6 +60,7 @@ def import_command(
             kind=kind,
             into=into,
             cluster=cluster,
+            network=network,
             collective=collective,
             ranks=None if ranks is None else parse_numbers("--ranks", ranks),
             world_size=world_size,
@@ -75,7 +79,8 @@ def import_command(
     if imported.into is not None:
         print(f"Written: {imported.into}")
         if imported.kind == "nccl-tests":
-            print(f"Next: parsim plan MODEL --on {imported.into} --batch N")
+            on = f"16x... --network {imported.into}" if "network" in imported.found else imported.into
+            print(f"Next: parsim plan MODEL --on {on} --batch N")
     elif imported.kind in ("kineto", "nsys") and against is None:
         print("Next: --against RUN.toml shows the predicted step beside this one")
 

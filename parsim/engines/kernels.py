@@ -8,9 +8,12 @@ IEEE doubles, so that the engines can be equal bitwise.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from parsim.jit import njit
+from parsim.numeric import Bools, Floats, Ints
 
 _OTHER, _COMPUTING, _COMMUNICATING = 0, 1, 2
 
@@ -66,29 +69,31 @@ def run_plain(g, durations, floor, start, end):  # type: ignore[no-untyped-def]
         end[task] = begin + durations[task]
 
 
-@njit(cache=True, nogil=True)
+# Numba counts a reference to an array whenever a variable takes it, with an atomic instruction each: two thirds of the time of
+# the loop over instants. The functions from here to `follow_rates` make no array (`_nrt`), so there is nothing to count.
+
+
+@njit(inline="always")
 def set_next(tree, resource, second):  # type: ignore[no-untyped-def]
     """Note when the next event of a resource is due. `tree` is a tournament: the root, tree[1], is the earliest of all."""
     node = len(tree) // 2 + resource
     tree[node] = second
     while node > 1:
+        second = min(second, tree[node ^ 1])
         node //= 2
-        earliest = min(tree[2 * node], tree[2 * node + 1])
-        if tree[node] == earliest:
-            return
-        tree[node] = earliest
+        tree[node] = second
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def earliest_resource(tree):  # type: ignore[no-untyped-def]
     """A resource whose event is due at tree[1]."""
-    node, leaves = 1, len(tree) // 2
+    node, leaves, earliest = 1, len(tree) // 2, tree[1]
     while node < leaves:
-        node = 2 * node if tree[2 * node] == tree[node] else 2 * node + 1
+        node = 2 * node + (tree[2 * node] != earliest)
     return node - leaves
 
 
-@njit(cache=True, nogil=True)
+@njit(inline="always")
 def slowness_of(g, slowdown, active, task):  # type: ignore[no-untyped-def]
     """How many times as long a task takes as alone: the most that any of its cores asks for.
 
@@ -114,86 +119,158 @@ def slowness_of(g, slowdown, active, task):  # type: ignore[no-untyped-def]
     return slowness
 
 
-@njit(cache=True, nogil=True)
-def run_with_overlap(g, slowdown, on_core, durations, floor, start, end):  # type: ignore[no-untyped-def]
-    """Fill start and end, following every task's rate from instant to instant.
+class Running(NamedTuple):
+    """What `follow_rates` keeps while it runs.
 
-    Per instant: everything that ends and starts in it, until nothing more does; then the tasks whose slowness changed
-    get what is left of them priced at the new rate. The event of a resource is the end of the task it holds as the first
-    of that task's resources, or the second from which it is free.
+    Attributes:
+        waiting: per task, for how many others it waits. ready, started: numbers of tasks, as far as they are filled.
+        holder: per resource the task that holds it, or -1. first: the task that waits until the resource is free.
+        left, since, slowness: of the task that a resource holds as the first of its resources: seconds alone that were left of
+            it at the second `since`, and how many times as long it takes from then on.
+        active, before: int64 [3, cores], how many tasks of each kind run on each core, now and in the last instant.
+        changed, is_changed: cores on which a task began or ended. tree: of `set_next`.
     """
-    n, cores, resources = len(g.kind), len(on_core.offsets) - 1, len(g.last)
-    waiting = g.before.offsets[1:] - g.before.offsets[:-1]
-    left, since, slowness = np.zeros(n), np.zeros(n), np.ones(n)
-    holder, first = np.full(resources, -1, dtype=np.int64), np.full(resources, -1, dtype=np.int64)
-    active = np.zeros((3, cores), dtype=np.int64)
-    changed, changed_count, is_changed = np.empty(cores, dtype=np.int64), 0, np.zeros(cores, dtype=np.bool_)
-    ready, ready_count = np.empty(n, dtype=np.int64), 0
-    leaves = 1
+
+    waiting: Ints
+    ready: Ints
+    started: Ints
+    holder: Ints
+    first: Ints
+    left: Floats
+    since: Floats
+    slowness: Floats
+    active: Ints
+    before: Ints
+    changed: Ints
+    is_changed: Bools
+    tree: Floats
+
+
+@njit(cache=True, nogil=True)
+def nothing_running(g, cores):  # type: ignore[no-untyped-def]
+    """Room for `follow_rates`."""
+    n, resources, leaves = len(g.kind), len(g.last), 1
     while leaves < resources:
         leaves *= 2
-    tree = np.full(2 * leaves, np.inf)
-    for task in range(n):
+    return Running(
+        np.empty(n, dtype=np.int64),
+        np.empty(n, dtype=np.int64),
+        np.empty(n, dtype=np.int64),
+        np.full(resources, -1, dtype=np.int64),
+        np.full(resources, -1, dtype=np.int64),
+        np.zeros(resources),
+        np.zeros(resources),
+        np.ones(resources),
+        np.zeros((3, cores), dtype=np.int64),
+        np.zeros((3, cores), dtype=np.int64),
+        np.empty(cores, dtype=np.int64),
+        np.zeros(cores, dtype=np.bool_),
+        np.full(2 * leaves, np.inf),
+    )
+
+
+@njit(cache=True, nogil=True)
+def run_with_overlap(g, slowdown, on_core, durations, floor, start, end):  # type: ignore[no-untyped-def]
+    """Fill start and end of one step, in which tasks slow one another."""
+    follow_rates(g, slowdown, on_core, nothing_running(g, len(on_core.offsets) - 1), durations, floor, start, end)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def follow_rates(g, slowdown, on_core, run, durations, floor, start, end):  # type: ignore[no-untyped-def]
+    """Fill start and end, following every task's rate from instant to instant. In the end `run` is as it was.
+
+    Per instant: everything that ends and starts in it, until nothing more does. Then the tasks that started are priced, and on
+    cores where more or fewer tasks run than before, what is left of those whose slowness changed. A core whose tasks only
+    follow one another changes nobody's rate. The event of a resource is the end of the task it holds as the first of that
+    task's resources, or the second from which it is free.
+    """
+    ready_count = started_count = changed_count = 0
+    for task in range(len(g.kind)):
+        run.waiting[task] = g.before.offsets[task + 1] - g.before.offsets[task]
         for k in range(g.heads.offsets[task], g.heads.offsets[task + 1]):
             if floor[g.heads.values[k]] > 0.0:
-                waiting[task] += 1
-                first[g.heads.values[k]] = task
-                set_next(tree, g.heads.values[k], floor[g.heads.values[k]])
-        if waiting[task] == 0:
-            ready[ready_count] = task
+                run.waiting[task] += 1
+                run.first[g.heads.values[k]] = task
+                set_next(run.tree, g.heads.values[k], floor[g.heads.values[k]])
+        if run.waiting[task] == 0:
+            run.ready[ready_count] = task
             ready_count += 1
-    now = 0.0
+    now, vacant = 0.0, -1  # the resource of the last event, whose next one is not noted yet
     while True:
-        while ready_count > 0 or tree[1] <= now:
+        while ready_count > 0 or run.tree[1] <= now:
             if ready_count > 0:  # a task starts
                 ready_count -= 1
-                task, step = ready[ready_count], 1
-                start[task], since[task], left[task] = now, now, durations[task]
-                end[task] = now + durations[task]
-                set_next(tree, g.resources.values[g.resources.offsets[task]], end[task])
+                task, step = run.ready[ready_count], 1
+            elif vacant >= 0:
+                set_next(run.tree, vacant, np.inf)
+                vacant = -1
+                continue
             else:
-                resource = earliest_resource(tree)
-                set_next(tree, resource, np.inf)
-                task, step = holder[resource], -1
+                vacant = earliest_resource(run.tree)
+                task, step = run.holder[vacant], -1
                 if task == -1:  # the resource is free from now on
-                    waiting[first[resource]] -= 1
-                    if waiting[first[resource]] == 0:
-                        ready[ready_count] = first[resource]
+                    run.waiting[run.first[vacant]] -= 1
+                    if run.waiting[run.first[vacant]] == 0:
+                        run.ready[ready_count] = run.first[vacant]
                         ready_count += 1
                     continue
                 for k in range(g.after.offsets[task], g.after.offsets[task + 1]):  # a task ends
                     later = g.after.values[k]
-                    waiting[later] -= 1
-                    if waiting[later] == 0:
-                        ready[ready_count] = later
+                    run.waiting[later] -= 1
+                    if run.waiting[later] == 0:
+                        run.ready[ready_count] = later
                         ready_count += 1
             for k in range(g.resources.offsets[task], g.resources.offsets[task + 1]):
-                holder[g.resources.values[k]] = task if step == 1 else -1
+                run.holder[g.resources.values[k]] = task if step == 1 else -1
             for k in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
                 core = slowdown.core[g.ranks.values[k]]
-                active[g.kind[task], core] += step
-                if not is_changed[core]:
-                    is_changed[core] = True
-                    changed[changed_count] = core
+                if not run.is_changed[core]:
+                    run.is_changed[core] = True
+                    run.changed[changed_count] = core
                     changed_count += 1
-        for c in range(changed_count):
-            core = changed[c]
-            is_changed[core] = False
+                run.active[g.kind[task], core] += step
+            if step == 1:
+                resource = g.resources.values[g.resources.offsets[task]]
+                vacant = -1 if vacant == resource else vacant
+                start[task] = run.since[resource] = now
+                run.left[resource], run.slowness[resource] = durations[task], 1.0
+                if now + durations[task] > now:
+                    run.slowness[resource] = slowness_of(g, slowdown, run.active, task)
+                    run.started[started_count] = task
+                    started_count += 1
+                end[task] = now + durations[task] * run.slowness[resource]
+                set_next(run.tree, resource, end[task])
+        for place in range(started_count):
+            task = run.started[place]
+            resource = g.resources.values[g.resources.offsets[task]]
+            wanted = slowness_of(g, slowdown, run.active, task)
+            if wanted != run.slowness[resource]:
+                run.slowness[resource] = wanted
+                end[task] = now + durations[task] * wanted
+                set_next(run.tree, resource, end[task])
+        started_count = 0
+        for place in range(changed_count):
+            core = run.changed[place]
+            run.is_changed[core] = False
+            if run.active[1, core] == run.before[1, core] and run.active[2, core] == run.before[2, core]:
+                continue
+            run.before[1, core], run.before[2, core] = run.active[1, core], run.active[2, core]
             for k in range(on_core.offsets[core], on_core.offsets[core + 1]):
-                task = holder[on_core.values[k]]
+                task = run.holder[on_core.values[k]]
                 if task == -1 or g.kind[task] == _OTHER:
                     continue
-                wanted = slowness_of(g, slowdown, active, task)
-                if wanted == slowness[task]:
+                wanted = slowness_of(g, slowdown, run.active, task)
+                resource = g.resources.values[g.resources.offsets[task]]
+                if wanted == run.slowness[resource]:
                     continue
-                left[task] = max(0.0, left[task] - (now - since[task]) / slowness[task])
-                since[task], slowness[task] = now, wanted
-                end[task] = now + left[task] * wanted
-                set_next(tree, g.resources.values[g.resources.offsets[task]], end[task])
+                run.left[resource] = max(0.0, run.left[resource] - (now - run.since[resource]) / run.slowness[resource])
+                run.since[resource], run.slowness[resource] = now, wanted
+                end[task] = now + run.left[resource] * wanted
+                set_next(run.tree, resource, end[task])
         changed_count = 0
-        if tree[1] == np.inf:
+        if run.tree[1] == np.inf:
             return
-        now = tree[1]
+        now = run.tree[1]
 
 
 @njit(cache=True, nogil=True)
@@ -207,6 +284,7 @@ def last_ends(g, slowdown, on_core, plain, durations, unit, steps, together):  #
     start, end, floor = np.zeros(n), np.zeros(n), np.zeros(len(g.last))
     total = np.zeros(samples)
     ended = np.zeros(together.max() + 1 if len(together) else 0)
+    run = nothing_running(g, len(on_core.offsets) - 1)
     for sample in range(samples):
         floor[:] = 0.0
         for task in range(len(row)):
@@ -216,7 +294,7 @@ def last_ends(g, slowdown, on_core, plain, durations, unit, steps, together):  #
             if plain:
                 run_plain(g, seconds, floor, start, end)
             else:
-                run_with_overlap(g, slowdown, on_core, seconds, floor, start, end)
+                follow_rates(g, slowdown, on_core, run, seconds, floor, start, end)
             ended[:] = 0.0
             for resource in range(len(g.last)):
                 if g.last[resource] >= 0:

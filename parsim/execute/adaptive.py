@@ -27,6 +27,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
+from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import AUTO, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
@@ -183,7 +184,7 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         constraints=asked.constraints,
         pins=asked.pins,
         forbids=asked.forbids,
-        capacity_factor=asked.capacity_factor,
+        routing=ExpertRouting(capacity_factor=asked.capacity_factor),
         clip_gradients=run.plan.clip_gradients,
         loading=spec.loading,
     )

@@ -332,8 +332,9 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
     """Multiply by most / norm where the norm is above `most`; else by 1.
 
-    A norm that is not a finite number makes the gradients not finite either, so the divergence is seen.
+    A norm that is not finite makes all of them NaN, so the divergence is seen. torch's clip_grad_norm_ sets finite gradients to
+    0 there (torch 2.13: an fp32 norm of 1e20 is inf), and the training would stand still without a word.
     """
-    factor = torch.clamp(most / (norm + EPSILON), max=1.0)
+    factor = torch.where(norm.isfinite(), torch.clamp(most / (norm + EPSILON), max=1.0), torch.nan)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))

@@ -9,13 +9,12 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parsim.data.samples import Samples, StreamSamples
 from parsim.errors import ExecutionError, NoSplitError
-from parsim.execute.adaptive import Steering
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.checkpoint.checkpoint import set_aside_newer
 from parsim.execute.cuda.faults import is_out_of_memory
@@ -33,6 +32,9 @@ from parsim.model.component import LOSS
 from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.program.placed import PlanIndex
 from parsim.units import format_seconds
+
+if TYPE_CHECKING:
+    from parsim.execute.adaptive import Steering
 
 BOARD = "tensorboard"
 """Folder of event files, where the training writes them."""
@@ -190,6 +192,8 @@ def train(
     said_s = time.monotonic()
     steering: Steering | None = None
     if job.adaptive is not None:
+        from parsim.execute.adaptive import Steering  # the search, with numba: a quarter of a rank's imports
+
         steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.rebuilt_s(place, groups))
     validation: Validation | None = None
     if (rule := entry.run.recipe.evaluation) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ READ_OPTIMIZERS: Mapping[str, tuple[str, str]] = {"adam": ("adam_fused", "adam")
 """By type: with DeepSpeed's own fused kernel, and with torch's."""
 MOST_BATCH = 10**9
 DEPTH = 3
+CLIPPED = 1.0
+"""Largest norm of the gradients where a config says nothing, from DeepSpeed 0.19.3 on."""
 
 HARMLESS: Mapping[str, str] = {
     "steps_per_print": "prints",
     "wall_clock_breakdown": "prints times; it synchronises, which slows a step by little",
     "dump_state": "prints",
     "scheduler": "the learning rate over time",
-    "gradient_clipping": "one small all_reduce per step",
     "prescale_gradients": "a scaling",
     "gradient_predivide_factor": "a scaling",
     "zero_allow_untested_optimizer": "a permission",
@@ -71,10 +73,11 @@ HARMLESS: Mapping[str, str] = {
 }
 """Keys that change a step's time and memory by nothing worth pricing, and why."""
 
+OVERLAP = "zero_optimization.overlap_comm"
 MATTERS: Mapping[str, str] = {
     "zero_optimization.offload_optimizer": "part of the optimizer's state is on the host, or on a disk",
     "zero_optimization.offload_param": "parameters are on the host or a disk: less memory, and every layer waits for PCIe",
-    "zero_optimization.overlap_comm": "false: communication does not overlap; parsim overlaps as much as possible",
+    OVERLAP: "false: communication does not overlap; parsim overlaps as much as possible",
     "zero_optimization.allgather_bucket_size": "parsim gathers in the buckets of the gradients",
     "zero_optimization.stage3_prefetch_bucket_size": "parsim gathers one bucket ahead",
     "zero_optimization.stage3_param_persistence_threshold": "small parameters stay whole: a little more memory, fewer messages",
@@ -128,14 +131,15 @@ def read_deepspeed(source: SourceFile, *, world_size: int | None = None) -> RunK
     width = _read_precision(document, run)
     _read_zero(document, run, width)
     _read_optimizer(document, run)
-    for path, value in leaves:
-        if path not in run.used and value != AUTO:
-            _judge(path, value, run)
     if not run.keys:
         raise ImportedFileError(
             f'{source.path} sets nothing that a run file has ({len(run.auto)} keys are "auto"); expected '
             f"{listed(BATCH_KEYS)}, zero_optimization, fp16, bf16 or optimizer with values"
         )
+    _read_clipping(document, run)
+    for path, value in leaves:
+        if path not in run.used and value != AUTO:
+            _judge(path, value, run)
     run.warnings = list(dict.fromkeys(run.warnings))
     return run
 
@@ -162,48 +166,48 @@ def _number(document: Mapping[str, Any], key: str, run: RunKeys, most: int) -> i
 
 
 def _read_batch(document: Mapping[str, Any], run: RunKeys, ranks: int | None) -> int | None:
+    """Sets the batch and its microbatches; returns data-parallel ranks, where they are known.
+
+    What is left out follows as DeepSpeed has it, and train_batch_size = micro batch * accumulation * ranks must then hold.
+    Source: deepspeed/runtime/config.py, _set_batch_related_parameters and _batch_assertion, 0.19.2 to 0.19.8.
+    """
     total, micro, accumulated = (_number(document, key, run, MOST_BATCH) for key in BATCH_KEYS)
-    implied: int | None = None
-    if total and micro:
-        each = micro * (accumulated or 1)
-        if total % each:
-            raise ImportedFileError(
-                f"{run.where}: train_batch_size = {total} must be train_micro_batch_size_per_gpu ({micro}) * "
-                f"gradient_accumulation_steps ({accumulated or 1}) * ranks"
-            )
-        implied = total // each if accumulated else None
-        if ranks is not None and implied is not None and ranks != implied:
-            raise ImportedFileError(
-                f"{run.where}: train_batch_size = {total} of {micro} * {accumulated} per rank needs {implied} ranks, "
-                f"and {ranks} were given"
-            )
-        if ranks and accumulated is None:
-            if total % (micro * ranks):
-                raise ImportedFileError(
-                    f"{run.where}: train_batch_size = {total} must be a multiple of {micro} samples * {ranks} ranks"
-                )
-            accumulated = total // (micro * ranks)
-        elif accumulated is None:
-            run.needs_ranks = True
-            run.warnings.append(
-                f"train_micro_batch_size_per_gpu = {micro} is not used: the number of microbatches needs that of ranks; give "
-                "--world-size N, or --set plan.microbatches=N"
-            )
-    elif micro and ranks:
-        total = micro * (accumulated or 1) * ranks
-        if total > MOST_BATCH:
-            raise ImportedFileError(f"{run.where}: {micro} * {accumulated or 1} * {ranks} samples are more than {MOST_BATCH:,}")
-    elif micro:
-        run.needs_ranks = True
-        run.warnings.append(
-            "train_micro_batch_size_per_gpu: the batch needs the number of ranks; give --world-size N, or "
-            "--set training.global_batch=N"
+    is_filled_in = any(document.get(key) == AUTO for key in BATCH_KEYS)
+    if accumulated and not total and not micro and not is_filled_in:
+        raise ImportedFileError(
+            f"{run.where}: gradient_accumulation_steps = {accumulated} alone: DeepSpeed needs train_batch_size or "
+            "train_micro_batch_size_per_gpu beside it"
         )
+    if ranks is None and total and micro and accumulated:
+        ranks = max(1, total // (micro * accumulated))
+    if ranks is None:
+        run.needs_ranks = bool(total or micro)
+        if micro:
+            unknown = "is not used: the number of microbatches" if total else "alone does not say the batch, which"
+            key = "plan.microbatches" if total else "training.global_batch"
+            run.warnings.append(
+                f"train_micro_batch_size_per_gpu = {micro} {unknown} needs that of ranks; give --world-size N, or --set {key}=N"
+            )
+    elif total and micro:
+        accumulated = accumulated or max(1, total // micro // ranks)
+    elif total:
+        accumulated = accumulated or 1
+        micro = total // ranks // accumulated
+    elif micro:
+        accumulated = accumulated or 1
+        total = micro * accumulated * ranks
+    if total and total > MOST_BATCH:
+        raise ImportedFileError(f"{run.where}: {micro} * {accumulated} * {ranks} samples are more than {MOST_BATCH:,}")
+    factors = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulated, "ranks": ranks}
+    product = prod(value for value in factors.values() if value is not None)
+    if total and (total != product if ranks else total % product):
+        parts = " * ".join(name if value is None else f"{name} ({value})" for name, value in factors.items())
+        raise ImportedFileError(f"{run.where}: train_batch_size = {total} must be {parts}; change one of them")
     if total:
         run.keys["training.global_batch"] = total
     if accumulated:
         run.keys["plan.microbatches"] = accumulated
-    return implied or ranks
+    return ranks
 
 
 def _table(document: Mapping[str, Any], key: str, run: RunKeys, example: str) -> dict[str, Any] | None:
@@ -263,6 +267,11 @@ def _read_zero(document: Mapping[str, Any], run: RunKeys, width: int) -> None:
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ImportedFileError(f"{run.where}: zero_optimization.stage = {shown(stage)} must be 0, 1, 2 or 3")
         run.keys |= {"plan.zero_stage": int(stage), "plan.strategy": "dp"}
+    if stage in (1, 2) and "overlap_comm" not in table:
+        run.warnings.append(
+            f"{OVERLAP} is absent, which DeepSpeed (0.19.2 to 0.19.8) takes for false at stage {int(stage)}: "
+            f"{MATTERS[OVERLAP].removeprefix('false: ')}"
+        )
     elements = table.get("reduce_bucket_size")
     if elements is not None and elements != AUTO:
         number = finite(elements)
@@ -312,6 +321,24 @@ def _read_optimizer(document: Mapping[str, Any], run: RunKeys) -> None:
         run.keys["training.learning_rate"] = number
 
 
+def _read_clipping(document: Mapping[str, Any], run: RunKeys) -> None:
+    """Sets training.clip_norm. Source: deepspeed/runtime/constants.py: the default is 0.0 in 0.19.2 and 1.0 in 0.19.3."""
+    run.used.add("gradient_clipping")
+    stated = document.get("gradient_clipping", CLIPPED)
+    if stated == AUTO:
+        return
+    norm = finite(stated)
+    if norm is None or norm < 0:
+        raise ImportedFileError(f"{run.where}: gradient_clipping = {shown(stated)} must be a number of at least 0")
+    if norm:
+        run.keys["training.clip_norm"] = norm
+    if "gradient_clipping" not in document:
+        run.warnings.append(
+            f"gradient_clipping is absent: DeepSpeed clips at {CLIPPED} from 0.19.3 on, which training.clip_norm says now, and "
+            "earlier releases do not clip; write gradient_clipping = 0.0 into the config if yours does not"
+        )
+
+
 def _judge(path: str, value: object, run: RunKeys) -> None:
     """Name a key that has none here: nothing worth pricing, something that matters, or unknown."""
     parts = path.split(".")
@@ -324,7 +351,7 @@ def _judge(path: str, value: object, run: RunKeys) -> None:
     is_off = value in (None, False, {}, 0) or inner.get("enabled") is False or inner.get("device") == "none"
     if feature is None:
         run.warnings.append(f"{shown(path)} = {shown(value)} is not known to parsim, and may matter")
-    elif is_off != (feature == "zero_optimization.overlap_comm"):
+    elif is_off != (feature == OVERLAP):
         run.harmless.append(shown(path))  # a feature that is off, or an overlap that is on
     else:
         run.warnings.append(f"{shown(path)} matters: {MATTERS[feature]}")
@@ -385,8 +412,7 @@ def write_deepspeed(recipe: PlannedRecipe, file: Path) -> Exported:
                 left_out[f"training.optimizer_args.{key}"] = "DeepSpeed's optimizer has no such argument"
         usual = {"lr": training["learning_rate"], "weight_decay": training["weight_decay"]}
         document["optimizer"] = {"type": kind, "params": {**usual, **params, **arguments}}
-    if training["clip_norm"] is not None:
-        document["gradient_clipping"] = training["clip_norm"]
+    document["gradient_clipping"] = training["clip_norm"] or 0.0  # left out, DeepSpeed 0.19.3 and later clip at 1.0
     if plan.recompute != NONE or plan.segments:
         names = [name for name in plan.components if name in plan.recomputed or name in plan.recomputed_by_operator]
         left_out["plan.recompute"] = f"your model's code recomputes: torch.utils.checkpoint around {first_few(names, 4)}"

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from parsim.errors import ImportedFileError, near_matches
+from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
 from parsim.formats.ledger import TraceLedger, ledger_of
 from parsim.formats.source import FileFormat, SourceFile, file_formats, gpu_named
 from parsim.hardware.compose import load_profile
+from parsim.hardware.network import Network, load_network, save_network
 from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
 from parsim.report.tables import Column, ReportTable, to_text
@@ -27,7 +28,7 @@ from parsim.timeline import SCHEMA_VERSION, Timeline
 from parsim.units import format_percent, format_seconds
 
 BECOMES: Mapping[str | None, tuple[str, str, tuple[str, ...]]] = {
-    "machine": (".json", "PROFILE.json", ("cluster",)),
+    "machine": (".json", "PROFILE.json or NETWORK.json", ("cluster", "network")),
     "run": (".toml", "RUN.toml", ("overrides",)),
     "trace": (".json.gz", "TIMELINE.json.gz", ("cluster", "precision", "against")),
 }
@@ -137,46 +138,96 @@ class ProfileChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkChange:
+    """A network with what a file says of it; the rest as of ProfileChange."""
+
+    network: Network
+    summary: str
+    document: Mapping[str, Any]
+    written: str
+    warnings: tuple[str, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReading:
     """What a file says of a machine.
 
     Attributes:
-        devices: how many it needs. names: of GPUs, as the driver says. skipped, notes: as in `Imported`.
+        devices: how many it needs (whole: just as many). names: of GPUs, as the driver says. skipped, notes: as in `Imported`.
+        fitting: machines in the form of --on that may be meant, where the file does not name one.
         change: makes the change of a profile. Raises ImportedFileError for one of another machine.
+        between: instead, the change of a network: from the profile of a node, its name, and the network (None: a new one).
     """
 
     devices: int
-    change: Callable[[Profile], ProfileChange]
+    change: Callable[[Profile], ProfileChange] | None = None
+    between: Callable[[Profile, str, Network | None], NetworkChange] | None = None
+    whole: bool = False
     names: tuple[str, ...] = ()
+    fitting: Callable[[], Sequence[str]] = tuple
     skipped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def import_machine(
-    kind: str, source: SourceFile, reading: MachineReading, *, into: Path | None = None, cluster: str | None = None
+    kind: str,
+    source: SourceFile,
+    reading: MachineReading,
+    *,
+    into: Path | None = None,
+    cluster: str | None = None,
+    network: str | None = None,
 ) -> Imported:
     """Measured collectives, or links and card slots of a machine, into a profile.
 
     Args:
-        kind: of the file. into: the profile, new or extended. cluster: the machine of a new one (None: named by the file).
+        kind: of the file. into: the profile or network, new or extended. cluster: the machine (None: named by the file).
+        network: that a new network starts from (None: the nearest that ships).
 
     Raises:
         ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
     """
-    profile = _profile(into, cluster, reading)
-    change = reading.change(profile)
-    if into is not None:
-        save_profile(change.profile, into)
+    change: ProfileChange | NetworkChange
+    if network is not None and reading.between is None:
+        raise ImportedFileError(f"--network {network}: {source.path} is of one host and says nothing of a network")
+    if reading.between is not None:
+        profile = _profile(None, cluster, reading)
+        change = reading.between(profile, cluster or profile.name, _network(into, network))
+        found = {"network": change.network.name, "profile": profile.name, **change.document}
+        if into is not None:
+            save_network(change.network.model_copy(update={"name": into.stem}), into)
+    else:
+        assert reading.change is not None
+        profile = _profile(into, cluster, reading)
+        change = reading.change(profile)
+        found = {"profile": profile.name, **change.document}
+        if into is not None:
+            save_profile(change.profile, into)
     return Imported(
         kind=kind,
         source=source.path,
         into=into,
         summary=change.written or change.summary if into is not None else change.summary,
-        found={"profile": profile.name, **change.document},
+        found=found,
         skipped=reading.skipped,
         warnings=(*reading.notes, *change.warnings),
         tables=change.tables,
     )
+
+
+def _network(into: Path | None, start: str | None) -> Network | None:
+    """The network that is added to: the target if it is there, else what --network names."""
+    if into is None or not into.exists():
+        return None if start is None else load_network(start)
+    if start is not None:
+        raise ImportedFileError(f"{into} exists, and --network {start} names another to start from; drop one of them")
+    try:
+        return load_network(str(into))
+    except ProfileError as error:
+        raise ImportedFileError(
+            f"the file was measured between hosts and calibrates a network, but {into} is none: {error}; give another name"
+        ) from error
 
 
 def _profile(into: Path | None, cluster: str | None, reading: MachineReading) -> Profile:
@@ -190,12 +241,15 @@ def _profile(into: Path | None, cluster: str | None, reading: MachineReading) ->
     parts = {part.name: part for name in reading.names if (part := gpu_named(name)) is not None}
     if len(parts) == 1:
         (part,) = parts.values()
-        return load_profile(f"{max(reading.devices, part.gpus_per_node)}x{part.name}")
-    names = f" (it names {', '.join(dict.fromkeys(reading.names))})" if reading.names else ""
-    raise ImportedFileError(
-        f"the file does not name the machine{names}: name it, such as --on {reading.devices}xh100-sxm, or give a profile as "
-        "--into"
-    )
+        count = reading.devices if reading.whole else max(reading.devices, part.gpus_per_node)
+        return load_profile(f"{count}x{part.name}")
+    named = ", ".join(dict.fromkeys(reading.names))
+    why = f"names {named}, of which no part is shipped" if named and not parts else "does not name the machine"
+    if len(parts) > 1:
+        why = f"names several kinds of GPU ({named})"
+    such = " or ".join(f"--on {name}" for name in reading.fitting()) or f"--on {reading.devices}xh100-sxm"
+    notes = "".join(f". {note}" for note in reading.notes)
+    raise ImportedFileError(f"the file {why}: name the machine, such as {such}, or give a profile as --into{notes}")
 
 
 @dataclass(slots=True)

@@ -31,7 +31,16 @@ from parsim.numeric import Floats, Ints
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
 KINDS = ("compute", "communication", "copy")
-COMMUNICATION = re.compile(r"nccl|rccl|gloo:|^c10d::|^nccl:|nvshmem|AllReduce.*Kernel", re.IGNORECASE)
+COMMUNICATION_NAMES: Mapping[str, str] = {
+    r"nccl|rccl": "NCCL and RCCL of any release, and torch's ranges `nccl:...`",
+    r"^c10d::|gloo:": "torch's operators of a process group, and gloo's ranges",
+    r"nvshmem": "NVSHMEM",
+    r"(multimem|one_shot|two_shot)\w*_(reduce|gather)": "symmetric memory of torch, from 2.5 on: CUDASymmetricMemoryOps.cu",
+    r"cross_device_reduce|AllReduce.*Kernel|allreduce_fusion": "all_reduces of vLLM, SGLang, AIter and FlashInfer",
+    r"deep_ep(_cpp)?::|deep_ep.*(dispatch|combine)": "dispatch and combine of experts: DeepEP",
+}
+"""Patterns of what communicates, by operator or kernel, and whose it is."""
+COMMUNICATION = re.compile("|".join(COMMUNICATION_NAMES), re.IGNORECASE)
 LOADING = re.compile(r"DataLoader", re.IGNORECASE)
 STEP = re.compile(r"ProfilerStep\s?#\s?\d{1,12}")
 EXPECTED = 'a trace of torch.profiler (`prof.export_chrome_trace("trace.json.gz")`), with a list `traceEvents`'
@@ -147,11 +156,14 @@ def trace_of(document: object, where: str, steps: int | None = None) -> Trace:
         {(event.start, event.end) for event in events if event.category == "user_annotation" and STEP.fullmatch(event.name)}
     )
     operators = [event for event in events if event.category == "cpu_op"]
+    marks = _with_work(marks, events, skipped)
     on_device = [event for event in events if event.category in ON_DEVICE]
     activities = on_device or _on_host(events, operators)
     if not activities:
         raise ImportedFileError(
-            f"{where} holds {len(entries)} events and none of them is a kernel, a copy or an operator; expected {EXPECTED}"
+            f"{where} holds {len(entries)} events and none of them is a kernel, a copy or an operator; expected {EXPECTED}. "
+            "Without `repeat=1` a profiler begins its next cycle after the last recorded step, and an export after the loop "
+            "holds that one: schedule(..., repeat=1), and export in on_trace_ready"
         )
     notes: list[str] = []
     begin, end, number = _window(activities, marks, steps, notes)
@@ -223,6 +235,15 @@ def _on_host(events: list[_Event], operators: list[_Event]) -> list[_Event]:
             reach[event.thread] = event.end
     sent = [event for event in events if event.category != "python_function" and COMMUNICATION.search(event.name)]
     return outermost + sent if outermost else []
+
+
+def _with_work(marks: list[tuple[float, float]], events: list[_Event], skipped: dict[str, int]) -> list[tuple[float, float]]:
+    """The steps in which the host called an operator or launched; the last one is empty where a loop ended within a cycle."""
+    starts = sorted(event.start for event in events if event.category in ("cpu_op", *LAUNCHES, *ON_DEVICE))
+    full = [mark for mark in marks if bisect_right(starts, mark[1]) > bisect_right(starts, mark[0])]
+    if full and len(full) < len(marks):
+        count(skipped, "steps in which nothing ran", len(marks) - len(full))
+    return full or marks
 
 
 def _window(

@@ -9,6 +9,7 @@ agent restarts the ranks. Those of several machines do not agree on an attempt, 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import MissingDependencyError
+from parsim.errors import ConfigError, MissingDependencyError
 from parsim.execute.processes.torchrun_agent import BACKEND
 from parsim.files import write_atomically, write_text_atomically
 from parsim.formats.exports import Exported
@@ -79,7 +80,7 @@ def torchrun_text(launch: LaunchFile) -> str:
     """The script for torchrun; it is run on every machine."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# Trains {shlex.quote(launch.name)} with torchrun: {launch.nodes} machines, {launch.per_node} ranks on each.",
+        f"# Trains {json.dumps(launch.name)} with torchrun: {launch.nodes} machines, {launch.per_node} ranks on each.",
         "# The file holds the token of the run: whoever can read it can join. Keep its mode of 0700.",
         f"# Ranks and agents meet on ports {launch.port} and {launch.port + 1} of the first machine, on no other interface.",
     ]
@@ -106,7 +107,7 @@ def torchrun_text(launch: LaunchFile) -> str:
         ]
     restarts = RESTARTS if launch.nodes == 1 else 0
     if launch.visible:  # Slurm chooses the GPUs of its jobs itself
-        lines.append(f"export CUDA_VISIBLE_DEVICES={launch.visible}")
+        lines.append(f"export CUDA_VISIBLE_DEVICES={shlex.quote(launch.visible)}")
     lines += [
         *_environment(launch),
         'exec "$PYTHON" -m parsim.execute.processes.torchrun_agent \\',
@@ -115,6 +116,17 @@ def torchrun_text(launch: LaunchFile) -> str:
         f"  -m parsim.execute.worker {shlex.quote(str(launch.job))}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _directive_value(folder: Path) -> str:
+    """A folder in a line that sbatch reads, where "%" begins a pattern and no shell quotes hold."""
+    text = str(folder)
+    if unfit := re.search(r"""[^\S ]|["'\\\\]""", text):
+        raise ConfigError(
+            f"the folder {text!r} holds {unfit[0]!r}, which a directive of Slurm cannot hold; rename the folder, or export "
+            "--format torchrun"
+        )
+    return text.replace("%", "%%").replace(" ", "\\ ")
 
 
 def slurm_text(launch: LaunchFile) -> str:
@@ -133,7 +145,7 @@ def slurm_text(launch: LaunchFile) -> str:
         f"#SBATCH --ntasks-per-node={launch.per_node}",
         "#SBATCH --distribution=block:block",
         *gpus,
-        f"#SBATCH --output={str(folder).replace(' ', '_')}/slurm-%j.log",
+        f"#SBATCH --output={_directive_value(folder)}/slurm-%j.log",
         "# The file holds the token of the run: whoever can read it can join. Keep its mode of 0700.",
         "set -euo pipefail",
         "",

@@ -21,8 +21,9 @@ from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.recipe import SCRIPTS, YAML, PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
-from parsim.model.formats import number_format
+from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.sublayers import MODULES
+from parsim.model.formats import STATE_BYTES, number_format
 
 NAME = "Megatron-LM"
 NEMO = "NeMo (Megatron)"
@@ -52,10 +53,10 @@ LEFT_OUT = {
     "enable-cuda-graph": "the host's launches are not modelled for parts",
     "external-cuda-graph": "the host's launches are not modelled for parts",
     "grad-reduce-in-bf16": "gradients are reduced in the width that the precision gives them",
-    "accumulate-allreduce-grads-in-fp32": "gradients are reduced in the width that the precision gives them",
+    "accumulate-allreduce-grads-in-fp32": "gradients are reduced in the width that the precision gives them, and kept in fp32",
     "moe-expert-capacity-factor": "experts are visited evenly, and no token is dropped",
-    "recompute-modules": "selective recomputation is that of attention's inside",
-    "recompute-num-layers": "full recomputation is that of every layer",
+    "recompute-modules": "these modules keep what they save",
+    "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
     "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
@@ -65,9 +66,9 @@ LEFT_OUT = {
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
     "delay-wgrad-compute": "weights' gradients are computed with inputs'",
     "expert-tensor-parallel-size": "experts are cut as the rest is",
-    "main-grads-dtype": "gradients have the width of the weights",
-    "exp-avg-dtype": "the optimizer's state is in fp32",
-    "exp-avg-sq-dtype": "the optimizer's state is in fp32",
+    "main-grads-dtype": "gradients are reduced in the width of the weights, and kept in fp32",
+    "exp-avg-dtype": "the two moments have types of their own, and both are taken to be in fp32",
+    "exp-avg-sq-dtype": "the two moments have types of their own, and both are taken to be in fp32",
 }
 HARMLESS = frozenset(
     """
@@ -236,6 +237,15 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
         args["fp8_casts"] = True
     optimizer = options.text("optimizer", "adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
+    moments = {options.words.get(name, [""])[0] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
+    if len(moments) == 1 and moments <= set(STATE_BYTES):
+        training["state_dtype"] = options.text("exp-avg-dtype")
+        options.text("exp-avg-sq-dtype")
+    kept = options.text("main-grads-dtype") or ("bf16" if options.flag("grad-reduce-in-bf16") else "fp32")
+    if training["precision"] in ("bf16", "fp8", "nvfp4") and kept == "fp32":
+        training["gradient_dtype"] = "fp32"
+    if training["precision"] == "fp8" and options.flag("fp8-param-gather"):
+        training["weight_dtype"] = "fp8"
     recipe.zero = 1 if options.flag("use-distributed-optimizer") else 0
     recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", 1))
     strategy = options.text("data-parallel-sharding-strategy")
@@ -244,6 +254,8 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
     args["sequence_parallel"] = options.flag("sequence-parallel")
     _read_recompute(options, recipe)
     _read_chunks(options, recipe)
+    if options.flag("cross-entropy-loss-fusion") and options.text("cross-entropy-fusion-impl") == "te":
+        args[LOSS] = "fused"
     if "optimizer-cpu-offload" in words and _is_one(words.get("optimizer-offload-fraction", ["1"])):
         recipe.optimizer_offload = options.flag("optimizer-cpu-offload")  # all of the state, or it stays
         options.text("optimizer-offload-fraction")
@@ -322,10 +334,20 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
     unfused = options.text("attention-backend") == "unfused" or options.text("transformer-impl") == "local"
     if unfused:
         recipe.args["kernels"] = "unfused-attention"
-    if granularity == "full":
+    modules = [word for word in options.words.get("recompute-modules", []) if word in MODULES]
+    if (
+        granularity == "full"
+        and "block" in options.words.get("recompute-method", [])
+        and "recompute-num-layers" in options.words
+    ):
+        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers")
+    elif granularity == "full":
         recipe.recompute = "full"
     elif granularity == "selective" and unfused:
         recipe.recompute, recipe.args["selective"] = "selective", True
+    elif granularity == "selective" and modules and set(modules) == set(options.words["recompute-modules"]):
+        recipe.recompute, recipe.args[MODULES_AGAIN] = "selective", " ".join(modules)
+        options.text("recompute-modules")
     elif granularity == "selective":
         recipe.left_out["--recompute-granularity"] = "fused attention keeps no scores, so there is nothing to compute again"
 

@@ -1,13 +1,15 @@
 """The output of nccl-tests, as text or JSON: which collective over which devices took how long at which size.
 
-Its points go into a profile, with the fits to them, and with how far the profile was from them before.
+Points inside one host go into a profile, with the fits to them, and with how far the profile was from them before. Points
+between hosts calibrate a network.
 
 A text is a log: whatever is neither a row nor a header is counted and left out. A row is
 
     size count type [redop] [root]  time algbw busbw #wrong  time algbw busbw #wrong
 
-in bytes, elements, microseconds and GB/s, out of place and then in place; `-I` adds four columns to each half. Sizes are those
-of the whole array, as in parsim. The header names the program since version 2.14; older files say only `sum` or `none`, so
+in bytes, elements, microseconds and GB/s, out of place and then in place; `-I` adds four columns to each half. Before version
+2.13 the fourth column is `error`, the largest difference, which may be as large as rounding makes it. Sizes are those of the
+whole array, as in parsim. The header names the program since version 2.14; older files say only `sum` or `none`, so
 the operation follows from busbw / algbw, or must be given.
 
 Source: github NVIDIA/nccl-tests, src/util.cu (the writers of both formats) and doc/PERFORMANCE.md (the ratios).
@@ -15,6 +17,7 @@ Source: github NVIDIA/nccl-tests, src/util.cu (the writers of both formats) and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,10 +28,13 @@ from typing import Any
 from parsim.costs.communication.closed_forms import regimes_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.measured import fits_of_points
+from parsim.costs.communication.network_fit import fitted_network, log_errors, nearest_network
 from parsim.errors import CostError, ImportedFileError, ProfileError
-from parsim.formats.imports import MachineReading, ProfileChange
+from parsim.formats.imports import MachineReading, NetworkChange, ProfileChange
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.network import Network, NetworkPoint, load_network, shipped_networks
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
 from parsim.report.tables import Column, ReportTable
 from parsim.units import format_bytes, format_percent
@@ -56,7 +62,7 @@ REDUCTIONS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 
 _ROW = re.compile(rf"(?<![\w.:/+-])(\d{{1,15}})\s+(\d{{1,15}})\s+({TYPES})\s+(\S.*)$")
 _RANK = re.compile(
-    r"#\s+Rank\s+(\d{1,6})(?:\s+Group\s+(\d{1,6}))?\s+Pid\s+\d{1,9}\s+on\s+(\S{1,256})"
+    r"#\s+Rank\s+(\d{1,6})(?:\s+Group\s+(\d{1,6}))?\s+Pid\s+(\d{1,9})\s+on\s+(\S{1,256})"
     r"\s+device\s+(\d{1,4})\s+\[([^\]]{1,32})\]\s*(.*)$"
 )
 _COMMENT = re.compile(r"(?:\[[\d,]{1,20}\](?:<\w{1,10}>)?:?|\S{1,256}:)?\s*#")
@@ -72,6 +78,8 @@ LONGEST_LINE = 4096
 MIN_BANDWIDTH = 1.0
 """GB/s from which two decimals give a ratio to within 1%."""
 RATIO_TOLERANCE = 0.03
+LARGEST_DIFFERENCE: Mapping[str, float] = {"half": 1e-2, "bfloat16": 1e-2, "float": 1e-5, "double": 1e-12}
+"""That the versions with a column `error` accept (deltaMaxValue of src/common.cu); integers must be exact."""
 LONGEST_S = 3600.0
 
 
@@ -90,15 +98,20 @@ class NcclTest:
     """One run of one program.
 
     Attributes:
-        operation: here. group: device numbers of one machine, ascending. devices: their names, as the driver says.
+        operation: here. hosts: per host the numbers of its devices, ascending. devices: their names, as the driver says.
         rows: timings that hold together. repeats: iterations behind each.
     """
 
     operation: str
-    group: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
     devices: tuple[str, ...]
     rows: tuple[NcclRow, ...]
     repeats: int
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The devices of the first host, which is the only one of a test inside a machine."""
+        return self.hosts[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +125,14 @@ class NcclLog:
 
 @dataclass(slots=True)
 class _Draft:
-    """What was read of one run so far."""
+    """What was read of one run so far. processes: per rank those that claim it. differences: of the column `error`."""
 
     program: str | None = None
     threads: int | None = None
     repeats: int = 1
     ranks: dict[int, tuple[str, int, str, str]] = field(default_factory=dict)
+    processes: dict[int, set[str]] = field(default_factory=dict)
+    differences: bool = False
     groups: set[int] = field(default_factory=set)
     cpu_time: bool = False
     rows: list[tuple[NcclRow, float, float]] = field(default_factory=list)
@@ -132,8 +147,8 @@ def read_nccl_tests(source: SourceFile, *, collective: str | None = None, ranks:
         collective: the operation, where the file does not name it. ranks: device numbers, where the file does not list them.
 
     Raises:
-        ImportedFileError: no row; an operation or devices that the file does not tell and nobody gave; several hosts or several
-            groups at once; bandwidths that contradict the operation and the number of ranks.
+        ImportedFileError: no row; an operation or devices that the file does not tell and nobody gave; several groups at once;
+            processes that measured alone; bandwidths that contradict the operation and the number of ranks.
     """
     if collective is not None and collective not in PRICED:
         raise ImportedFileError(f"collective = {shown(collective)!r}: must be one of {', '.join(PRICED)}")
@@ -143,6 +158,14 @@ def read_nccl_tests(source: SourceFile, *, collective: str | None = None, ranks:
     if not drafts:
         counts = "; ".join(f"{number} {why}" for why, number in skipped.items())
         raise ImportedFileError(f"{source.path} holds no row of nccl-tests ({counts or 'no line'}); expected {EXPECTED}")
+    alone = sum(len(claims) for draft in drafts for claims in draft.processes.values())
+    if any(len(claims) > 1 for draft in drafts for claims in draft.processes.values()) or (
+        len(drafts) > 1 and alone == len(drafts) and all(set(draft.ranks) == {0} for draft in drafts)
+    ):
+        raise ImportedFileError(
+            f"{source.path} is of {alone} processes that each measured by themselves, as rank 0 of its own run: nccl-tests was "
+            f"built without MPI. Build it with `make MPI=1`, or run one process with -g {alone}"
+        )
     tests: list[NcclTest] = []
     notes: list[str] = []
     for draft in drafts:
@@ -168,14 +191,16 @@ def _from_text(text: str, skipped: dict[str, int]) -> list[_Draft]:
             if draft.rows:  # another run, whose header begins without naming its program
                 drafts.append(draft := _Draft())
             if rank:
-                number, group, host, device, bus, name = rank.groups()
+                number, group, process, host, device, bus, name = rank.groups()
                 draft.ranks[int(number)] = (host, int(device), bus, name.strip())
+                draft.processes.setdefault(int(number), set()).add(f"{host} {process}")
                 draft.groups.add(int(group or 0))
             elif threads:
                 draft.threads = int(threads[1]) * int(threads[2])
                 draft.repeats = int(iterations[1]) if (iterations := _ITERATIONS.search(line)) else 1
-        elif "cputime" in line and "algbw" in line:
-            draft.cpu_time = True
+        elif "algbw" in line and "busbw" in line:
+            draft.cpu_time = draft.cpu_time or "cputime" in line
+            draft.differences = "#wrong" not in line and " error" in line
         elif (program := _PROGRAM.search(line)) and program[1] in PROGRAMS and "concluded" not in line:
             if draft.rows:
                 drafts.append(draft := _Draft())
@@ -203,7 +228,8 @@ def _add_text_row(draft: _Draft, row: re.Match[str], skipped: dict[str, int]) ->
     for place, start in enumerate(range(0, len(numbers), width)):
         variation = numbers[start + 7] if width == 8 else None
         spread = None if variation is None or variation < 0 else variation / 100
-        _add_row(draft, int(row[1]), numbers[start : start + 4], spread, place == 1, skipped)
+        accepted = LARGEST_DIFFERENCE.get(row[3], 0.0) if draft.differences else 0.0
+        _add_row(draft, int(row[1]), numbers[start : start + 4], spread, place == 1, skipped, accepted)
 
 
 def _add_row(
@@ -213,8 +239,9 @@ def _add_row(
     spread: float | None,
     in_place: bool,
     skipped: dict[str, int],
+    accepted: float = 0.0,
 ) -> None:
-    """numbers: microseconds, algbw, busbw, and how many elements came out wrong."""
+    """numbers: microseconds, algbw, busbw, and how many elements came out wrong, or by how much (right up to `accepted`)."""
     microseconds, algbw, busbw, wrong = numbers
     if size_bytes == 0:
         count(skipped, "rows of no bytes")
@@ -226,7 +253,7 @@ def _add_row(
         or not 0 < microseconds * 1e-6 < LONGEST_S
     ):
         count(skipped, "rows without a time")
-    elif wrong:
+    elif wrong is not None and wrong > accepted:
         count(skipped, "rows whose data came out wrong")
     elif algbw >= MIN_BANDWIDTH and abs(size_bytes / (microseconds * 1e3) / algbw - 1) > RATIO_TOLERANCE:
         count(skipped, "rows whose algbw is not size / time")
@@ -291,8 +318,8 @@ def _finished(
         raise ImportedFileError(
             f"{source.path} holds times of the CPU (-C 1), which say nothing of the links; measure without -C"
         )
-    group, names = _group(draft, source, ranks, notes)
-    n = len(group)
+    hosts, names = _hosts(draft, source, ranks, notes)
+    n = sum(map(len, hosts))
     if n < 2:
         raise ImportedFileError(
             f"{source.path} was measured on {n} device; a collective needs at least 2: use -g, -t or mpirun"
@@ -312,45 +339,49 @@ def _finished(
         count(skipped, "rows of sendrecv over more than 2 ranks", len(draft.rows))
         return None
     rows = tuple(row for row, _, _ in draft.rows)
-    return NcclTest(operation=operation, group=group, devices=names, rows=rows, repeats=max(1, draft.repeats))
+    return NcclTest(operation=operation, hosts=hosts, devices=names, rows=rows, repeats=max(1, draft.repeats))
 
 
-def _group(
+def _hosts(
     draft: _Draft, source: SourceFile, ranks: Sequence[int] | None, notes: list[str]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """Per host its devices, and the names of all."""
     devices = list(draft.ranks.values())
-    hosts = list(dict.fromkeys(host for host, _, _, _ in devices))
-    if len(hosts) > 1:
-        raise ImportedFileError(
-            f"{source.path} was measured across {len(hosts)} hosts ({listed(hosts)}), and a profile describes one machine: "
-            "measure inside one host; the network between hosts is named with cluster.network"
-        )
+    names = tuple(dict.fromkeys(shown(name) for _, _, _, name in devices if name))
+    by_host: dict[str, list[tuple[int, str]]] = {}
+    for host, device, bus, _ in devices:
+        by_host.setdefault(host, []).append((device, bus))
     if len(draft.groups) > 1:
         raise ImportedFileError(
             f"{source.path} holds {len(draft.groups)} groups at once (NCCL_TESTS_SPLIT); measure one group alone"
         )
-    names = tuple(dict.fromkeys(shown(name) for _, _, _, name in devices if name))
     if ranks is not None:
-        if len(set(ranks)) != len(ranks) or (len(devices) > 1 and len(ranks) != len(devices)):
+        if len(by_host) > 1 or len(set(ranks)) != len(ranks) or (len(devices) > 1 and len(ranks) != len(devices)):
             raise ImportedFileError(
-                f"ranks = {list(ranks)}: {source.path} lists {len(devices)} devices; name each of them once"
+                f"ranks = {list(ranks)}: {source.path} lists {len(devices)} devices on {len(by_host)} host(s); name each "
+                "device of one host once"
             )
-        return tuple(sorted(ranks)), names
-    numbers = [device for _, device, _, _ in devices]
+        return (tuple(sorted(ranks)),), names
     if len(devices) <= 1 and (draft.threads or 0) > 1:  # JSON of a build without MPI lists the first device alone
-        first = numbers[0] if numbers else 0
-        return tuple(range(first, first + min(draft.threads or 0, 4096))), names
+        first = devices[0][1] if devices else 0
+        return (tuple(range(first, first + min(draft.threads or 0, 4096))),), names
     if not devices:
         raise ImportedFileError(
             f"{source.path} does not list its devices (`#  Rank  0 ... device  0`); give them: --ranks 0,1,2,3"
         )
-    if len(set(numbers)) < len(numbers):
-        buses = [bus for _, _, bus, _ in devices]
-        if len(set(buses)) < len(buses):
-            raise ImportedFileError(f"{source.path} lists a device twice ({listed(buses)}); give the devices: --ranks 0,1,2,3")
-        notes.append("every process saw its device as number 0: devices are numbered in the order of their PCI bus")
-        numbers = [sorted(buses).index(bus) for bus in buses]
-    return tuple(sorted(numbers)), names
+    hosts = []
+    for here in by_host.values():
+        numbers, buses = [device for device, _ in here], [bus for _, bus in here]
+        if len(set(numbers)) < len(numbers):
+            if len(set(buses)) < len(buses):
+                raise ImportedFileError(
+                    f"{source.path} lists a device twice ({listed(buses)}); give the devices: --ranks 0,1,2,3"
+                )
+            note = "every process saw its device as number 0: devices are numbered in the order of their PCI bus"
+            notes += [note] if note not in notes else []
+            numbers = [sorted(buses).index(bus) for bus in buses]
+        hosts.append(tuple(sorted(numbers)))
+    return tuple(hosts), names
 
 
 def _operation(
@@ -384,6 +415,7 @@ def _operation(
 
 PREFIX = "nccl-tests-"
 FIT = "fit-nccl-tests"
+MIN_SIZES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +485,11 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
         fits = fits_of_points(imported, by_group=by_group, source=FIT)
     except ProfileError as error:
         raise ImportedFileError(f"{where}: {error} (-b and -e of nccl-tests)") from error
+    tests = _merged(log.tests)
+    groups = tuple(_compared(profile, test, fits, by_group) for test in tests)
+    if any(group.error_before is not None and group.fit_error > group.error_before for group in groups):
+        fits = fits_of_points(imported, by_group=by_group, source=FIT, closest=True)  # timings that jump from size to size
+        groups = tuple(_compared(profile, test, fits, by_group) for test in tests)
     replaced = {(fit.operation, fit.group_size, _sorted(fit)) for fit in fits}
     others = [fit for fit in communication.fits if (fit.operation, fit.group_size, _sorted(fit)) not in replaced]
     gpus = ", ".join(dict.fromkeys(name for test in log.tests for name in test.devices)) or "devices not named"
@@ -461,7 +498,6 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
         FIT: SourceEntry(kind="derived", text="piecewise lines fitted to all imported points of nccl-tests"),
     }
     made = communication.model_copy(update={"points": points, "fits": [*others, *fits]})
-    groups = tuple(_compared(profile, test, fits, by_group) for test in _merged(log.tests))
     return profile.model_copy(update={"communication": made, "sources": sources}), groups
 
 
@@ -471,9 +507,9 @@ def _sorted(fit: CollectiveFit) -> tuple[tuple[int, ...], ...]:
 
 def _merged(tests: Sequence[NcclTest]) -> list[NcclTest]:
     """Tests of one operation and group as one."""
-    merged: dict[tuple[str, tuple[int, ...]], NcclTest] = {}
+    merged: dict[tuple[str, tuple[tuple[int, ...], ...]], NcclTest] = {}
     for test in tests:
-        key = (test.operation, test.group)
+        key = (test.operation, test.hosts)
         merged[key] = replace(test, rows=(*merged[key].rows, *test.rows)) if key in merged else test
     return list(merged.values())
 
@@ -525,12 +561,117 @@ def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
     Args:
         log: of this or of another benchmark. source: its file.
     """
+    inside = tuple(test for test in log.tests if len(test.hosts) == 1)
+    left_out = [
+        f"{test.operation} over {len(test.hosts)} hosts is left out: cut it into a file of its own, which calibrates a network"
+        for test in (_merged(log.tests) if inside else ())
+        if len(test.hosts) > 1
+    ]
     return MachineReading(
-        devices=max(max(test.group) for test in log.tests) + 1,
+        devices=max(max(devices) for test in log.tests for devices in test.hosts) + 1,
         names=tuple(name for test in log.tests for name in test.devices),
-        change=partial(_changed, log=log, source=source),
+        change=partial(_changed, log=replace(log, tests=inside), source=source) if inside else None,
+        between=None if inside else partial(_network_changed, log=log, source=source),
         skipped=log.skipped,
-        notes=log.notes,
+        notes=(*log.notes, *left_out),
+    )
+
+
+def _network_changed(
+    profile: Profile, machine: str, network: Network | None, *, log: NcclLog, source: SourceFile
+) -> NetworkChange:
+    """The network (None: the nearest that ships), fitted to all that was measured of it.
+
+    Raises:
+        ImportedFileError: nodes of which the profile has no device, or fewer than two sizes.
+    """
+    where, key = shown(source.path.name), PREFIX + source.digest
+    own = [
+        NetworkPoint(
+            operation=test.operation,
+            machine=machine,
+            hosts=[list(devices) for devices in test.hosts],
+            size_bytes=row.size_bytes,
+            seconds=float(f"{row.seconds:.6g}"),
+            source=key,
+        )
+        for test in log.tests
+        for row in test.rows
+    ]
+    if len({point.size_bytes for point in own}) < MIN_SIZES:
+        raise ImportedFileError(f"{where}: one size tells no latency from bandwidth; measure more (-b and -e of nccl-tests)")
+    try:
+        machines = {name: load_profile(name) for name in {point.machine for point in network.points}} if network else {}
+        machines[machine] = profile
+        base = network or nearest_network([load_network(name) for name in shipped_networks()], own, machines)
+        gpus = ", ".join(dict.fromkeys(name for test in log.tests for name in test.devices)) or "devices not named"
+        sources = base.sources | {
+            key: SourceEntry(kind="measurement", text=f"nccl-tests, file {where}, {gpus}"),
+            FIT: SourceEntry(kind="derived", text="fitted to all imported points of nccl-tests between nodes"),
+        }
+        kept = [point for point in base.points if point.source != key]
+        before = log_errors(base, own, machines)
+        made = fitted_network(base.model_copy(update={"sources": sources}), [*kept, *own], machines, FIT)
+        after = log_errors(made, own, machines)
+    except (CostError, ProfileError) as error:
+        raise ImportedFileError(f"{where}: {error}") from error
+    said = "Fitted to nccl-tests between nodes."
+    described = base.description if base.description.endswith(said) else f"{base.description} {said}"
+    made = made.model_copy(update={"name": base.name, "description": described})
+    hosts = {" + ".join(str(len(devices)) for devices in test.hosts) for test in log.tests}
+    summary = f"{len(own)} collectives between nodes of {machine} ({listed(sorted(hosts))} devices)"
+    errors = [median(abs(math.expm1(error)) for error in one) for one in (before, after)]
+    return NetworkChange(
+        network=made,
+        summary=f"{summary}; give --into NETWORK.json to use them",
+        written=f"{summary}, on {base.name}, fitted and used from now on",
+        document={
+            "base": base.name,
+            "points": len(own),
+            "hosts": [[len(devices) for devices in test.hosts] for test in log.tests],
+            "error_before": errors[0],
+            "fit_error": errors[1],
+            "measured_sigma": None if made.measured_sigma is None else made.measured_sigma.value,
+        },
+        warnings=()
+        if network
+        else (f"the new network starts from {base.name}, whose cards and switches stay; --network names another",),
+        tables=(_network_table(log, base, made, machines, machine),),
+    )
+
+
+def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping[str, Profile], machine: str) -> ReportTable:
+    rows = []
+    for test in _merged(log.tests):
+        hosts = [list(devices) for devices in test.hosts]
+        points = [
+            point for point in made.points if (point.operation, point.machine, point.hosts) == (test.operation, machine, hosts)
+        ]
+        errors = [[math.expm1(error) for error in log_errors(network, points, machines)] for network in (made, base)]
+        sizes = [row.size_bytes for row in test.rows]
+        rows.append(
+            (
+                test.operation,
+                " + ".join(str(len(devices)) for devices in test.hosts) if len(hosts) < 5 else f"{len(hosts)} nodes",
+                str(len(test.rows)),
+                f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
+                *(format_percent(median(map(abs, one))) for one in errors),
+                format_percent(median(errors[1])),
+            )
+        )
+    return ReportTable(
+        title="Measured collectives between nodes",
+        columns=(
+            Column(name="collective"),
+            Column(name="devices"),
+            Column(name="points", numeric=True),
+            Column(name="sizes"),
+            Column(name="error", numeric=True),
+            Column(name="error before", numeric=True),
+            Column(name="bias before", numeric=True),
+        ),
+        rows=tuple(rows),
+        notes=("Errors are medians over sizes of |predicted - measured| / measured; bias is signed.",),
     )
 
 

@@ -40,7 +40,8 @@ class Recipe:
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
         replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
-        zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
+        zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
+            "selective" (by operator).
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
         optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
@@ -124,10 +125,14 @@ class Recipe:
 
     def _recomputed(self, *, by_layer: bool) -> str | list[str]:
         """Patterns of components; `by_layer`: a layer is one component."""
-        if self.recompute == "alternate":
+        if self.recompute in ("alternate", "first"):
             row = named(self.model)
             layers = self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0)
-            return [f"h.{layer}" if by_layer else f"h.{layer}.*" for layer in range(self.every - 1, layers, self.every)]
+            chosen = range(self.every - 1, layers, self.every)
+            if self.recompute == "first":
+                stage = -(-layers // (self.pp * self.chunks))
+                chosen = [layer for layer in range(layers) if layer % stage < self.every]
+            return [f"h.{layer}" if by_layer else f"h.{layer}.*" for layer in chosen]
         patterns: dict[str, str | list[str]] = {"none": "none", "full": [LAYERS], "selective": "selective"}
         return patterns[self.recompute]
 

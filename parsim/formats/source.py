@@ -181,44 +181,44 @@ def count(skipped: dict[str, int], why: str, number: int = 1) -> None:
 
 GPU_NAMES: tuple[tuple[str, str], ...] = (
     (r"GB300", "gb300"),
-    (r"B300", "b300"),
+    (r"B300( SXM6)?( AC)?", "b300"),
     (r"GB200", "gb200"),
-    (r"B200", "b200"),
-    (r"H200", "h200"),
-    (r"H800(?!.*PCIe)(?!.*NVL)", "h800-sxm"),
-    (r"\bH20\b", "h20"),
-    (r"H100.*PCIe", "h100-pcie"),
-    (r"H100.*(HBM3|SXM)", "h100-sxm"),
-    (r"A100.*PCI.*80", "a100-pcie-80gb"),
-    (r"A100.*PCI.*40", "a100-pcie-40gb"),
-    (r"A100.*SXM.*80", "a100-sxm-80gb"),
-    (r"A100.*SXM.*40", "a100-sxm-40gb"),
-    (r"A800.*SXM.*80", "a800-sxm-80gb"),
-    (r"V100.*SXM3.*32", "v100-sxm3-32gb"),
-    (r"V100.*SXM2.*32", "v100-sxm-32gb"),
-    (r"V100.*SXM2.*16", "v100-sxm-16gb"),
-    (r"V100.*PCI.*32", "v100-pcie-32gb"),
-    (r"V100.*PCI.*16", "v100-pcie-16gb"),
+    (r"B200( SXM6?)?", "b200"),
+    (r"H200([ -]SXM5?)?( 141GB)?( HBM3e)?", "h200"),
+    (r"H800([ -]SXM5?)?([ -]80GB)?( HBM3)?", "h800-sxm"),
+    (r"H20( 96GB)?( HBM3)?", "h20"),
+    (r"H100[ -]PCIe([ -]80GB)?", "h100-pcie"),
+    (r"H100 80GB HBM3|H100[ -]SXM5?([ -]80GB)?", "h100-sxm"),
+    (r"A100 80GB PCIe|A100-PCI-?E-80GB", "a100-pcie-80gb"),
+    (r"A100( 40GB)? PCIe|A100-PCI-?E-40GB", "a100-pcie-40gb"),
+    (r"A100[ -]SXM4?[ -]80GB", "a100-sxm-80gb"),
+    (r"A100[ -]SXM4?[ -]40GB", "a100-sxm-40gb"),
+    (r"A800[ -]SXM4?[ -]80GB", "a800-sxm-80gb"),
+    (r"V100-SXM3-32GB(-H)?", "v100-sxm3-32gb"),
+    (r"V100-SXM2-32GB(-LS)?", "v100-sxm-32gb"),
+    (r"V100-SXM2-16GB(-LS|-N)?", "v100-sxm-16gb"),
+    (r"V100-PCI-?E-32GB", "v100-pcie-32gb"),
+    (r"V100-PCI-?E-16GB", "v100-pcie-16gb"),
     (r"RTX 4090", "rtx-4090"),
     (r"RTX 3090", "rtx-3090"),
-    (r"RTX PRO 6000 Blackwell Server", "rtx-pro-6000"),
+    (r"RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     (r"RTX A6000", "rtx-a6000"),
     (r"L40S", "l40s"),
-    (r"\bL4\b", "l4"),
-    (r"\bA40\b", "a40"),
-    (r"\bA10G\b", "a10g"),
-    (r"\bA10\b", "a10"),
-    (r"\bT4\b", "t4"),
-    (r"MI355X", "mi355x"),
-    (r"MI325X", "mi325x"),
-    (r"MI300X", "mi300x"),
+    (r"L4", "l4"),
+    (r"A40", "a40"),
+    (r"A10G", "a10g"),
+    (r"A10", "a10"),
+    (r"T4", "t4"),
+    (r"MI355X( OAM)?( VF)?", "mi355x"),
+    (r"MI325X( OAM)?( VF)?", "mi325x"),
+    (r"MI300X( OAM)?( VF)?", "mi300x"),
 )
-"""What identifies a GPU in its name, the more particular first. MIG slices are none of these."""
+"""Whole names of GPUs without maker and line. Boards that share a name but for a word have other clocks, lanes or memory."""
+_MAKERS = re.compile(r"((NVIDIA|AMD|Tesla|GeForce|Instinct|Quadro) )*", re.IGNORECASE)
 
 
 def gpu_named(name: str) -> GpuPart | None:
     """The shipped part of a GPU, by the name that the driver gives it: "NVIDIA H100 80GB HBM3" is h100-sxm. None: not known."""
-    if "MIG" in name:
-        return None
-    part = next((part for pattern, part in GPU_NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    own = _MAKERS.sub("", " ".join(name.split()), count=1)
+    part = next((part for pattern, part in GPU_NAMES if re.fullmatch(pattern, own, re.IGNORECASE)), None)
     return None if part is None else load_gpu(part)

@@ -1,12 +1,16 @@
-"""How the GPUs and network cards of a machine hang together: `nvidia-smi topo -m`, or `lstopo --of xml`.
+"""How the GPUs and network cards of a machine hang together: `nvidia-smi topo -m`, `rocm-smi --showtopo`, `lstopo --of xml`.
 
-Both readers return a MachineTree, which says what joins what. How fast a lane is stays what the profile says, since neither
-tool knows.
+The readers return a MachineTree, which says what joins what. How fast a lane is stays what the profile says, since no tool
+knows.
 
 The matrix of nvidia-smi: NV4 are four NVLinks. Where none joins them, an entry says how far apart two devices are: PIX (one
 PCIe switch), PXB (several), PHB (the host bridge of a CPU), NODE (host bridges of one NUMA node), SYS (the link between
 sockets). Between GPUs joined by NVLink the entry hides the tree: network cards and the column of NUMA nodes or CPUs fill it in.
+With `-mp` the matrix and its legend are without NVLink. Where GPUs hang on their CPU by NVLink-C2C, all cards say SYS.
 Leaves out: which of several PCIe switches between two devices (PXB) is whose; they count as one.
+
+The tables of rocm-smi: types of links ("XGMI", "PCIE") and hops between two GPUs, and the NUMA node of each. XGMI in one hop is
+one lane. It shows neither network cards nor PCIe switches.
 
 The XML of hwloc 1 and 2: the tree of packages, bridges and PCI devices. A GPU is a PCI device with an OS device of CUDA, NVML
 or ROCm below it. Where no driver listed any, it is a display or 3D controller of NVIDIA or AMD. A network card has an
@@ -24,87 +28,99 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import combinations
+from math import inf
 from xml.parsers import expat
 
-from parsim.errors import ImportedFileError
+from parsim.costs.communication.contention import ports_of
+from parsim.errors import ImportedFileError, ParsimError
 from parsim.formats.imports import MachineReading, ProfileChange
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, listed, shown
-from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.cluster import NodeShape, Port, cluster_from_profile, node_links
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import device_name
+from parsim.hardware.parts import ALIASES, load_gpu, load_link, shipped_gpus, shipped_links
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile, SourceEntry
+from parsim.hardware.topology import SOCKETS, Link, Topology
 
-DIRECT, HOST, SOCKETS = "nvlink", "pcie", "smp"
-SWITCH = "nvswitch0"
-MOST_LANES = 18
-"""NVLinks of one GPU. A matrix that shows more in one row shows what goes through switches."""
+DIRECT, HOST = "nvlink", "pcie"
+SWITCH = "nvswitch"
 MOST_DEVICES = 512
 """GPUs and cards of one machine at most."""
+MOST_SOCKETS = 2
+"""Sockets of a usual machine: cards that would need more of them are not on sockets of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTree:
     """Attributes:
-    lanes: direct lanes between GPUs i < j (empty: the tool does not show them, or there are none).
-    shows_lanes: whether the tool would have shown direct lanes.
+    lanes: direct lanes between GPUs i < j, also of pairs that a switch joins. hidden: why the tool shows none ("": it does).
     switch: per GPU the number of its PCIe switch. socket: per PCIe switch the number of its socket.
-    cards: names of network cards, each with the end it is plugged into ("pcie0", "socket1").
+    cards: names of network cards, each with the end it is plugged into ("pcie0", "socket1"); empty: the tool lists none.
+    names: of the GPUs, where the tool tells. notes: what was assumed.
     """
 
     lanes: Mapping[tuple[int, int], int]
-    shows_lanes: bool
+    hidden: str = ""
     switch: tuple[int, ...]
     socket: tuple[int, ...]
     cards: tuple[tuple[str, str], ...]
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
         return len(self.switch)
 
-    @property
-    def switched_lanes(self) -> int | None:
-        """Lanes of each GPU to a switch, where all pairs show the same and too many to be direct; else None."""
-        pairs = self.gpus * (self.gpus - 1) // 2
-        values = set(self.lanes.values())
-        if len(self.lanes) < pairs or len(values) != 1 or not pairs:
-            return None
-        (each,) = values
-        return each if each * (self.gpus - 1) > MOST_LANES else None
+    def direct_links(self, most: int) -> list[LinkEntry]:
+        """NVLinks, lane by lane, of GPUs that have `most` lanes each.
 
-    def direct_links(self) -> list[LinkEntry]:
-        """NVLinks, lane by lane."""
-        if (each := self.switched_lanes) is not None:
-            return [LinkEntry(a=f"gpu{gpu}", b=SWITCH, kind=DIRECT, lanes=each) for gpu in range(self.gpus)]
-        return [LinkEntry(a=f"gpu{a}", b=f"gpu{b}", kind=DIRECT, lanes=lanes) for (a, b), lanes in sorted(self.lanes.items())]
+        Raises:
+            ImportedFileError: a GPU would have more lanes, and no switch explains them.
+        """
+        links: list[LinkEntry] = []
+        switches = 0
+        joined = classes(self.gpus, list(self.lanes))
+        for number in dict.fromkeys(joined):
+            members = [gpu for gpu in range(self.gpus) if joined[gpu] == number]
+            rows = {a: [self._between(a, b) for b in members if b != a] for a in members}
+            if all(sum(row) <= most for row in rows.values()):
+                pairs = [(a, b) for place, a in enumerate(members) for b in members[place + 1 :]]
+                links += [
+                    LinkEntry(a=f"gpu{a}", b=f"gpu{b}", kind=DIRECT, lanes=self._between(a, b))
+                    for a, b in pairs
+                    if self._between(a, b)
+                ]
+                continue
+            each = {gpu: max(row) for gpu, row in rows.items()}
+            busiest = max(members, key=lambda gpu: sum(rows[gpu]))
+            if each[busiest] > most:
+                raise ImportedFileError(
+                    f"the file shows {each[busiest]} lanes of NVLink at GPU {busiest}, and a GPU of this profile has {most}; "
+                    "take the profile of the machine that the file is of"
+                )
+            for a in members:
+                for b in members:
+                    if a != b and self._between(a, b) != min(each[a], each[b]):
+                        raise ImportedFileError(
+                            f"GPU {busiest} shows {sum(rows[busiest])} lanes of NVLink in all, and a GPU of this profile has "
+                            f"{most}. Lanes to a switch would show at every pair, but GPUs {a} and {b} show "
+                            f"{self._between(a, b)}; write the file again, or take the profile of its machine"
+                        )
+            links += [LinkEntry(a=f"gpu{gpu}", b=f"{SWITCH}{switches}", kind=DIRECT, lanes=each[gpu]) for gpu in members]
+            switches += 1
+        return links
+
+    def _between(self, a: int, b: int) -> int:
+        return self.lanes.get((min(a, b), max(a, b)), 0)
 
     def host_links(self) -> list[LinkEntry]:
         """The PCIe tree and the links between sockets."""
         links = [LinkEntry(a=f"gpu{gpu}", b=f"pcie{switch}", kind=HOST) for gpu, switch in enumerate(self.switch)]
         links += [LinkEntry(a=f"pcie{switch}", b=f"socket{socket}", kind=HOST) for switch, socket in enumerate(self.socket)]
         sockets = sorted({*self.socket, *(int(end[6:]) for _, end in self.cards if end.startswith("socket"))})
-        links += [
-            LinkEntry(a=f"socket{a}", b=f"socket{b}", kind=SOCKETS)
-            for place, a in enumerate(sockets)
-            for b in sockets[place + 1 :]
-        ]
+        links += [LinkEntry(a=f"socket{a}", b=f"socket{b}", kind=SOCKETS) for a, b in combinations(sockets, 2)]
         return links
-
-    def summary(self) -> dict[str, Any]:
-        """Counts for the report."""
-        each = self.switched_lanes
-        return {
-            "gpus": self.gpus,
-            "direct": (
-                f"{each} lanes of each GPU to a switch"
-                if each is not None
-                else f"{sum(self.lanes.values())} lanes between {len(self.lanes)} pairs"
-                if self.shows_lanes
-                else "not shown by the tool; kept"
-            ),
-            "pcie_switches": len(self.socket),
-            "sockets": len(set(self.socket)),
-            "cards": [f"{name} at {end}" for name, end in self.cards],
-        }
 
 
 def with_links(profile: Profile, tree: MachineTree, digest: str, what: str) -> Profile:
@@ -116,27 +132,28 @@ def with_links(profile: Profile, tree: MachineTree, digest: str, what: str) -> P
         profile: of the same GPUs. tree: what joins them. digest: of the file. what: tool and file, for the source.
 
     Raises:
-        ImportedFileError: another number of GPUs, or a kind of link whose speed the profile does not tell.
+        ImportedFileError: another number of GPUs, more lanes than a GPU has, or links whose speed the profile does not tell.
     """
     names = [device_name(entry.index, profile.device_types[entry.type].kind) for entry in profile.devices]
+    part = profile.devices[0].type if profile.devices[0].type in shipped_gpus() else None
     if names != [f"gpu{number}" for number in range(tree.gpus)]:
         raise ImportedFileError(
             f"the file shows {tree.gpus} GPUs, and profile {profile.name} has {len(names)} devices ({names[0]}, ...); import "
-            f"into a profile of {tree.gpus} GPUs: --on {tree.gpus}xGPU"
+            f"into a profile of {tree.gpus} GPUs: --on {tree.gpus}x{part or 'GPU'}"
         )
     old_direct = [link for link in profile.links if link.kind == DIRECT]
-    direct = tree.direct_links() if tree.shows_lanes else old_direct
+    model = profile.communication.link_model
+    if not tree.hidden and bool(tree.lanes) != bool(old_direct) and (tree.lanes or (model and model.link_kind == DIRECT)):
+        shows = f"{max(tree.lanes.values())} lanes of NVLink between two GPUs" if tree.lanes else "no NVLink"
+        prices = "has no NVLink and does not say how fast it is" if tree.lanes else "prices collectives by NVLink"
+        fit = " or ".join(f"--on {name}" for name in machines_that_fit(tree, part)) or "a profile of that machine"
+        raise ImportedFileError(f"the file shows {shows}, and profile {profile.name} {prices}; start from {fit}")
+    direct = old_direct if tree.hidden or not tree.lanes else tree.direct_links(lanes_of_a_gpu(profile))
     links = [*direct, *tree.host_links()]
     if lost := sorted({link.kind for link in links} - set(profile.link_kinds)):
         raise ImportedFileError(
             f"the file shows links of kind {lost[0]!r}, and profile {profile.name} does not say how fast they are (it knows "
             f"{', '.join(sorted(profile.link_kinds))}); start from a machine that has them: --on {tree.gpus}xGPU"
-        )
-    model = profile.communication.link_model
-    if model is not None and model.link_kind == DIRECT and not direct:
-        raise ImportedFileError(
-            f"the file shows no NVLink, and profile {profile.name} prices collectives by NVLink; start from a machine on PCIe: "
-            "--on 4xa40"
         )
     communication = profile.communication
     before, after = ({(frozenset((link.a, link.b)), link.lanes) for link in links} for links in (old_direct, direct))
@@ -146,53 +163,158 @@ def with_links(profile: Profile, tree: MachineTree, digest: str, what: str) -> P
     made = profile.model_copy(
         update={
             "links": links,
-            "nics": [NicSlot(at=end, kind=HOST) for _, end in tree.cards],
+            "nics": [NicSlot(at=end, kind=HOST) for _, end in tree.cards] or _slots_kept(profile, tree),
             "nics_source": key if tree.cards else profile.nics_source,
             "communication": communication,
             "sources": {**profile.sources, key: SourceEntry(kind="measurement", text=what)},
         }
     )
     cluster_from_profile(made)  # connected, or it says what is missing
-    return made
+    return made.model_copy(update={"nics": _slots_in_use(made)})
+
+
+def lanes_of_a_gpu(profile: Profile) -> int:
+    """NVLinks of one GPU of the machine: of its link part, and of the profile where that lists more."""
+    count: dict[str, int] = {}
+    for link in profile.links:
+        for end in (link.a, link.b) if link.kind == DIRECT else ():
+            count[end] = count.get(end, 0) + link.lanes
+    part = load_gpu(kind) if (kind := profile.devices[0].type) in shipped_gpus() else None
+    usual = load_link(part.link) if part is not None else None
+    return max([count.get(f"gpu{number}", 0) for number in range(len(profile.devices))] + [usual.lanes if usual else 0])
+
+
+def machines_that_fit(tree: MachineTree, gpu: str | None = None) -> list[str]:
+    """Machines in the form of --on that have such NVLinks: of a shipped GPU, or of the usual one that does; () where hidden."""
+    found: list[str] = []
+    usual = dict.fromkeys([*ALIASES["gpus"].values(), *shipped_gpus()])
+    for part in [] if tree.hidden else [gpu] if gpu is not None else usual:
+        own = load_link(load_gpu(part).link).form
+        form = "host" if not tree.lanes else "pairs" if own == "host" else None
+        others = [link for link in shipped_links() if load_link(link).form == form] if gpu or own == "host" else []
+        for name in [part, *(f"{part}@{link}" for link in others)]:
+            try:
+                profile = load_profile(f"{tree.gpus}x{name}")
+                direct = tree.direct_links(lanes_of_a_gpu(profile)) if tree.lanes else []
+            except ParsimError:
+                continue  # no such machine
+            shipped = [(link.a, link.b, link.lanes) for link in profile.links if link.kind == DIRECT]
+            if shipped == [(link.a, link.b, link.lanes) for link in direct]:
+                found.append(f"{tree.gpus}x{name}")
+        if found:
+            break
+    return found[:2]
+
+
+def _slots_kept(profile: Profile, tree: MachineTree) -> list[NicSlot]:
+    """The card slots of the profile, each at the switch of the GPU that was nearest."""
+    before = Topology(node_links(profile))
+    slots = []
+    for slot in profile.nics:
+        far = [len(before.path(f"gpu{gpu}", slot.at)) or inf for gpu in range(tree.gpus)]
+        slots.append(slot.model_copy(update={"at": f"pcie{tree.switch[far.index(min(far))]}"}))
+    return slots
+
+
+def _slots_in_use(profile: Profile) -> list[NicSlot]:
+    """The slots whose card some GPU sends by; farther ones hold cards for storage and management."""
+    ports = tuple(Port(nic=f"nic{number}", bandwidth_bytes_per_s=1.0, latency_s=0.0) for number in range(len(profile.nics)))
+    joins = (
+        Link(a=slot.at, b=port.nic, kind=slot.kind, lanes=1, bandwidth_bytes_per_s=1.0, latency_s=0.0)
+        for slot, port in zip(profile.nics, ports, strict=True)
+    )
+    gpus = tuple(f"gpu{number}" for number in range(len(profile.devices)))
+    shape = NodeShape(gpus, Topology((*node_links(profile), *joins)), ports)
+    used = {port for gpu in range(len(gpus)) for port in ports_of(shape, gpu)} if ports else set()
+    return [slot for slot, port in zip(profile.nics, ports, strict=True) if port in used]
 
 
 def _reading(read: Callable[[SourceFile], MachineTree], tool: str, source: SourceFile) -> MachineReading:
     """What a file says of a machine, before the profile is known that it changes."""
     tree = read(source)
     text = f"{tool}, file {shown(source.path.name)}"
-    return MachineReading(devices=tree.gpus, change=partial(_changed, tree=tree, digest=source.digest, text=text))
+    return MachineReading(
+        devices=tree.gpus,
+        whole=True,
+        names=tree.names,
+        notes=(*tree.notes, *([f"{tree.hidden}: NVLinks stay as the profile has them"] if tree.hidden else [])),
+        fitting=partial(machines_that_fit, tree),
+        change=partial(_changed, tree=tree, digest=source.digest, text=text),
+    )
 
 
 def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> ProfileChange:
-    facts = tree.summary()
-    before = sum(link.lanes for link in profile.links if link.kind == DIRECT)
-    now = sum(link.lanes for link in tree.direct_links())
+    made = with_links(profile, tree, digest, text)
+    old, new = ([link for link in one.links if link.kind == DIRECT] for one in (profile, made))
+    to_switch = [link.lanes for link in new if link.b.startswith(SWITCH)]
+    if tree.hidden:
+        direct = "not shown by the tool; kept"
+    elif to_switch and len(set(to_switch)) == 1 and len(to_switch) == len(new):
+        direct = (
+            f"{to_switch[0]} lanes of each GPU to a switch"
+            if len(new) == tree.gpus
+            else (f"{to_switch[0]} lanes of {len(new)} GPUs to a switch")
+        )
+    else:
+        direct = f"{sum(link.lanes for link in new)} lanes in {len(new)} links"
+    warnings: list[str] = []
+    before, now = (sum(link.lanes for link in links) for links in (old, new))
+    if before != now:
+        warnings.append(
+            f"{profile.name} had {before} lanes of NVLink in all, and the file shows {now}: prices of collectives change"
+        )
+    linked = {end for link in new for end in (link.a, link.b)}
+    if new and (alone := [f"GPU {number}" for number in range(tree.gpus) if f"gpu{number}" not in linked]):
+        warnings.append(f"{listed(alone)} has no NVLink: groups with it go over PCIe")
+    if unused := len(tree.cards) - len(made.nics) if tree.cards else 0:
+        warnings.append(f"{unused} network cards are farther from every GPU than others, as those for storage are: left out")
+    sockets = set(tree.socket)
     return ProfileChange(
-        profile=with_links(profile, tree, digest, text),
+        profile=made,
         summary=(
-            f"{tree.gpus} GPUs, NVLink: {facts['direct']}; {facts['pcie_switches']} PCIe switches on {facts['sockets']} "
-            f"socket(s), {len(tree.cards)} network cards. Bandwidths stay those of {profile.name}"
+            f"{tree.gpus} GPUs, NVLink: {direct}; {len(tree.socket)} PCIe switches on {len(sockets)} socket(s), "
+            f"{len(tree.cards) or 'no'} network cards{'' if tree.cards else ' shown'}. Bandwidths stay those of {profile.name}"
         ),
-        document=facts,
-        warnings=()
-        if before == now
-        else (f"{profile.name} had {before} lanes of NVLink in all, and the file shows {now}: prices of collectives change",),
+        document={
+            "gpus": tree.gpus,
+            "direct": direct,
+            "pcie_switches": len(tree.socket),
+            "sockets": len(sockets),
+            "cards": [f"{name} at {end}" for name, end in tree.cards],
+        },
+        warnings=tuple(warnings),
     )
 
 
 def _tree(
-    gpus: Sequence[tuple[int, int]], cards: Sequence[tuple[str, int, int]], lanes: Mapping[tuple[int, int], int] | None
+    gpus: Sequence[tuple[int, int]],
+    cards: Sequence[tuple[str, int, int]],
+    lanes: Mapping[tuple[int, int], int],
+    *,
+    hidden: str = "",
+    coherent: bool = False,
+    names: tuple[str, ...] = (),
 ) -> MachineTree:
     """A tree of what hangs together, whatever a tool calls it.
 
     Args:
         gpus: the switch and the socket of each, as any numbers. cards: name, switch and socket.
-        lanes: None: the tool does not show them.
+        lanes, hidden, names: as of MachineTree. coherent: GPUs hang on their CPU by NVLink-C2C.
     """
     switches = list(dict.fromkeys(switch for switch, _ in gpus))
     sockets = list(dict.fromkeys(socket for _, socket in gpus))
     socket_of = dict(reversed(gpus))
+    switch_of_gpu = tuple(switches.index(switch) for switch, _ in gpus)
+    notes: list[str] = []
     ends: list[tuple[str, str]] = []
+    far = {socket for _, switch, socket in cards if switch not in socket_of and socket not in sockets}
+    if far and all(socket in far for _, _, socket in cards) and (coherent or len(far) + len(sockets) > MOST_SOCKETS):
+        ends = [(name, f"pcie{switch_of_gpu[place * len(gpus) // len(cards)]}") for place, (name, _, _) in enumerate(cards)]
+        notes.append(
+            f"the file shows all {len(cards)} network cards as far from every GPU, as where GPUs hang on their CPU by "
+            "NVLink-C2C: assumed to be divided evenly among the GPUs"
+        )
+        cards = ()
     for name, switch, socket in cards:
         if switch in socket_of:
             ends.append((name, f"pcie{switches.index(switch)}"))
@@ -201,11 +323,13 @@ def _tree(
             sockets.append(socket)  # a socket without a GPU
         ends.append((name, f"socket{sockets.index(socket)}"))
     return MachineTree(
-        lanes=lanes or {},
-        shows_lanes=lanes is not None,
-        switch=tuple(switches.index(switch) for switch, _ in gpus),
+        lanes=lanes,
+        hidden=hidden,
+        switch=switch_of_gpu,
         socket=tuple(sockets.index(socket_of[switch]) for switch in switches),
         cards=tuple(ends),
+        names=names,
+        notes=tuple(notes),
     )
 
 
@@ -227,9 +351,12 @@ def classes(count: int, joined: list[tuple[int, int]]) -> tuple[int, ...]:
 
 ANSI = re.compile(r"\x1b\[[0-9;]{0,16}m")
 GPU = re.compile(r"GPU(\d{1,3})")
-CARD = re.compile(r"NIC\d{1,3}|mlx\d{1,2}_\d{1,3}|hns_\d{1,3}|bnxt_re\d{1,3}|[a-z]{2,8}\d{0,2}_\d{1,3}")
+AFFINITY = re.compile(r"(?:CPU|NUMA|GPU NUMA) (?:Affinity|ID)")
+"""Where the devices of the header end."""
 ENTRY = re.compile(r"X|NV\d{1,3}|PIX|PXB|PSB|PHB|NODE|SOC|SYS|N/A")
 NAMED = re.compile(r"^\s*(NIC\d{1,3}):\s*(\S{1,64})\s*$")
+EXPLAINED = re.compile(r"\s*NV#\s*=")
+"""The line of the legend that `topo -m` has and `topo -mp` has not."""
 SAME_SWITCH = ("PIX", "PXB", "PSB")
 SAME_SOCKET = (*SAME_SWITCH, "PHB", "NODE")
 EXPECTED_MATRIX = "the whole output of `nvidia-smi topo -m`, from the line that lists GPU0 GPU1 ..."
@@ -250,7 +377,7 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
     head = next((number for number, line in enumerate(lines) if line.split()[:1] == ["GPU0"] and "X" not in line.split()), None)
     if head is None:
         raise ImportedFileError(f"{source.path} shows no matrix of GPUs; expected {EXPECTED_MATRIX}")
-    columns = [word for word in lines[head].split("CPU Affinity")[0].split() if GPU.fullmatch(word) or CARD.fullmatch(word)]
+    columns = [shown(word) for word in AFFINITY.split(lines[head])[0].split()]
     if len(columns) > MOST_DEVICES or len(set(columns)) < len(columns):
         raise ImportedFileError(
             f"{source.path} lists {len(columns)} devices, some twice or too many; expected {EXPECTED_MATRIX}"
@@ -285,14 +412,25 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
             raise ImportedFileError(
                 f"{source.path}: {a} to {b} is {entry}, but {b} to {a} is {near[b, a]}; the matrix must be symmetric"
             )
-    names = {named[1]: named[2] for line in lines if (named := NAMED.match(line))}
+    names = {named[1]: shown(named[2]) for line in lines if (named := NAMED.match(line))}
     # CPUs and NUMA nodes stand behind the matrix: equal for GPUs of one socket, "" where there is nothing.
     affinity = [" ".join(word for word in rest[name][:2] if word != "N/A") for name in gpus]
-    return _tree_of_matrix(gpus, cards, near, affinity, names)
+    # A GPU whose memory is a NUMA node of its own hangs on its CPU by NVLink-C2C.
+    coherent = "GPU NUMA ID" in lines[head] and any(rest[name] and rest[name][-1].isdigit() for name in gpus)
+    explained = any(EXPLAINED.match(line) for line in lines)
+    return _tree_of_matrix(gpus, cards, near, affinity, names, coherent=coherent, explained=explained, where=str(source.path))
 
 
 def _tree_of_matrix(
-    gpus: list[str], cards: list[str], near: dict[tuple[str, str], str], affinity: list[str], names: dict[str, str]
+    gpus: list[str],
+    cards: list[str],
+    near: dict[tuple[str, str], str],
+    affinity: list[str],
+    names: dict[str, str],
+    *,
+    coherent: bool,
+    explained: bool,
+    where: str,
 ) -> MachineTree:
     number = {name: place for place, name in enumerate([*gpus, *cards])}
 
@@ -300,6 +438,8 @@ def _tree_of_matrix(
         return [(number[a], number[b]) for (a, b), entry in near.items() if entry in entries and a in number and b in number]
 
     switches = classes(len(number), joined(SAME_SWITCH))
+    _refuse_contradictions(near, switches, number, SAME_SWITCH, "under one PCIe switch", where)
+    _refuse_contradictions(near, classes(len(number), joined(SAME_SOCKET)), number, SAME_SOCKET, "on one socket", where)
     alike = [(a, b) for a in range(len(gpus)) for b in range(a) if affinity[a] and affinity[a] == affinity[b]]
     sockets = classes(len(number), [*joined(SAME_SOCKET), *alike])
     lanes = {
@@ -308,7 +448,76 @@ def _tree_of_matrix(
         if entry.startswith("NV") and a in gpus and b in gpus and number[a] < number[b] and int(entry[2:]) > 0
     }
     places = list(zip(switches, sockets, strict=True))
-    return _tree(places[: len(gpus)], [(names.get(card, card), *places[number[card]]) for card in cards], lanes)
+    hidden = (
+        "" if lanes or explained else "the file shows no NVLink and does not explain NV#, as `nvidia-smi topo -mp` hides it"
+    )
+    placed = [(names.get(card, card), *places[number[card]]) for card in cards]
+    return _tree(places[: len(gpus)], placed, lanes, hidden=hidden, coherent=coherent)
+
+
+def _refuse_contradictions(
+    near: Mapping[tuple[str, str], str],
+    joined: tuple[int, ...],
+    number: Mapping[str, int],
+    entries: tuple[str, ...],
+    where_they_are: str,
+    path: str,
+) -> None:
+    """Refuse two devices that a third shows to be together, and whose own entry says that they are not."""
+    for (a, b), entry in near.items():
+        if joined[number[a]] == joined[number[b]] and entry not in entries and not entry.startswith("NV") and entry != "N/A":
+            raise ImportedFileError(
+                f"{path}: {a} and {b} are {where_they_are} by what other entries say, but their own is {entry}; write the file "
+                "again on the machine"
+            )
+
+
+ROCM_TITLE = re.compile(r"=+ *(.*?) *=+")
+ROCM_ROW = re.compile(r"GPU(\d{1,3})\s+(\S.*)")
+ROCM_NUMA = re.compile(r"GPU\[(\d{1,3})\]\s*:\s*\(Topology\) Numa Node:\s*(\d{1,4})")
+LINK_TYPES, HOPS = "Link Type between two GPUs", "Hops between two GPUs"
+EXPECTED_ROCM = "the whole output of `rocm-smi --showtopo`"
+
+
+def is_rocm_topology(text: str) -> bool:
+    """Whether a text looks like the tables of rocm-smi."""
+    return LINK_TYPES in text
+
+
+def read_rocm_topology(source: SourceFile) -> MachineTree:
+    """Read the tables of rocm-smi.
+
+    Raises:
+        ImportedFileError: a table is missing, cut or not square, or its types of links are unknown.
+    """
+    tables: dict[str, dict[int, list[str]]] = {}
+    nodes: dict[int, int] = {}
+    title = ""
+    for line in (ANSI.sub("", line) for line in source.text.splitlines()):
+        if heading := ROCM_TITLE.fullmatch(line.strip()):
+            title = heading[1]
+        elif numa := ROCM_NUMA.match(line):
+            nodes[int(numa[1])] = int(numa[2])
+        elif (row := ROCM_ROW.match(line)) and not row[2].startswith("GPU"):
+            tables.setdefault(title, {})[int(row[1])] = row[2].split()
+    types = tables.get(LINK_TYPES, {})
+    size = len(types)
+    if not 0 < size <= MOST_DEVICES or sorted(types) != list(range(size)) or any(len(row) != size for row in types.values()):
+        raise ImportedFileError(
+            f"{source.path}: the table of link types is missing, cut or not square; expected {EXPECTED_ROCM}"
+        )
+    hops = tables.get(HOPS, {})
+    lanes: dict[tuple[int, int], int] = {}
+    for a, b in combinations(range(size), 2):
+        kind = types[a][b]
+        if kind != types[b][a] or kind not in ("XGMI", "PCIE"):
+            raise ImportedFileError(
+                f"{source.path}: GPU{a} to GPU{b} is {shown(kind)}, and GPU{b} to GPU{a} {shown(types[b][a])}; both "
+                "are XGMI or both PCIE"
+            )
+        if kind == "XGMI" and (a not in hops or hops[a][b : b + 1] in ([], ["1"])):
+            lanes[a, b] = 1
+    return _tree([(gpu, nodes.get(gpu, 0)) for gpu in range(size)], [], lanes)
 
 
 EXPECTED_XML = "the output of `lstopo --of xml` (`lstopo topology.xml`) on a machine with its GPUs"
@@ -399,7 +608,17 @@ def read_lstopo(source: SourceFile) -> MachineTree:
         names = listed(node.attributes.get("name", "a GPU") for node in homeless)
         raise ImportedFileError(f"{source.path} does not say which bridge {names} hangs at; expected {EXPECTED_XML}")
     cards = [(shown(_card_name(node)), _switch(node), _socket(node)) for node in devices if _card_name(node)]
-    return _tree([(_switch(node), _socket(node)) for node in nodes], cards, lanes)
+    models = [part.infos["GPUModel"] for node in nodes for part in node.inside() if "GPUModel" in part.infos]
+    hidden = (
+        "" if lanes is not None else "the file has no matrix NVLinkBandwidth, which lstopo writes if hwloc was built with NVML"
+    )
+    return _tree(
+        [(_switch(node), _socket(node)) for node in nodes],
+        cards,
+        lanes or {},
+        hidden=hidden,
+        names=tuple(dict.fromkeys(map(shown, models))),
+    )
 
 
 def _parsed(source: SourceFile) -> _Document:
@@ -550,6 +769,12 @@ FORMATS = {
         reads="machine",
         sniff=lambda source: is_topo_matrix(source.text[:SNIFFED]),
         read=partial(_reading, read_topo_matrix, "nvidia-smi topo -m"),
+    ),
+    "rocm-topo": FileFormat(
+        what="the output of rocm-smi --showtopo",
+        reads="machine",
+        sniff=lambda source: is_rocm_topology(source.text[:SNIFFED]),
+        read=partial(_reading, read_rocm_topology, "rocm-smi --showtopo"),
     ),
     "lstopo": FileFormat(
         what="the output of lstopo --of xml",

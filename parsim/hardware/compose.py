@@ -63,8 +63,9 @@ from parsim.hardware.records import (
     problems_text,
     shipped_text,
 )
+from parsim.hardware.topology import SOCKETS
 
-HOST, SOCKETS = "pcie", "smp"
+HOST = "pcie"
 CUBE: Mapping[tuple[int, int], int] = {
     **dict.fromkeys([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)], 2),
     **dict.fromkeys([(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)], 1),

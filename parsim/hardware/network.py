@@ -7,12 +7,14 @@ represents all spine switches. Pydantic checks the file at the boundary.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from parsim.files import write_text_atomically
 from parsim.hardware.profile import LinkNumbers, Sourced, SourcedFile, SourceEntry
-from parsim.hardware.records import NonNegative, Positive, ProfileRecord, load_record, parse_record, shipped
+from parsim.hardware.records import NonNegative, Positive, ProfileRecord, load_record, parse_record, shipped, to_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
@@ -59,11 +61,27 @@ class NetworkProtocol(ProfileRecord):
     inside_source: str | None = None
 
 
+class NetworkPoint(ProfileRecord):
+    """One collective that was measured between nodes (or "send_recv", from the first device to the last).
+
+    Attributes:
+        machine: a node, in the form of --on or as a profile's path. hosts: per node the numbers of its devices.
+    """
+
+    operation: str
+    machine: str
+    hosts: Annotated[list[list[int]], Field(min_length=2)]
+    size_bytes: Annotated[int, Field(gt=0)]
+    seconds: Positive
+    source: str
+
+
 class Network(SourcedFile):
     """The whole file.
 
     Attributes:
         algorithms: which all_reduces the library has here. relative_sigma: spread of the times over it.
+        points: that the protocols were fitted to. measured_sigma: the spread of groups of their operation and shape.
     """
 
     sources: dict[str, SourceEntry]
@@ -72,6 +90,13 @@ class Network(SourcedFile):
     protocols: Annotated[list[NetworkProtocol], Field(min_length=1)]
     algorithms: list[Algorithm] = Field(default=["ring", "tree", "hierarchical"], min_length=1)
     relative_sigma: Sourced
+    points: list[NetworkPoint] = Field(default=[])
+    measured_sigma: Sourced | None = None
+
+    def sigma(self, operation: str, members: list[int]) -> float:
+        """Relative spread of an operation over nodes with so many members each."""
+        alike = any(point.operation == operation and [len(host) for host in point.hosts] == members for point in self.points)
+        return self.measured_sigma.value if self.measured_sigma is not None and alike else self.relative_sigma.value
 
     @model_validator(mode="after")
     def _holds_together(self) -> Network:
@@ -99,6 +124,11 @@ def load_network(name_or_path: str) -> Network:
 def parse_network(text: str, where: str) -> Network:
     """Check a network's JSON text, named `where` in messages. Raises ProfileError as `parse_record`."""
     return parse_record(Network, text, where, "network")
+
+
+def save_network(network: Network, path: Path) -> None:
+    """Write a network atomically: a stopped process leaves the old file or the new one."""
+    write_text_atomically(path, to_text(network.model_dump(mode="json")))
 
 
 def with_cards(network: Network, per_node: int) -> Network:

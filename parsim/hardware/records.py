@@ -112,7 +112,7 @@ README = "write it as hardware_profiles/README.md says"
 class ProfileRecord(BaseModel):
     """Base of all parts of a profile, a network or a part: unknown keys are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 Record = TypeVar("Record", bound=ProfileRecord)
@@ -242,7 +242,7 @@ def sorted_pairs(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 class ConfigSection(BaseModel):
     """Base of the tables of a run file: unknown keys are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, defer_build=True)
 
 
 # Measured and published computation, and the fits to it.

@@ -16,6 +16,8 @@ DEVICE_ROLES = ("gpu", "cpu", "xpu")
 HOST_ROLES = ("socket", "host")
 NIC_ROLE = "nic"
 NETWORK_ROLES = ("leaf", "spine")
+SOCKETS = "smp"
+"""The kind of a link between the sockets of a machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,14 @@ UNALIGNED = "unaligned"
 """A product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 NOT_LOW = "not in low precision"
 """A product with a weight that training in 8 or 4 bits leaves in 16."""
+BY_EXPERT = "by expert"
+"""A product over several experts, which the host launches one expert after the other."""
+CHANNELS_LAST = "channels last"
+"""A convolution over arrays whose channels lie side by side (NHWC), as tensor cores read them."""
+NORM_RELU, NORM_ADD_RELU = "batch norm and relu", "batch norm, sum and relu"
+"""One kernel: a batch norm, the sum with a residual, and ReLU."""
+NORM_RELU_OF_SUMS = "batch norm and relu of known sums"
+"""The convolution before it made the sums that the norm would read its input for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +57,10 @@ class Operator:
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
         function: "" where unknown. Of a memory-bound one its name in aten, such as "gelu", or one of `GRADIENT_SUM`, `BIAS`,
-            `BIAS_GRADIENT`, `PARTS`. "unlisted:NAME" has no row in the operator table. Of an attention "causal" or nothing.
-            Of a product `UNALIGNED` or `NOT_LOW`.
+            `BIAS_GRADIENT`, `PARTS`, `NORM_RELU`, `NORM_ADD_RELU`,
+            `NORM_RELU_OF_SUMS`. "unlisted:NAME" has no row in the operator table. Of an
+            attention "causal" or nothing. Of a product `UNALIGNED`, `NOT_LOW` or `BY_EXPERT`. Of a convolution
+            `CHANNELS_LAST` or nothing.
         gradients: one of GRADIENTS, what its backward computes.
     """
 
@@ -346,6 +356,8 @@ class InnerExchange:
         context_ways, expert_ways: over how many ranks; 1: not divided.
         context_bytes: keys and values of all pieces of the sequence together.
         expert_bytes: what one rank sends to the experts that its tokens visit, as often as each visits.
+        expert_visits: of a token, where it is sent once to each rank and node; 0: where it is sent for each visit.
+        overlapped, delayed: as in `parsim.model.routing.ExpertRouting`.
         experts: numbers of the operators that experts run.
     """
 
@@ -353,6 +365,9 @@ class InnerExchange:
     context_bytes: int = 0
     expert_ways: int = 1
     expert_bytes: int = 0
+    expert_visits: int = 0
+    overlapped: bool = False
+    delayed: bool = False
     experts: tuple[int, ...] = ()
 
 

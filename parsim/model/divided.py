@@ -6,8 +6,7 @@ pieces are taken to be cut so that all ranks have the same work (each an early a
 
 Experts are divided over ep ranks: a rank holds every ep-th part of them, and the tokens of ep ranks visit these. With
 balanced experts it has the work that it would have alone, over fewer weights. The fullest rank of ep has more visits than
-the mean: by the mean of the largest of ep normal deviates, as if tokens chose experts at random (`busiest_share`). A
-capacity factor replaces this: every expert computes that many times its mean, padded.
+the mean (`parsim.model.routing`). A capacity factor replaces this: every expert computes that many times its mean, padded.
 
 Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Fedus et al., "Switch Transformers" (2022), section
 2.2.
@@ -21,7 +20,6 @@ import math
 import re
 from dataclasses import replace
 from fractions import Fraction
-from statistics import NormalDist
 from typing import Any, TypeVar
 
 from parsim.errors import PlanError
@@ -37,13 +35,14 @@ from parsim.model.component import (
     Value,
 )
 from parsim.model.model import Model
+from parsim.model.routing import BALANCED, ExpertRouting
 
 EXPERTS = re.compile(r"(^|\.)experts?\b")
 """In the name of a parameter: it belongs to an expert."""
 
 
 def divided_model(
-    model: Model, *, cp: int, ep: int, element_bytes: int, ring: bool = True, capacity_factor: float = 0.0
+    model: Model, *, cp: int, ep: int, element_bytes: int, ring: bool = True, routing: ExpertRouting = BALANCED
 ) -> Model:
     """The model of one rank; the same object for cp = ep = 1 without a capacity factor.
 
@@ -51,12 +50,12 @@ def divided_model(
         model: whole. cp, ep: ranks over which the sequence and the experts are divided.
         element_bytes: of keys, values and tokens as they are sent.
         ring: keys and values come one piece after the other, so two are held at once; else all of them.
-        capacity_factor: visits that an expert has room for, over their mean; 0: as many as come.
+        routing: of tokens to experts.
 
     Raises:
         PlanError: the model has no attention (cp) or no experts (ep) that parsim knows; sizes that do not divide.
     """
-    if cp == ep == 1 and not capacity_factor:
+    if cp == ep == 1 and not routing.capacity_factor:
         return model
     if cp > 1 and not any(operator.kind == "attention" for c in model.components for operator in c.operators):
         raise PlanError(
@@ -64,32 +63,28 @@ def divided_model(
             "(attention written as separate products is not divided)"
         )
     counts = {name: count for c in model.components if (count := _expert_count(c)) for name in (c.name,)}
-    if (ep > 1 or capacity_factor) and not counts:
+    if (ep > 1 or routing.capacity_factor) and not counts:
         raise PlanError(
-            f"mesh.ep = {ep}, capacity_factor = {capacity_factor:g}: {model.name} has no experts: no component with parameters "
-            "named .experts. and a product over several of them; use ep = 1 and no capacity factor"
+            f"mesh.ep = {ep}, capacity_factor = {routing.capacity_factor:g}: {model.name} has no experts: no component with "
+            "parameters named .experts. and a product over several of them; use ep = 1 and no capacity factor"
         )
     for name, count in counts.items():
         if count % ep:
             nearest = max(ways for ways in range(1, ep) if count % ways == 0)
             raise PlanError(f"mesh.ep = {ep} must divide the {count} experts of {name}; the nearest below that does: {nearest}")
-    components = tuple(_component(c, cp, ep, element_bytes, ring, capacity_factor) for c in model.components)
+    components = tuple(_component(c, cp, ep, element_bytes, ring, routing) for c in model.components)
     values = model.values if cp == 1 else tuple(_value(value, cp) for value in model.values)
     return replace(model, components=components, values=values)
 
 
-def busiest_share(visits: float, ways: int) -> float:
-    """Visits of the fullest of so many ranks over their mean, if every visit chooses a rank at random.
+def experts_of(model: Model) -> int:
+    """The greatest number of ranks over which the experts of all components can be divided; 1: there are none."""
+    return math.gcd(*(_expert_count(component) for component in model.components)) or 1
 
-    mean + m * sqrt(mean (1 - 1/n)), with m the mean of the largest of n standard normal numbers (Blom's approximation).
 
-    Args:
-        visits: the mean of a rank. ways: ranks.
-    """
-    if ways == 1 or visits <= 0:
-        return 1.0
-    largest = NormalDist().inv_cdf((ways - 0.375) / (ways + 0.25))
-    return 1.0 + largest * math.sqrt((1 - 1 / ways) / visits)
+def tokens_of(model: Model) -> int:
+    """Tokens of a sample that attention reads and that can be divided; 1: parsim knows of none."""
+    return math.gcd(*(dict(o.shape)["q"] for c in model.components for o in c.operators if o.kind == "attention")) or 1
 
 
 def _expert_count(component: Component) -> int:
@@ -108,14 +103,14 @@ def _experts(component: Component) -> dict[int, Operator]:
     }
 
 
-def _component(component: Component, cp: int, ep: int, element_bytes: int, ring: bool, capacity_factor: float) -> Component:
+def _component(component: Component, cp: int, ep: int, element_bytes: int, ring: bool, routing: ExpertRouting) -> Component:
     context = _context_bytes(component, element_bytes) if cp > 1 else 0
     made = _piece(component, cp, context, ring) if cp > 1 else component
     experts = _experts(made) if _expert_count(component) else {}
     visits = max((_rows(operator) for operator in experts.values()), default=0)
     sent = visits * max((dict(operator.shape)["k"] for operator in list(experts.values())[:1]), default=0) * element_bytes
-    if experts and (ep > 1 or capacity_factor):
-        load = capacity_factor or busiest_share(visits, ep)
+    load = routing.load(visits, max(1, _expert_count(component) // ep), ep) if experts else 1.0
+    if experts and (ep > 1 or routing.capacity_factor):
         made = replace(
             made,
             operators=tuple(
@@ -132,7 +127,10 @@ def _component(component: Component, cp: int, ep: int, element_bytes: int, ring:
         context_ways=cp if context else 1,
         context_bytes=context,
         expert_ways=ep if experts else 1,
-        expert_bytes=round(sent * (capacity_factor or 1.0)) if ep > 1 else 0,
+        expert_bytes=round(sent * (load if routing.skew else routing.capacity_factor or 1.0)) if ep > 1 else 0,
+        expert_visits=_visits_of_token(component) if experts and routing.sends_once else 0,
+        overlapped=routing.overlapped,
+        delayed=routing.delayed,
         experts=tuple(experts),
     )
     return replace(made, inside=inside) if inside.context_ways > 1 or inside.expert_ways > 1 else made
@@ -142,6 +140,14 @@ def _rows(operator: Operator) -> int:
     """Visits of one sample to all experts."""
     shape = dict(operator.shape)
     return shape["m"] * shape["problems"]
+
+
+def _visits_of_token(component: Component) -> int:
+    """How many experts each token visits, by the products that see every token once."""
+    products = [dict(operator.shape) for operator in component.operators if operator.kind == "matmul"]
+    tokens = max((shape["m"] for shape in products if shape.get("problems", 1) == 1), default=0)
+    visits = max(shape["m"] * shape["problems"] for shape in products if shape.get("problems", 1) > 1)
+    return max(1, round(visits / tokens)) if tokens else 1
 
 
 def _expert(operator: Operator, ep: int, load: float) -> Operator:
@@ -224,7 +230,8 @@ def _token_operator(component: str, operator: Operator, cp: int) -> Operator:
     if operator.kind not in _TOKENS:
         raise PlanError(f"mesh.cp = {cp}: {component} has a {operator.kind}, which is not divided along a sequence; use cp = 1")
     shape, size = dict(operator.shape), _TOKENS[operator.kind]
-    if shape[size] % cp and operator.kind != "memory_bound":
+    is_mean = bool(operator.parameter_bytes) and shape.get("problems", 1) > 1  # the visits of an expert
+    if shape[size] % cp and operator.kind != "memory_bound" and not is_mean:
         raise PlanError(
             f"mesh.cp = {cp} must divide the sequence: {component} has a {operator.kind} with {size} = {shape[size]}; "
             f"the nearest below that divides it: {max(ways for ways in range(1, cp) if shape[size] % ways == 0)}"

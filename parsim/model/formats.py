@@ -146,6 +146,13 @@ RECORDED_BYTES = 2
 
 FULL_BYTES = 4
 
+STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+"""Of an element of an optimizer's state, by the type that it is kept in. Leaves out the scales of fp8 and int8: 4 bytes for
+every 256 elements in bitsandbytes' Adam8bit and torchao's AdamW8bit.
+
+Sources: exp_avg_dtype and exp_avg_sq_dtype of Megatron-Core's precision-aware optimizer (fp32, fp16, bf16, fp8);
+bitsandbytes/functional.py and torchao/optim/subclass_8bit.py."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
@@ -155,6 +162,9 @@ class Numerics:
         precision: a row of FORMATS. optimizer: a row of OPTIMIZERS, for weights in no update group with another.
         master_weights: of weights stored in half precision the optimizer updates copies in fp32.
         ema: it keeps a moving average of the weights.
+        state_dtype: of the optimizer's state, a row of STATE_BYTES; "": as wide as the weights that it updates.
+        gradient_dtype: "fp32" where gradients of weights in half precision are added up in fp32; "": as wide as the weights.
+        weight_dtype: "fp8" where products in fp8 keep their weights in it alone, and no copy in 16 bits.
 
     Raises:
         CostError: an unknown precision. ConfigError: an unknown optimizer.
@@ -164,6 +174,9 @@ class Numerics:
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
     ema: bool = False
+    state_dtype: str = ""
+    gradient_dtype: str = ""
+    weight_dtype: str = ""
 
     def __post_init__(self) -> None:
         _ = self.format, OPTIMIZERS[self.optimizer]
@@ -175,18 +188,25 @@ class Numerics:
     def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
         """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
 
-        With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master
-        weights add a copy of the weights that stays and one of the gradients during the update.
+        With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights, unless it
+        has a type of its own. Master weights add a copy of the weights that stays, and one of the gradients during the update
+        where these are not in fp32.
         """
-        row = OPTIMIZERS[optimizer or self.optimizer]
-        state = row.state_bytes_per_element + (FULL_BYTES if self.ema else 0)
-        temporary = row.temporary_bytes_per_element
-        width = self.format.weight_bytes
-        if width >= FULL_BYTES:
-            return state, temporary
-        if self.master_weights:
-            return state + FULL_BYTES, temporary + FULL_BYTES
-        return state * width // FULL_BYTES, temporary * width // FULL_BYTES
+        row, width = OPTIMIZERS[optimizer or self.optimizer], self.format.weight_bytes
+        is_full = width >= FULL_BYTES or self.master_weights
+        state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
+        averages = FULL_BYTES if self.ema else 0
+        if not is_full:
+            state, temporary, averages = (size * width // FULL_BYTES for size in (state, temporary, averages))
+        if self.state_dtype:
+            state = len(row.states) * STATE_BYTES[self.state_dtype]
+        if not is_full or width >= FULL_BYTES:
+            return state + averages, temporary
+        return state + averages + FULL_BYTES, temporary + (0 if self.gradient_dtype else FULL_BYTES)
+
+    def gradient_bytes(self, weight_bytes: float) -> float:
+        """Of the gradients of weights that take so much."""
+        return weight_bytes * (FULL_BYTES / self.format.weight_bytes if self.gradient_dtype else 1)
 
 
 DEFAULT_NUMERICS = Numerics()

@@ -29,7 +29,7 @@ class PlanConstraints:
     """The keys of [plan] that a search keeps; None is free.
 
     Attributes:
-        pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out. dp_shard: replicas in a sharding group.
+        pp, dp, tp, cp, ep: axes of the mesh. dp_shard: replicas in a sharding group.
         microbatches: per replica. bucket_bytes: of gradient buckets. chunks: stages per rank.
         synchronisation: of every plan; it is never free.
     """
@@ -50,9 +50,8 @@ class PlanConstraints:
 
     def allow(self, mesh: Mesh) -> bool:
         """Whether a mesh has the axes that are given."""
-        axes = all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in ("pp", "dp", "tp"))
-        beside = (self.cp or 1) == mesh.cp and (self.ep or 1) == mesh.ep
-        return axes and beside and self.dp_shard in (None, mesh.dp_shard or mesh.dp)
+        axes = all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in ("pp", "dp", "tp", "cp", "ep"))
+        return axes and self.dp_shard in (None, mesh.dp_shard or mesh.dp)
 
     @property
     def axes(self) -> str:

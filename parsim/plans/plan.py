@@ -42,8 +42,9 @@ from parsim.units import format_bytes
 # "selective:NAME" for a component by operator. A component keeps its inputs as it reads them, so that recomputing repeats
 # computation alone and no communication. By operator it also keeps the outputs that are dear to compute, and runs the rest
 # again (`parsim.model.autograd.recompute`). A component that would keep no less so stays as it is. A segment (a run of
-# components, such as a transformer layer) keeps only what enters it, so its conversions between tensor shards are sent again,
-# as Megatron's full recomputation does.
+# components, such as a transformer layer) keeps only what enters it, as it lies there: a piece of the sequence where norms are
+# divided along it. Its conversions between tensor shards are sent again, as Megatron's full recomputation does. A question that
+# names all components of a layer means such a segment (`parsim.search.stages.recomputing_layers`).
 #
 # Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al., "Reducing Activation
 # Recomputation in Large Transformer Models" (2022), section 5.
@@ -497,6 +498,7 @@ class Plan:
         offload = self.activation_offload
         some = "" if offload is True else f"={len(self.offloaded)} of {len(self.components)}"
         again = self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
+        again = FULL if len(self.recomputed) == len(self.components) else again
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         unusual = (
             (self.zero_stage, f"zero{self.zero_stage}"),
@@ -510,7 +512,7 @@ class Plan:
             (offload, f"activation-offload{some}"),
             (self.synchronisation.is_relaxed, str(self.synchronisation)),
             (many, f"buckets={format_bytes(self.bucket_bytes).replace(' ', '')}"),
-            (self.recompute != NONE, f"recompute={again}"),
+            (self.recompute != NONE or again == FULL, f"recompute={again}"),
             (self.segments, f"segments={len(self.segments)}"),
         )
         return " ".join([*words, *(word for holds, word in unusual if holds)]) + self._placed()
@@ -642,12 +644,17 @@ def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) 
             check_ways(name, model.component(name).sharding(placement.rule), placement.ways)
         except ModelError as error:
             raise PlanError(f"{error}; or place it as batch, replicate or place:J") from error
-    pieces = plan.mesh.tp // placement.batch_ways(plan.mesh.tp)
-    if plan.microbatch_samples % pieces:
+    check_pieces(name, placement, plan.mesh, plan.global_batch, plan.microbatches)
+
+
+def check_pieces(name: str, placement: Placement, mesh: Mesh, global_batch: int, microbatches: int) -> None:
+    """Raise PlanError unless the tp axis has the placement, and microbatches divide over ranks of different samples."""
+    _check_axis(name, placement, mesh.tp)
+    samples, pieces = global_batch // (mesh.dp * microbatches), mesh.tp // placement.batch_ways(mesh.tp)
+    if samples % pieces:
         raise PlanError(
-            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does "
-            f"not divide; use fewer microbatches or a global_batch that is a multiple of "
-            f"{plan.mesh.dp * plan.microbatches * pieces}"
+            f"{name} {placement} cuts each microbatch of {samples} samples into {pieces} pieces, which does not divide; use "
+            f"fewer microbatches or a global_batch that is a multiple of {mesh.dp * microbatches * pieces}"
         )
 
 
@@ -686,7 +693,8 @@ def family_name(plan: Plan) -> str:
     mesh = plan.mesh
     if plan.synchronisation.is_relaxed or plan.mixes_placements or mesh.size == 1:
         return ""
-    if mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1:
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    if mesh.pp == mesh.cp == mesh.ep == 1 and (mesh.tp == 1 or kinds == {"batch"}):
         if mesh.dp_shard:
             return "HSDP"
         return ("DDP", "ZeRO 1", "ZeRO 2", "FSDP")[plan.zero_stage]
@@ -704,8 +712,10 @@ def plan_in_words(plan: Plan) -> str:
     """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`; bucket sizes, pipeline order and single
     placements are left out."""
     mesh = plan.mesh
-    axes = [f"{mesh.dp}-way data parallelism"] if mesh.dp > 1 else []
-    if mesh.tp > 1:
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    replicas = mesh.dp * (mesh.tp if kinds == {"batch"} else 1)
+    axes = [f"{replicas}-way data parallelism"] if replicas > 1 else []
+    if mesh.tp > 1 and kinds != {"batch"}:
         axes.append(f"mixed placements on {mesh.tp} ranks" if plan.mixes_placements else f"{mesh.tp}-way tensor parallelism")
     if mesh.cp > 1:
         axes.append(f"{mesh.cp}-way context parallelism")

@@ -47,7 +47,7 @@ from parsim.work import Collective, Phase, SendRecv, Work
 class Exchange(NamedTuple):
     """A kind of communication of a replica: a hop at place `source`, or (hop None) a transfer from it to `target`.
 
-    `inside`: the axis and the operation of an exchange inside components.
+    `inside`: the axis and the operation of an exchange inside components. `visits`: as in `Collective`.
     """
 
     source: int
@@ -55,6 +55,7 @@ class Exchange(NamedTuple):
     hop: Hop | None
     size_bytes: int
     inside: tuple[str, str] | None = None
+    visits: int = 0
 
 
 def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
@@ -85,7 +86,7 @@ def exchanges_of(layout: PlanIndex) -> tuple[Exchange, ...]:
         for step in (step for step in steps if step.operation):
             full_bytes = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
             size_bytes = round(full_bytes * layout.local_samples(component.name))
-            exchanges[Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
+            exchanges[Exchange(home, home, None, size_bytes, (step.what, step.operation), step.visits_of(inside))] = None
     return tuple(exchanges)
 
 
@@ -170,7 +171,7 @@ def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Coll
     """What a group of ranks does."""
     tp, size_bytes, hop = layout.plan.mesh.tp, exchange.size_bytes, exchange.hop
     if exchange.inside is not None:
-        return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes)
+        return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes, visits=exchange.visits)
     if hop is None:
         return SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
     if hop.operation in POINT_TO_POINT_HOPS:

@@ -45,8 +45,8 @@ import numpy as np
 
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
-from parsim.model.component import Component, Value
-from parsim.model.formats import Numerics, number_format
+from parsim.model.component import NOT_LOW, Component, Value
+from parsim.model.formats import FULL_BYTES, Numerics, number_format
 from parsim.model.model import Model
 from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions
@@ -361,7 +361,7 @@ def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away:
 
     alive = {name: int(moments.alive[row, chunk]) for name, chunk in chunks.items()}
     lines: dict[str, float] = {
-        **_weight_lines(layout, rank),
+        **_weight_lines(kept, rank, numerics),
         "activations": sum(alive[name] * size for name, size in saved.items()) + float(waiting[row]),
         "casts": sum(alive[name] * size for name, size in copies.items() if not layout.recomputes(name)),
         "boundary_values": sum(alive[name] * size for name, size in held_of.items()) + float(leaving[row]),
@@ -403,13 +403,16 @@ LINES = (
 """Of every rank, in order."""
 
 
-def _weight_lines(layout: PlanIndex, rank: int) -> dict[str, float]:
+def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[str, float]:
     """Bytes of parameters and gradients as held all the time.
 
     With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
     that part (stage 2), and only its parameters (stage 3). Frozen parameters are in no bucket: every rank that uses one
     holds it whole, under ZeRO 3 too.
+
+    Leaves out: of weights in 8 bits the transposed copy that Hopper's products need, and that buckets are gathered in them.
     """
+    layout = kept.layout
 
     def held(bucket: Bucket, stage: int, divided_from: int) -> int:
         if stage >= divided_from:
@@ -420,10 +423,21 @@ def _weight_lines(layout: PlanIndex, rank: int) -> dict[str, float]:
     frozen = 0
     if len(layout.model.trainable_parameters) < len(layout.model.parameters):
         frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
+    spared = 0.0
+    if numerics.weight_dtype:
+        divided = max((len(bucket.group) for bucket, stage in stages if stage >= 3), default=1)
+        elements = sum(_low_elements(kept.component(name)) for name in layout.rank_components(rank))
+        spared = elements * (numerics.format.weight_bytes - numerics.format.element_bytes) / divided
     return {
-        "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages),
-        "gradients": sum(held(bucket, stage, 2) for bucket, stage in stages),
+        "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages) - spared,
+        "gradients": numerics.gradient_bytes(sum(held(bucket, stage, 2) for bucket, stage in stages)),
     }
+
+
+def _low_elements(component: Component) -> float:
+    """Weights of the products that a training in 8 bits runs in them (`parsim.model.component.NOT_LOW`)."""
+    products = (op for op in component.operators if op.kind == "matmul" and op.function != NOT_LOW)
+    return sum(op.parameter_bytes * op.count for op in products) / FULL_BYTES
 
 
 # --- the fullest moment -----------------------------------------------------------------------------------------------

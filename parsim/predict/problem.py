@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.costs.costs import Costs, Priced, price
@@ -17,6 +17,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
+from parsim.model.routing import BALANCED, ExpertRouting
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -33,6 +34,14 @@ class _Divided:
     """Models of one rank, made of a whole one by what divides it."""
 
     models: dict[tuple[object, ...], Model] = field(default_factory=dict)
+
+
+class InnerAxes(NamedTuple):
+    """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many such choices a search chooses."""
+
+    cp: int
+    ep: int
+    choices: int = 1
 
 
 @dataclass
@@ -62,8 +71,10 @@ class PlanningProblem(Remembering):
         constraints: what else plans must keep.
     loading: of a dataset of the user's own, measured or not; None: of another one, which the profile prices.
     history: of the profile's validations, by which intervals are corrected.
-    capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
-    is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
+    routing: how tokens reach experts, and what the framework hides of it.
+    division: of which the model is already that of a rank (`on`); None: the model is whole.
+    inner_axes: whether a search is free to choose cp and ep where the constraints leave them open: only the simulator has them.
+    clip_gradients: that plans are to clip by the global norm.
     optimizer_offload, activation_offload: what plans are to keep in the host's memory.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -85,9 +96,10 @@ class PlanningProblem(Remembering):
     segments: bool = False
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
-    capacity_factor: float = 0.0
+    routing: ExpertRouting = BALANCED
     forbids: tuple[tuple[str, str], ...] = ()
-    is_divided: bool = False
+    division: InnerAxes | None = None
+    inner_axes: bool = False
     clip_gradients: bool = False
     optimizer_offload: bool = False
     activation_offload: ActivationOffload = False
@@ -153,23 +165,26 @@ class PlanningProblem(Remembering):
         return self._divided_by(mesh.cp, mesh.ep, exchange)
 
     def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
-        if self.is_divided:
+        if self.division is not None:
             return self.model
         kind, ring = self.numerics.format, exchange == "ring" or cp == 1
         element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
-        key = (cp, ep, element_bytes, ring, self.capacity_factor)
+        key = (cp, ep, element_bytes, ring, self.routing)
         models = self.model.remembered(_Divided).models
         if key not in models:
-            models[key] = divided_model(
-                self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
-            )
+            models[key] = divided_model(self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, routing=self.routing)
         return models[key]
 
-    def on(self, mesh: Mesh) -> PlanningProblem:
-        """The problem with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep."""
-        if self.is_divided or mesh.cp == mesh.ep == 1:
+    def on(self, mesh: Mesh, choices: int = 1) -> PlanningProblem:
+        """The problem with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
+
+        Layouts and memory of plans are shared with the whole problem.
+        """
+        if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        return replace(self, model=self.model_on(mesh), is_divided=True)
+        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
+        problem.__dict__["_cache"] = self._cache
+        return problem
 
     def corrected(self, corrections: RunCorrections) -> PlanningProblem:
         """The problem where the machine runs otherwise. What does not depend on it, layouts and memory, is shared."""

@@ -1111,14 +1111,16 @@ def _action_lifetimes(
             for link in inner:
                 if link.source == stage and (link.source < link.target) == (phase is Phase.FORWARD):
                     yield Lifetime(("between", link), number + 1, at[Action(link.target, phase, microbatch)] - 1)
-    for other in range(pipeline.ranks):
-        if other != rank:
-            for group in message_groups(pipeline, other, rank):
-                for link in group.links:
-                    yield Lifetime(("arriving", link), group.room, group.read - 1)
-            for group in message_groups(pipeline, rank, other):
-                for link in group.links:
-                    yield Lifetime(("leaving", link), group.made + 1, group.gone - 1)
+    place = rank_of_stage(pipeline.order, pipeline.ranks, pipeline.chunks)
+    inward, outward = pipeline.links_of(rank)
+    for other in {place[link.source] for link in inward} - {rank}:
+        for group in message_groups(pipeline, other, rank):
+            for link in group.links:
+                yield Lifetime(("arriving", link), group.room, group.read - 1)
+    for other in {place[link.target] for link in outward} - {rank}:
+        for group in message_groups(pipeline, rank, other):
+            for link in group.links:
+                yield Lifetime(("leaving", link), group.made + 1, group.gone - 1)
 
 
 def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[StageLink]) -> HeldMoments:

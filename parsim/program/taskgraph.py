@@ -84,7 +84,7 @@ WORK_FORMS: dict[type[Work], str] = {
     Compute: "{phase} {component}[ {rule!}/{ways}] x{samples}[ {part!}:{parts}]",
     OptimizerStep: "optimizer {elements} elements in {tensors}[ of {update_group!} by {optimizer}]",
     ClipGradients: "clip {part} {elements} elements in {tensors}",
-    Collective: "{operation} {size_bytes} B over {group}[ {packed!}]",
+    Collective: "{operation} {size_bytes} B over {group}[ {packed!}][ once of {visits!} visits]",
     SendRecv: "send_recv {size_bytes} B {source}>{destination}",
     LoadBatch: "load x{samples} {size_bytes} B[ in {parts!}]",
     Mix: "mix {elements} elements of {copies}[ in {tensors} by {accesses!}]",

@@ -422,7 +422,7 @@ class _Expansion:
             if unit is None:
                 like: Hashable = work
                 if isinstance(work, Collective):  # buckets of the same ranks share one tuple: thousands are not compared
-                    like = work.operation, id(work.group), work.size_bytes, work.packed
+                    like = work.operation, id(work.group), work.size_bytes, work.packed, work.visits
                 unit = same[id(work), id(resources)] = units.setdefault((like, resources[0].rank), len(units))
                 if unit == len(self._kinds) - begin:
                     self._kinds.append(Unit(work, resources[0].rank))

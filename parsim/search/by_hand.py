@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from parsim.errors import ConfigError, ModelError, near_matches
+from parsim.model.catalogue.frameworks import Framework
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -27,12 +28,14 @@ from parsim.plans.plan import (
     Plan,
     Recompute,
     check_batch,
+    check_pieces,
     check_plan,
     tied_apart,
 )
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.problem import PlanningProblem
-from parsim.search.stages import balanced_plan
+from parsim.search.stages import balanced_plan, recomputing_layers
+from parsim.search.tensor import tensor_placements
 
 Pins = tuple[tuple[str, Placement], ...]
 Forbids = tuple[tuple[str, str], ...]
@@ -223,15 +226,19 @@ def custom_plan(
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
-        placements: by component; None: all batch-sharded. context_exchange, synchronisation: as in Plan.
-        switches: keys of Plan that are true or false, by name.
+        placements: by component; None: tensor parallelism as the model allows it.
+        context_exchange, synchronisation: as in Plan. switches: keys of Plan that are true or false, by name.
 
     Raises:
-        PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
-        CostError: stages cannot be balanced where a component has no cost.
+        PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components, or tp
+            does not divide the model. CostError: stages cannot be balanced where a component has no cost.
     """
     check_batch(problem.global_batch, mesh, microbatches)
     problem = problem.on(mesh)
+    if placements is None:
+        placements = tensor_placements(problem, mesh, microbatches)
+    for name, placement in placements.items():
+        check_pieces(name, placement, mesh, problem.global_batch, microbatches)
     plan = balanced_plan(
         problem,
         "custom",
@@ -243,6 +250,24 @@ def custom_plan(
         placements=placements,
     )
     given: dict[str, Any] = dict(switches or {})
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = replace(plan, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = recomputing_layers(problem, plan, recompute)
     check_plan(plan, problem.model)
     return plan
+
+
+def framework_switches(framework: Framework, mesh: Mesh, zero: int) -> dict[str, bool]:
+    """The switches of Plan as the framework has them, of those that mean anything on the mesh.
+
+    Args:
+        zero: stage of the plan.
+    """
+    pp, tp, copies = mesh.pp, mesh.tp, mesh.copies
+    return {
+        "blocking_transfers": framework.blocking_transfers and pp > 1,
+        "scatter_gather": framework.scatter_gather and pp > 1 and tp > 1,
+        "backward_prefetch": framework.backward_prefetch or zero != 3 or copies == 1,
+        "tensor_overlap": framework.tensor_overlap and framework.sequence and tp > 1,
+        "tensor_backward_overlap": framework.tensor_backward_overlap and tp > 1,
+        "gather_ahead": framework.gather_ahead and zero == 1 and copies > 1,
+    }

@@ -26,7 +26,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, moments
-from parsim.plans.plan import AUTO, BY_OPERATOR, NONE, ZERO_STAGES, Plan, Recompute
+from parsim.plans.plan import BY_OPERATOR, NONE, ZERO_STAGES, Plan, Recompute
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
 from parsim.records import once
@@ -37,8 +37,8 @@ from parsim.work import Phase
 
 # Which components to recompute so that a rank keeps least between forward and backward, and what each keeps then.
 #
-# A recomputed component keeps its inputs. One that is not keeps what it saves, which may stand for the inputs of others: a
-# normalisation that stays as it is keeps one value for two that it reads. So recomputing all components need not keep least.
+# A recomputed component keeps its inputs. One that is not keeps what it saves, which may stand for the inputs of others: an
+# addition that stays as it is keeps one value for two that it reads. So recomputing all components need not keep least.
 # Components of one kind are treated alike: kind by kind, as long as that keeps less. Components of a segment keep what enters
 # it.
 #
@@ -481,7 +481,7 @@ def missing_bytes(
     """By how much no plan with these pipeline orders can fit; 0 where some might."""
     floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
     stage = problem.zero_stage if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1]  # the most divided
-    return floor.missing_bytes(stage, pipeline, count, segments=problem.segments and problem.recompute == AUTO)
+    return floor.missing_bytes(stage, pipeline, count, segments=problem.segments and problem.recompute != NONE)
 
 
 class HeldTotals(NamedTuple):

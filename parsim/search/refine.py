@@ -44,7 +44,7 @@ from parsim.search.space import (
     orders,
     zero_stages,
 )
-from parsim.search.stages import Cutting, ending_with_most, is_long, place_excess_bytes, segments_of
+from parsim.search.stages import Cutting, is_long, place_excess_bytes, segments_of
 
 OfCut = Callable[[Cutting, Bounds], list[Node]]
 
@@ -223,17 +223,9 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
         if are_few(problem, plan):
             yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
-    def segments() -> list[Node]:
-        first = _segmented(problem, plan, cutting)
-        second = ending_with_most(problem, first) if first is not None and plan.zero_stage == 3 else None
-        if first is None or second is None:
-            return of(first, fits=True)
-        if step_bound_s(problem, second) < step_bound_s(problem, first) and not any(place_excess_bytes(problem, second)):
-            first, second = second, first
-        return of(first, fits=True) + of(second)
-
     if segmented:
-        yield Node(least_s, not recomputed, segments, instead_of_one=True)
+        opened = partial(_segmented, problem, plan, cutting)
+        yield Node(least_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:

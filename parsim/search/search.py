@@ -18,7 +18,6 @@ from parsim.errors import CostError, PlanError, ScheduleError, near_matches
 from parsim.numeric import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.layouts import BATCH
-from parsim.plans.mesh import Mesh
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, FULL, Plan, Recompute
 from parsim.plans.stages import without_idle_ranks
 from parsim.predict.breakdown import busiest_resource_s
@@ -33,11 +32,13 @@ from parsim.search.space import (
     Allowance,
     Node,
     PosedPlacement,
+    divided_problems,
     is_small,
     most_late,
     most_singles,
     zero_stages,
 )
+from parsim.search.stages import recomputing_layers
 from parsim.search.tree import (
     TIE,
     Incumbents,
@@ -123,23 +124,21 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
-    cp, ep = problem.constraints.cp or 1, problem.constraints.ep or 1
-    problem = problem.on(Mesh(dp=ep, cp=cp, ep=ep))
+    divided = divided_problems(problem)
     mixes = "adaptive" in strategies
     names = _known_names(strategies)
     posed: list[PosedPlacement] = []
     skipped: dict[str, str] = {}
     together = Incumbents(wanted=top or 1)
-    opening = _Opening(problem)
+    opening = _Opening(problem, divided)
     parts: dict[str, list[Node]] = {}
     owners: dict[str, Incumbents] = {}
     for name in names:
         if name != "single" and problem.cluster.size == 1:
             skipped[name] = "one device: there is nothing to distribute"
             continue
-        members = Members(problem, name, mixed=name == "adaptive", placements=posed)
         try:
-            parts[name] = _nodes(members)
+            parts[name] = _nodes(divided, name, posed)
         except ScheduleError as error:
             skipped[name] = str(error)
             continue
@@ -256,8 +255,28 @@ def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _nodes(members: Members) -> list[Node]:
-    """The family as parts with lower bounds; "adaptive": all placements of single components."""
+def _nodes(divided: Sequence[PlanningProblem], name: str, posed: list[PosedPlacement]) -> list[Node]:
+    """The family as parts with lower bounds; "adaptive": all placements of single components.
+
+    Args:
+        divided: the problem, by what divides its model. posed: receives the solutions of placement problems.
+
+    Raises:
+        ScheduleError: it has no member, with the reason of the first of these.
+    """
+    nodes, errors = list[Node](), list[ScheduleError]()
+    for problem in divided:
+        try:
+            nodes += _nodes_of(Members(problem, name, mixed=name == "adaptive", placements=posed))
+        except ScheduleError as error:
+            errors.append(error)
+    if len(errors) == len(divided):
+        raise errors[0]
+    return nodes
+
+
+def _nodes_of(members: Members) -> list[Node]:
+    """The parts of a family with one division of the model."""
     problem = members.problem
     if members.mixed:
         some = mixed_meshes(problem)
@@ -265,8 +284,9 @@ def _nodes(members: Members) -> list[Node]:
     strategy = FAMILIES[members.strategy]
     if strategy.plans is None:
         return strategy.nodes(problem, members.strategy)
-    recomputed: dict[str, Any] = {} if problem.recompute == AUTO else {"recompute": problem.recompute}
-    plans = [replace(plan, strategy=members.strategy, **recomputed) for plan in strategy.plans(problem)]
+    plans = [replace(plan, strategy=members.strategy) for plan in strategy.plans(problem)]
+    if problem.recompute != AUTO:
+        plans = [recomputing_layers(problem, plan, problem.recompute) for plan in plans]
     kept = [plan for plan in plans if _keeps(problem.constraints, plan)]
     if plans and not kept:
         raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")
@@ -358,6 +378,7 @@ class _Opening:
     """
 
     problem: PlanningProblem
+    divided: Sequence[PlanningProblem]
     judged: list[JudgedPlan] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     late: defaultdict[str, list[Node]] = field(default_factory=lambda: defaultdict(list))
@@ -369,7 +390,7 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return Allowance(self.problem, memories=self.problem.memories_known) if not is_small(self.problem) else None
+        return None if is_small(self.problem) else Allowance(problems=(self.problem, *self.divided))
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
@@ -519,8 +540,8 @@ def _where(entry: Evaluation, first: Evaluation) -> str:
 def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     """What makes a plan harder to run and to change, the worst first: plans are compared by these numbers.
 
-    Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; recomputation; ZeRO (0, 3 as FSDP has
-    it, 2, 1); sharding groups; chunks of a stage; buckets that are not PyTorch's.
+    Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; a cp axis; an ep axis; recomputation;
+    ZeRO (0, 3 as FSDP has it, 2, 1); sharding groups; chunks of a stage; buckets that are not PyTorch's.
     """
     mesh = plan.mesh
     return (
@@ -528,6 +549,8 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
         mesh.tp > problem.cluster.most_on_a_node,
         mesh.pp > 1,
         mesh.tp > 1,
+        mesh.cp > 1,
+        mesh.ep > 1,
         bool(plan.recomputes),
         (0, 3, 2, 1).index(plan.zero_stage),
         mesh.dp_shard > 0,

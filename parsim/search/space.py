@@ -5,7 +5,9 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -14,7 +16,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import ScheduleError
+from parsim.errors import PlanError, ScheduleError
+from parsim.model.divided import experts_of, tokens_of
 from parsim.numeric import Floats
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -55,8 +58,8 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
         wanted: of pp, dp and tp, whether to make the mesh; None: all.
     """
     constraints, most = problem.constraints, len(problem.model.components)
+    context, experts = inner_axes(problem)
     for devices in range(problem.cluster.size, 0, -1):
-        context = constraints.cp or 1
         if devices % context:
             continue
         for pp in divisors(devices // context):
@@ -66,8 +69,39 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
                 dp = devices // context // (pp * tp)
                 if wanted is not None and not wanted(pp, dp, tp):
                     continue  # of 16,384 devices there are 377,000
-                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % (constraints.ep or 1) == 0:
-                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=constraints.ep or 1))
+                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % experts == 0:
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=experts))
+
+
+def inner_axes(problem: PlanningProblem) -> tuple[int, int]:
+    """cp and ep of the plans of a problem: those that its model is divided by, else those that are asked for."""
+    if problem.division is not None:
+        return problem.division.cp, problem.division.ep
+    return problem.constraints.cp or 1, problem.constraints.ep or 1
+
+
+FEWEST_TOKENS = 2048
+"""Of a piece of the sequence that is tried where cp is free. A ring hides its shifts behind blocks of attention, and smaller
+blocks compute for less long than their keys and values travel."""
+
+
+def divided_problems(problem: PlanningProblem) -> list[PlanningProblem]:
+    """The problem on every choice of cp and ep that the question leaves free, each with the model of a rank.
+
+    Raises:
+        PlanError: the model cannot be divided as the question asks.
+    """
+    asked, size = problem.constraints, problem.cluster.size
+    free = problem.inner_axes and not asked.synchronisation.is_relaxed
+    pieces = [cp for cp in divisors(tokens_of(problem.model)) if cp <= size and tokens_of(problem.model) >= cp * FEWEST_TOKENS]
+    contexts = [asked.cp] if asked.cp else pieces if free and pieces else [1]
+    experts = [asked.ep] if asked.ep else list(divisors(experts_of(problem.model))) if free else [1]
+    choices = [(cp, ep) for cp in contexts for ep in experts if math.lcm(cp, ep) <= size or (asked.cp and asked.ep)]
+    found = list[PlanningProblem]()
+    for cp, ep in choices:
+        with contextlib.nullcontext() if len(choices) == 1 else contextlib.suppress(PlanError):
+            found.append(problem.on(Mesh(dp=ep, cp=cp, ep=ep), len(choices)))
+    return found
 
 
 def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
@@ -136,7 +170,7 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
         chunked = "" if constraints.chunks is None else f" with {constraints.chunks} chunks each"
         raise ScheduleError(
             f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline{chunked}; "
-            'use fewer stages or granularity "layer"'
+            'use fewer stages, or granularity "layer" with tp = 1'
         )
     return possible
 
@@ -203,7 +237,7 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
 
 
 LARGE = 4096
-"""Devices times components from which a problem is large."""
+"""Devices times components, times the choices of cp and ep, from which a problem is large."""
 
 USUAL_ORDERS = (("1f1b", 1), ("interleaved", 2))
 """With their stages per rank."""
@@ -220,7 +254,7 @@ MOST_SINGLES = 500
 FEWEST_LATE = 20
 """The same of the largest problems, whose parts cost more to open."""
 
-MOST_VISITS, MOST_LATE_VISITS = 60_000, 60_000
+MOST_VISITS, MOST_LATE_VISITS = 120_000, 40_000
 """Components that a search visits, and in parts that refine what was found. What a part costs its `Node.visits` says."""
 
 MICROBATCHES_PER_VISIT = 20
@@ -234,22 +268,24 @@ MOST_MISSES = 10
 class Allowance:
     """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
 
-    Attributes: left: visits. memories: of how many plans the memory was known when it was last asked.
+    Attributes: problems: of which plans are visited. left: visits. memories: of how many plans the memory was known when it
+        was last asked.
     """
 
-    problem: PlanningProblem
+    problems: tuple[PlanningProblem, ...]
     left: float = float(MOST_VISITS)
     memories: int = 0
 
     @property
     def components(self) -> int:
         """Of the model."""
-        return len(self.problem.model.components)
+        return len(self.problems[0].model.components)
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
-        self.left -= (self.problem.memories_known - self.memories) * REMEMBERED * self.components
-        self.memories = self.problem.memories_known
+        known_now = sum({id(problem): problem.memories_known for problem in self.problems}.values())
+        self.left -= (known_now - self.memories) * REMEMBERED * self.components
+        self.memories = known_now
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
 
     def open(self, visits: int) -> None:
@@ -263,7 +299,8 @@ class Allowance:
 
 def is_large(problem: PlanningProblem) -> bool:
     """Whether some parts of a search are opened before others."""
-    return problem.cluster.size * len(problem.model.components) > LARGE
+    choices = 1 if problem.division is None else problem.division.choices
+    return problem.cluster.size * len(problem.model.components) * choices > LARGE
 
 
 def is_small(problem: PlanningProblem) -> bool:
@@ -444,7 +481,7 @@ def cuts_by_bound(
 # A part of a family of plans, with a lower bound of the steps of its plans.
 
 
-LOOKED_AT, CUT, BOUNDED, REMEMBERED = 1, 2, 3, 3
+LOOKED_AT, CUT, BOUNDED, REMEMBERED = 1, 2, 3, 2
 """In visits of all components, what parts cost to open: a root; the bound of a cut; those of its ZeRO stages. And the memory of
 each plan that is worked out meanwhile."""
 

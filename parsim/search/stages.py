@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
-from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, NONE, Plan, Recompute
+from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, Plan, Recompute, named
 from parsim.plans.stages import stages_of
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
@@ -222,16 +221,12 @@ def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
     return [int(size) for size in np.cumsum(crossing)[: len(model.components)]]
 
 
-# Runs of components that repeat, as the layers of a transformer do, whatever they are called.
+# Layers: runs of components that repeat, whatever they are called.
 #
 # Two components are alike if they do the same work. A model is divided where the longest repetition begins and ends, and what
-# lies before and behind it again. Blocks are counted from the end of a repetition. The first one may begin with components
-# that are like no others: the first norm of a transformer has no sum to make.
-#
-# A repetition may end within a block: the last norm of a transformer is like those of its layers. So blocks can also end with
-# the component that holds most parameters. A block that runs again does so right before its backward, which begins with its
-# last component. Under ZeRO 3 the parameters that are gathered for that one serve both, and those of the others are gathered
-# twice.
+# lies before and behind it again. A layer begins where least enters it: in a transformer before the first norm, where the
+# stream alone does, and not behind it, where what the norm has made does too. The last norm is like those of layers, and the
+# first layer may begin with a component that is like no other.
 
 
 Segments = tuple[tuple[str, ...], ...]
@@ -241,24 +236,24 @@ LONGEST_RECOMPUTED_BLOCK = 64
 """Components of a repeated block at most."""
 
 
-def repeated_blocks(prints: Sequence[str], held: Sequence[int] = ()) -> Bounds:
+def repeated_blocks(prints: Sequence[str], entering: Sequence[int] = ()) -> Bounds:
     """The blocks of several components, in order: of each the first component, and one past the last.
 
     Args:
         prints: of every component, equal for those that are alike.
-        held: the parameters of every component; none: a block ends where its repetition does.
+        entering: by component the bytes per sample that enter it and those behind it from those before; none: alike for all.
     """
     found = _longest_repetition(prints)
     if found is None:
         return ()
     first, last, period = found
-    if held:
-        last = max(range(last, last - period, -1), key=lambda end: held[end - 1])
+    entering = entering or [0] * len(prints)
+    last = max(range(last - period + 1, last + 1), key=lambda end: (-sum(entering[end - period : first : -period]), end))
     starts = list(range(last, first, -period))
     begin = max(0, starts[-1] - period) if starts[-1] > first else first
     bounds = sorted({begin, *starts})
-    before = repeated_blocks(prints[:begin], held[:begin])
-    behind = repeated_blocks(prints[last:], held[last:])
+    before = repeated_blocks(prints[:begin], entering[:begin])
+    behind = repeated_blocks(prints[last:], entering[last:])
     return (*before, *pairwise(bounds), *((one + last, two + last) for one, two in behind))
 
 
@@ -279,11 +274,12 @@ def _longest_repetition(prints: Sequence[str]) -> tuple[int, int, int] | None:
     return best
 
 
-# Whole layers recomputed together: what a plan's `segments` may be where the model is cut more finely than its layers.
+# Whole layers recomputed together (`Plan.segments`), where the model is cut more finely than its layers.
 #
-# A segment keeps what enters it alone, and the components within it nothing. So a model at granularity "sublayer" can keep as
-# little as the same model by blocks. The executor cannot run segments, so they are tried where a problem says so
-# (`PlanningProblem.segments`) and leaves open what is recomputed.
+# A segment keeps what enters it alone, as it lies between layers, and the components within it nothing. So a model at
+# granularity "sublayer" keeps as little as the same model by blocks, and as Megatron-LM and torchtitan do. The executor cannot
+# run segments, so there are some where a problem says so (`PlanningProblem.segments`): of every layer of which a question
+# asks to recompute all, and in a search that is free to recompute.
 #
 # Leaves out: segments that are no runs of repeated blocks, and plans with segments of several lengths.
 
@@ -293,18 +289,49 @@ BLOCKS_TOGETHER = (1, 2, 4)
 
 
 @once
-def segments_of(problem: PlanningProblem) -> tuple[Segments, ...]:
-    """The ways in which a problem's layers may be segments, the shortest first; none where they may not be."""
-    if not problem.segments or problem.recompute != AUTO:
+def _layers(problem: PlanningProblem) -> Bounds:
+    """The layers of a problem's model; none where they may not be segments."""
+    if not problem.segments:
         return ()
-    components, backwards = problem.model.components, problem.model.differentiable_components
-    blocks = repeated_blocks(problem.model.fingerprints)
-    ways = []
-    for together in BLOCKS_TOGETHER:
-        joined = (blocks[first : first + together] for first in range(0, len(blocks), together))
-        names = (tuple(component.name for first, last in some for component in components[first:last]) for some in joined)
-        ways.append(tuple(segment for segment in names if sum(name in backwards for name in segment) > 1))
-    return tuple(ways)
+    model, changes = problem.model, [0] * (len(problem.model.components) + 1)
+    for value in model.values:
+        if value.producer is not None and (readers := model.readers[value.name]):
+            size = value.bytes_per_sample
+            changes[model.component_index[value.producer] + 1] += size
+            changes[model.component_index[readers[-1]] + 1] -= size
+    return repeated_blocks(model.fingerprints, list(accumulate(changes)))
+
+
+def _joined(problem: PlanningProblem, together: int) -> Segments:
+    """So many layers to a segment."""
+    components, backwards, blocks = problem.model.components, problem.model.differentiable_components, _layers(problem)
+    joined = (blocks[first : first + together] for first in range(0, len(blocks), together))
+    names = (tuple(component.name for first, last in some for component in components[first:last]) for some in joined)
+    return tuple(segment for segment in names if sum(name in backwards for name in segment) > 1)
+
+
+@once
+def segments_of(problem: PlanningProblem) -> tuple[Segments, ...]:
+    """The ways in which a search may make segments of layers, the shortest first; none where it may not recompute them."""
+    free = problem.recompute == AUTO and bool(_layers(problem))
+    return tuple(_joined(problem, together) for together in BLOCKS_TOGETHER if free)
+
+
+def recomputing_layers(problem: PlanningProblem, plan: Plan, recompute: Recompute) -> Plan:
+    """The plan that recomputes what a question names; each layer of which that is all, as a segment."""
+    plan = replace(plan, recompute=recompute)
+    backwards = problem.model.differentiable_components
+    segments = tuple(
+        part
+        for part in within_stages(plan, _joined(problem, 1))
+        if plan.recomputed.issuperset(backwards.intersection(part)) and len(backwards.intersection(part)) > 1
+    )
+    if not segments:
+        return plan
+    inside = {name for segment in segments for name in segment}
+    whole, some = named(plan.recompute, plan.components)
+    alone = (*(whole - inside), *(BY_OPERATOR + name for name in some - inside))
+    return replace(plan, recompute=alone, segments=segments)
 
 
 def within_stages(plan: Plan, segments: Segments) -> Segments:
@@ -316,47 +343,6 @@ def within_stages(plan: Plan, segments: Segments) -> Segments:
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
     parts = (tuple(part) for segment in segments for _, part in groupby(segment, key=stage_of.__getitem__))
     return tuple(part for part in parts if len(part) > 1)
-
-
-def ending_with_most(problem: PlanningProblem, plan: Plan) -> Plan | None:
-    """The plan with its segments moved back until each ends with the component of its block that holds most parameters.
-
-    Under ZeRO 3 that may hide gathers or not, so it is for the simulator to say. It may hold more, or less.
-
-    Args:
-        plan: with segments, as `segments_of` begins them.
-
-    Returns:
-        None where they end so already, or where the plan recomputes all else by a word.
-    """
-    shift, model = _back_by(problem), problem.model
-    alone = () if plan.recompute == NONE else plan.recompute
-    if not any(shift.get(segment[-1]) for segment in plan.segments) or isinstance(alone, str):
-        return None
-    moved: list[tuple[str, ...]] = []
-    behind = 0
-    for segment in plan.segments:
-        back = shift.get(segment[-1], 0)
-        first, last = (max(behind, model.component_index[name] - back) for name in (segment[0], segment[-1]))
-        behind = last + 1
-        moved.append(tuple(component.name for component in model.components[first:behind]))
-    segments = within_stages(plan, tuple(moved))
-    inside = {name for segment in segments for name in segment}
-    kept = tuple(entry for entry in alone if entry.removeprefix(BY_OPERATOR) not in inside)
-    return replace(plan, segments=segments, recompute=kept or NONE)
-
-
-@once
-def _back_by(problem: PlanningProblem) -> Mapping[str, int]:
-    """By component of a block, how far the block's heaviest component lies before its end."""
-    components, prints = problem.model.components, problem.model.fingerprints
-    held = [sum(parameter.elements for parameter in component.parameters) for component in components]
-    ends = [end for _, end in repeated_blocks(prints, held)]
-    return {
-        component.name: last - ends[bisect_right(ends, last) - 1] if bisect_right(ends, last) else 0
-        for first, last in repeated_blocks(prints)
-        for component in components[first:last]
-    }
 
 
 # Pipeline stages of one mesh, cut by cost: the plan whose slowest stage is fastest among those whose stages fit.

@@ -9,6 +9,7 @@ adaptive   every component takes any placement, by `parsim.search.placement.exac
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
+from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, Plan, Stage
@@ -34,7 +36,7 @@ from parsim.search.placement.problem import (
 )
 from parsim.search.prices import Prices, placements_of
 from parsim.search.space import is_small
-from parsim.units import divisors
+from parsim.search.stages import is_long
 
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
@@ -50,14 +52,83 @@ MOST_PLACES = 4
 
 
 def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
-    """Whether any component can be cut into that many shards."""
-    return any(limit % ways == 0 for _, limit in limits_of(problem))
+    """Whether tensor parallelism over so many ranks divides the model: some component can be cut, and each that repeats.
+
+    A component that occurs once (an embedding, a head) may stay whole. Layers that stay whole make the rest hardly faster.
+    """
+    return ways in ways_of(problem)
+
+
+class Limits(NamedTuple):
+    """The rules of a component with the sizes that they cut, and whether the model has the component several times."""
+
+    rules: tuple[tuple[str, int], ...]
+    repeats: bool
+
+    def allow(self, ways: int) -> bool:
+        """Whether any rule cuts it into that many shards of equal size."""
+        return any(limit % ways == 0 for _, limit in self.rules)
 
 
 @once
-def limits_of(problem: PlanningProblem) -> frozenset[tuple[str, int]]:
-    """Every rule by which a component can be cut, with the size that it cuts."""
-    return frozenset((each.rule, each.limit) for component in problem.model.components for each in component.shardings)
+def ways_of(problem: PlanningProblem) -> tuple[int, ...]:
+    """Every number of tp ranks up to the devices that `can_be_cut`, ascending."""
+    every = limits_of(problem).values()
+    layers = [own for own in every if own.repeats]
+    return tuple(
+        ways
+        for ways in range(2, problem.cluster.size + 1)
+        if any(own.allow(ways) for own in every) and all(own.allow(ways) for own in layers)
+    )
+
+
+@once
+def limits_of(problem: PlanningProblem) -> dict[str, Limits]:
+    """By name of the first of components that are alike; without those that no rule cuts."""
+    model = problem.model
+    count = Counter(model.fingerprints)
+    first: dict[str, Component] = {}
+    for fingerprint, component in zip(model.fingerprints, model.components, strict=True):
+        first.setdefault(fingerprint, component)
+    return {
+        component.name: Limits(tuple((each.rule, each.limit) for each in component.shardings), count[fingerprint] > 1)
+        for fingerprint, component in first.items()
+        if component.shardings
+    }
+
+
+def partly_cut(model: Model) -> tuple[str, ...]:
+    """What to say of layers that no rule cuts whole, as blocks of a transformer that were traced as one component."""
+    count = Counter(model.fingerprints)
+    for fingerprint, component in zip(model.fingerprints, model.components, strict=True):
+        products = {number for number, each in enumerate(component.operators) if each.kind in PRODUCTS and each.parameter_bytes}
+        cuts = ({cut.number for cut in each.operators} for each in component.shardings)
+        whole = min((len(products - cut) for cut in cuts), default=len(products))
+        if count[fingerprint] > 1 and whole:
+            return (
+                f"tensor parallelism cuts layers of {model.name} in part: {whole} of {len(products)} products of "
+                f"{component.name} run whole on every rank; a Model traced at another granularity may be cut further",
+            )
+    return ()
+
+
+PRODUCTS = ("matmul", "convolution")
+
+
+def tensor_placements(problem: PlanningProblem, mesh: Mesh, microbatches: int) -> dict[str, Placement]:
+    """`uniform_placements` for a number of microbatches; none without a tp axis.
+
+    Raises:
+        ScheduleError: `can_be_cut` is false, or pins and forbids leave a component no placement.
+    """
+    if mesh.tp == 1:
+        return {}
+    if not can_be_cut(problem, mesh.tp):
+        raise ScheduleError(uncut_text(problem, mesh.tp))
+    # of long models placements are sought once for all numbers of replicas
+    one_stage = Mesh(dp=1 if is_long(problem.model) else mesh.dp, tp=mesh.tp)
+    samples = problem.global_batch // (mesh.dp * microbatches)
+    return uniform_placements(problem, one_stage, divides=samples % mesh.tp == 0)
 
 
 @once
@@ -280,7 +351,7 @@ def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: 
     """Batch everywhere, replicate everywhere, cut everywhere: as far as the options hold them."""
     divides = problem.global_batch // mesh.dp % mesh.tp == 0
     cut: Mapping[str, Placement] = {}
-    if can_be_cut(problem, mesh.tp):
+    if any(own.allow(mesh.tp) for own in limits_of(problem).values()):
         with contextlib.suppress(ScheduleError):  # pins and forbids leave no uniform choice
             cut = uniform_placements(problem, mesh, divides=divides)
     wishes: list[Mapping[str, Placement]] = [
@@ -319,15 +390,20 @@ def _plan(
 
 
 def uncut_text(problem: PlanningProblem, tp: int) -> str:
-    """Why no component can be cut into `tp` shards: what the rules divide by."""
-    limits = sorted(limits_of(problem))
+    """Why tensor parallelism over `tp` ranks does not divide the model: the sizes that it must divide, and the nearest tp."""
+    limits, name = limits_of(problem), problem.model.name
     if not limits:
-        return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
-    texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
-    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
-    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
+        return f"no component of {name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
+    repeats = any(own.repeats for own in limits.values())
+    texts = [
+        f"{where} is cut by {' or '.join(f'{rule} ({limit})' for rule, limit in own.rules)}"
+        for where, own in limits.items()
+        if own.repeats == repeats and not own.allow(tp)
+    ]
+    possible = [ways for ways in ways_of(problem) if problem.cluster.size % ways == 0] or ways_of(problem)
+    below, above = ([ways for ways in possible if (ways < tp) is less] for less in (True, False))
+    near = " or ".join(map(str, [*below[-1:], *above[:1]]))
     return (
-        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
-        f"{texts}; "
-        f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
+        f"tp = {tp} does not divide {'the layers' if repeats else 'any component'} of {name}: {', '.join(texts[:3])}; "
+        f"{f'the nearest that does: tp = {near}' if near else 'use pp and dp'}"
     )

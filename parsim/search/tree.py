@@ -66,8 +66,8 @@ from parsim.search.space import (
     other_bucket_sizes,
     zero_stages,
 )
-from parsim.search.stages import Cutting, is_long
-from parsim.search.tensor import best_placement, can_be_cut, uncut_text, uniform_placements
+from parsim.search.stages import Cutting, recomputing_layers
+from parsim.search.tensor import best_placement, can_be_cut, tensor_placements, uncut_text
 
 # Best first: open the part of a family with the least bound, simulate single plans, stop where no bound is below the best.
 #
@@ -420,7 +420,7 @@ class Members:
         if mesh.pp > len(self.problem.model.components):
             raise ScheduleError(
                 f"{self.strategy} wants {mesh.pp} stages and {self.problem.model.name} has "
-                f'{len(self.problem.model.components)} components; use fewer devices or granularity "layer"'
+                f'{len(self.problem.model.components)} components; use fewer devices, or granularity "layer" with tp = 1'
             )
         if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
@@ -596,7 +596,7 @@ class Members:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
         plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
         if self.problem.recompute != AUTO:
-            plan = replace(plan, recompute=self.problem.recompute)
+            plan = recomputing_layers(self.problem, plan, self.problem.recompute)
         self._check_asked(plan)
         return plan
 
@@ -619,11 +619,8 @@ class Members:
         return {}
 
     def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
-        samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
-            # of long models uniform placements are sought once for all numbers of replicas
-            one_stage = Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
-            yield {} if mesh.tp == 1 else uniform_placements(self.problem, one_stage, divides=samples % mesh.tp == 0)
+            yield tensor_placements(self.problem, mesh, count)
             return
         stages = (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else (0, 3)
         seen: list[Mapping[str, Placement]] = []
@@ -724,6 +721,9 @@ class Members:
 # Two families are not searched one after the other, because the first would spend what the better one needs.
 
 
+FEWEST_OF_A_FAMILY = 3
+"""Outlines that are opened until one has a plan that fits, whatever is left to spend: the answer shows the best of each family."""
+
 UNLIKELY = 0.1
 """Of the best step so far: an outline whose estimate is so much longer is not opened."""
 
@@ -745,11 +745,12 @@ def open_one_by_one(
     """
     queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
+    opened_of: Counter[str] = Counter()
     for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
         family = owners[name]
         if family is not together and rivals:
             family.rival_s = together.best_s
-        known = bool(family.steps_s) or family.rival_s < float("inf")
+        known = bool(family.steps_s) or (family.rival_s < float("inf") and opened_of[name] >= FEWEST_OF_A_FAMILY)
         if node.late:
             opened(name, [node], family)  # puts it aside
             continue
@@ -757,6 +758,7 @@ def open_one_by_one(
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
+        opened_of[name] += 1
         opened(name, [node], family)
         if family is not together:
             together.steps_s.update(family.steps_s)

@@ -115,6 +115,48 @@ def test_slurm_chooses_the_gpus_of_its_jobs_itself(tmp_path: Path) -> None:
     assert "--gpus-per-node=2" in slurm_text(launch)
 
 
+def hostile(folder: Path, *, name: str = "mlp") -> LaunchFile:
+    folder.mkdir()
+    return LaunchFile(
+        name=name,
+        job=folder / "job.json",
+        nodes=1,
+        per_node=2,
+        interface="lo",
+        port=29500,
+        device="cuda",
+        visible="1;touch visible",
+        import_folder="a\ntouch imported\n$(touch substituted)",
+        token="0" * 64,
+    )
+
+
+def test_no_name_in_a_script_is_a_command(tmp_path: Path) -> None:
+    """Started with a stub for Python, a script runs nothing but its own commands, and the worker gets the job's own path."""
+    launch = hostile(tmp_path / "a\ntouch folder; $(touch quoted) '\"", name="mlp\ntouch name")
+    script = tmp_path / "launch.sh"
+    script.write_text(torchrun_text(launch))
+    stub = tmp_path / "stub"
+    stub.write_text('#!/bin/sh\nfor last; do :; done; printf %s "$last" > "$SEEN"\n')
+    stub.chmod(0o700)
+    empty, seen = tmp_path / "empty", tmp_path / "seen"
+    empty.mkdir()
+    subprocess.run(["bash", script], check=True, cwd=empty, env={**os.environ, "PYTHON": str(stub), "SEEN": str(seen)})
+    assert seen.read_text() == str(launch.job)
+    assert not list(empty.iterdir())
+
+
+def test_a_directive_of_slurm_holds_one_line_of_a_folder(tmp_path: Path) -> None:
+    for name in ("a\n#SBATCH --wrap=x", "a'b", 'a"b', "a\\b", "a\tb"):
+        with pytest.raises(ConfigError, match="which a directive of Slurm cannot hold; rename the folder"):
+            slurm_text(hostile(tmp_path / name, name="mlp\n#SBATCH --wrap=x"))
+    lines = slurm_text(hostile(tmp_path / "50% of it", name="mlp\n#SBATCH --wrap=x")).splitlines()
+    directives = [line for line in lines if line.startswith("#SBATCH")]
+    assert directives[-1].endswith(r"/50%%\ of\ it/slurm-%j.log")
+    assert directives[0] == "#SBATCH --job-name=mlp--SBATCH---wrap-x"
+    assert len(directives) == 6
+
+
 FAKE_SRUN = """#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do shift; done
 if [[ "$*" == *"addr show"* ]]; then exec "$@"; fi

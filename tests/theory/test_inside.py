@@ -17,16 +17,18 @@ from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
-from parsim.model.component import Component
-from parsim.model.divided import busiest_share, divided_model
+from parsim.model.component import Component, InnerExchange
+from parsim.model.divided import divided_model
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
+from parsim.model.routing import ExpertRouting, busiest_share, places_visited
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import CONTEXT_EXCHANGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
+from parsim.program.passes.inside import inner_steps
 from parsim.program.taskgraph import TaskGraph, parse_work, work_text
 from parsim.work import Collective, Compute, Phase
 from tests.models import chain_model
@@ -138,7 +140,7 @@ def test_gathering_moves_keys_and_values_whole() -> None:
 @pytest.mark.parametrize("capacity", [0.0, 1.5])
 def test_tokens_travel_to_their_experts_and_back(capacity: float) -> None:
     plan = plan_on(Mesh(dp=8, ep=4))
-    graph = lower(plan, question(capacity_factor=capacity).model_on(plan.mesh))
+    graph = lower(plan, question(routing=ExpertRouting(capacity_factor=capacity)).model_on(plan.mesh))
     sent = collectives(graph, "all_to_all")
     visits = SEQ * ACTIVE * plan.microbatch_samples
     assert {work.size_bytes for work in sent} == {round(2 * visits * HIDDEN * (capacity or 1.0))}
@@ -199,7 +201,7 @@ def test_the_parts_of_a_component_cost_what_it_costs(phase: Phase) -> None:
 
 @given(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]))
 def test_work_and_values_of_all_pieces_are_those_of_the_whole(cp: int, ep: int) -> None:
-    made = divided_model(MODEL, cp=cp, ep=ep, element_bytes=2, capacity_factor=1.0)
+    made = divided_model(MODEL, cp=cp, ep=ep, element_bytes=2, routing=ExpertRouting(capacity_factor=1.0))
     assert cp * made.forward_flop == pytest.approx(MODEL.forward_flop, rel=1e-12)
     for mine, theirs in zip(made.values, MODEL.values, strict=True):
         assert mine.bytes_per_sample == -(-theirs.bytes_per_sample // cp)
@@ -217,6 +219,82 @@ def test_the_busiest_rank_has_what_random_choices_give_it(ways: int) -> None:
     mean = 2000
     drawn = np.random.default_rng(0).multinomial(mean * ways, np.full(ways, 1 / ways), size=400).max(axis=1)
     assert busiest_share(mean, ways) == pytest.approx(drawn.mean() / mean, rel=0.004)
+
+
+@pytest.mark.parametrize(("ways", "skew"), [(8, 0.3), (64, 0.1)])
+def test_the_busiest_rank_of_a_skewed_router(ways: int, skew: float) -> None:
+    mean, generator = 2000, np.random.default_rng(0)
+    likely = np.maximum(0, 1 + skew * generator.standard_normal((400, ways)))
+    drawn = [generator.multinomial(mean * ways, each / each.sum()).max() for each in likely]
+    assert busiest_share(mean, ways, skew) == pytest.approx(np.mean(drawn) / mean, rel=0.02)
+
+
+def test_skew_is_less_where_a_rank_has_many_experts_and_costs_time() -> None:
+    routing = ExpertRouting(skew=0.4)
+    assert routing.load(1e9, 1, 8) - 1 == pytest.approx(4 * (routing.load(1e9, 16, 8) - 1), rel=1e-3)
+    balanced, skewed = (step_s(Mesh(dp=8, ep=4), ExpertRouting(skew=skew)) for skew in (0.0, 0.5))
+    assert skewed > balanced
+
+
+@pytest.mark.parametrize(("places", "visits"), [(8, 8), (64, 8), (4, 2)])
+def test_places_visited_by_chance(places: int, visits: int) -> None:
+    drawn = np.random.default_rng(0).integers(places, size=(4000, visits))
+    assert places_visited(places, visits) == pytest.approx(np.mean([len(set(row)) for row in drawn.tolist()]), rel=0.02)
+
+
+def step_s(mesh: Mesh, routing: ExpertRouting, **more: object) -> float:
+    return evaluate(question(routing=routing), plan_on(mesh, **more), samples=0).result.step_s.median  # type: ignore[arg-type]
+
+
+def test_a_dispatcher_sends_a_token_once_to_each_rank_and_node() -> None:
+    mesh = Mesh(dp=8, tp=2, ep=8)  # over two nodes
+    plan = plan_on(mesh)
+    every, once = (
+        collectives(lower(plan, question(routing=ExpertRouting(dispatcher=name)).model_on(mesh)), "all_to_all")[0]
+        for name in ("all_to_all", "deepep")
+    )
+    assert (every.visits, once.visits, every.size_bytes) == (0, ACTIVE, once.size_bytes)
+    assert parse_work(work_text(once)) == once
+    big = replace(once, size_bytes=2**32)
+    prices = [estimate.median_s for estimate in question().price([(replace(big, visits=n), 0) for n in (0, 1, ACTIVE)], mesh)]
+    assert prices[0] == pytest.approx(prices[1])
+    assert prices[2] / prices[0] == pytest.approx(places_visited(2, ACTIVE) / ACTIVE, rel=1e-3)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+@pytest.mark.parametrize("exchange_s", [0.1, 1.0, 30.0])
+def test_overlapped_exchanges_take_no_longer_than_what_they_do_not_hide(phase: Phase, exchange_s: float) -> None:
+    """A component of one rank: rest 2 s, attention 3 s, experts 4 s; the first half of the rest comes before all exchanges."""
+    rest, attention, experts = 2.0, 3.0, 4.0
+
+    def makespan(overlapped: bool, delayed: bool) -> float:
+        inside = InnerExchange(expert_ways=4, overlapped=overlapped, delayed=delayed)
+        of = {"rest": rest, "attention": attention, "experts": experts, "ep": exchange_s}
+        streams, ends = {True: 0.0, False: 0.0}, list[float]()
+        for step in inner_steps(inside, phase, "ring"):
+            begin = max(streams[bool(step.operation)], *(ends[number] for number in step.after), 0.0)
+            ends.append(begin + of[step.what] / step.parts)
+            streams[bool(step.operation)] = ends[-1]
+        return ends[-1]
+
+    computed, both = rest + attention + experts, 2 * exchange_s
+    weights = experts / 2 if phase is Phase.BACKWARD else 0.0
+    assert makespan(False, False) == pytest.approx(computed + both)
+    beside = attention + experts
+    assert makespan(True, True) == pytest.approx(rest + max(beside, both))
+    assert makespan(True, False) == pytest.approx(rest + max(beside - weights, both) + weights)
+    assert makespan(True, True) <= makespan(True, False) <= makespan(False, False)
+    assert makespan(False, True) == pytest.approx(computed + both - min(weights, exchange_s))
+
+
+@pytest.mark.parametrize(
+    "routing", [ExpertRouting(overlapped=True), ExpertRouting(overlapped=True, delayed=True, dispatcher="deepep")]
+)
+def test_folded_programs_with_switches_are_the_unfolded_ones(routing: ExpertRouting) -> None:
+    problem, plan = question(routing=routing), plan_on(Mesh(dp=8, ep=4, pp=2))
+    folded, whole = (evaluate(problem, plan, samples=0, fold=fold).result.step_s.median for fold in (True, False))
+    assert folded == pytest.approx(whole, rel=1e-9)
+    assert folded <= step_s(Mesh(dp=8, ep=4, pp=2), ExpertRouting())
 
 
 def test_the_spread_of_experts_widens_the_interval() -> None:

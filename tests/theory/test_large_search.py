@@ -99,14 +99,14 @@ def test_an_answer_comes_although_the_allowance_is_spent(problem: PlanningProble
 
 
 def test_the_recomputation_that_keeps_least_keeps_no_more_than_all_of_it(problem: PlanningProblem) -> None:
-    """A normalisation that stays as it is keeps one value for the two that it reads."""
+    """Nor more than nothing recomputed."""
     least = least_kept(problem)
     cutting = Cutting(problem=problem, strategy="mp", mesh=Mesh(pp=2), microbatches=4, order="1f1b", placements={})
     kept = [
         sum(dict(entry.lines)["activations"] for entry in problem.memory(replace(cutting.fastest(), recompute=recompute)))
         for recompute in (least.recompute, "full", "none")
     ]
-    assert kept[0] < kept[1] < kept[2]
+    assert kept[0] <= kept[1] < kept[2]
 
 
 def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_fit() -> None:

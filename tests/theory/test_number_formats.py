@@ -107,3 +107,18 @@ def test_sizes_of_every_precision() -> None:
     assert [name for name in FORMATS if is_half(name)] == ["amp_fp16", "amp_bf16"]
     with pytest.raises(CostError, match="unknown precision 'half'"):
         is_half("half")
+
+
+@pytest.mark.parametrize(("state", "width"), [("fp32", 4), ("bf16", 2), ("fp8", 1), ("int8", 1)])
+def test_a_state_has_its_own_width_whatever_the_weights_have(state: str, width: int) -> None:
+    """Adam has two arrays; master weights add a copy of the weights, and one of gradients that are not in fp32."""
+    for precision, master, stays, passes in (
+        ("fp32", True, 2 * width, 0),
+        ("bf16", True, 2 * width + 4, 4),
+        ("bf16", False, 2 * width, 0),
+    ):
+        numerics = Numerics(optimizer="adamw_fused", precision=precision, master_weights=master, state_dtype=state)
+        assert numerics.optimizer_bytes() == (stays, passes)
+    kept = Numerics(optimizer="adamw_fused", precision="bf16", gradient_dtype="fp32")
+    assert kept.optimizer_bytes() == (12, 0)
+    assert kept.gradient_bytes(2) == 4

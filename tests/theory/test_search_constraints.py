@@ -80,7 +80,7 @@ def test_tp_alone_is_megatrons_sharding_of_a_transformer() -> None:
 
 def test_tp_that_nothing_divides_by_is_an_error_that_names_what_divides() -> None:
     """With tp given no placements are mixed: the error blames nothing that adaptive does not have."""
-    text = r"can be cut into tp = 7 shards: tp must divide the size that a rule cuts: .*use tp = "
+    text = r"tp = 7 does not divide the layers of gpt_small: h.0 is cut by column\+row \(512\); the nearest that does: tp = 4"
     with pytest.raises(ScheduleError, match=text) as error:
         ask("mesh = { tp = 7 }", devices=7, model="gpt_small", batch=28)
     assert "large problem" not in str(error.value)

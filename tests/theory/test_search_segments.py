@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.screen import Outline, plan_of
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -15,11 +14,19 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
+from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import step_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
 from parsim.search.recompute import recomputed_to_fit, segmented_to_fit
 from parsim.search.search import search
-from parsim.search.stages import Cutting, ending_with_most, place_excess_bytes, repeated_blocks, segments_of, within_stages
+from parsim.search.stages import (
+    Cutting,
+    place_excess_bytes,
+    recomputing_layers,
+    repeated_blocks,
+    segments_of,
+    within_stages,
+)
 from parsim.search.tensor import uniform_placements
 from tests.machines import machine
 
@@ -58,26 +65,61 @@ def test_blocks_are_found_by_what_repeats() -> None:
     assert repeated_blocks("") == ()
 
 
-def test_a_block_ends_with_the_component_that_holds_most() -> None:
-    held = {"e": 90, "n": 1, "N": 1, "a": 20, "m": 60, "h": 90}
+def test_a_block_begins_where_least_enters_it() -> None:
+    """The stream alone enters before a norm, and behind it what the norm has made too. The first norm is like no other."""
     prints = "enaNmNaNmNaNmNh"  # the last N is the norm behind all layers
+    enters = [0, *([1, 2, 1, 2] * 3), 1, 1]
     assert repeated_blocks(prints) == ((2, 6), (6, 10), (10, 14))
-    assert repeated_blocks(prints, [held[each] for each in prints]) == ((1, 5), (5, 9), (9, 13))
-    assert repeated_blocks("eabcabcabch", [9, 1, 1, 1, 1, 1, 1, 1, 1, 1, 9]) == ((1, 4), (4, 7), (7, 10))
+    assert repeated_blocks(prints, enters) == ((1, 5), (5, 9), (9, 13))
+    assert repeated_blocks("eabcabcabch", [0, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]) == ((1, 4), (4, 7), (7, 10))
 
 
-def test_segments_can_be_moved_to_end_with_what_holds_most() -> None:
-    """The last norm is like those of layers, so blocks are found from a layer's attention to the next one's norm."""
-    problem = replace(asked("sublayer", devices=8), global_batch=16)
-    plain = plan_of(problem, Outline(mesh=Mesh(dp=8), microbatches=1, zero_stage=3))
-    for segments in segments_of(problem):
-        moved = ending_with_most(problem, replace(plain, segments=segments, recompute=("embed", "h.0.norm1")))
-        assert moved is not None
-        assert {segment[-1].split(".")[-1] for segment in moved.segments} == {"mlp"}
-        assert moved.segments[0][0] == "h.0.norm1"
-        assert moved.recompute == ("embed",)
-        assert [len(segment) for segment in moved.segments] == [len(segment) for segment in segments]
-        assert ending_with_most(problem, replace(plain, recompute="full")) is None
+def of_layers(problem: PlanningProblem, plan: Plan) -> dict[str, float]:
+    """Bytes of the fullest rank by line."""
+    return max((dict(memory.lines) for memory in problem.memory(plan)), key=lambda lines: lines["activations"])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_full_recomputation_keeps_a_piece_of_the_sequence_of_one_input_per_layer(tp: int) -> None:
+    """Korthikanti et al. (2022), section 5: full recomputation keeps 2sbh bytes per layer, here in t pieces."""
+    problem = asked("sublayer", 8)
+    mesh, asks = Mesh(dp=1, tp=tp), replace(problem, recompute="full")
+    placed = uniform_placements(asks, Mesh(tp=tp), divides=True) if tp > 1 else {}
+    plain = replace(cut(problem, mesh, 4), placements=placed).fastest()
+    layers = tuple(name for name in plain.components if name.startswith("h."))
+    plan = recomputing_layers(asks, plain, layers)
+    assert [len(segment) for segment in plan.segments] == [4] * LAYERS
+    assert plan.recompute == "none"
+    kept, nothing = (of_layers(problem, each)["activations"] for each in (plan, replace(plain, recompute=layers)))
+    head = of_layers(problem, replace(plan, segments=(), recompute=plain.components))["activations"]
+    assert nothing > 2 * LAYERS * 2 * 4096 * 512  # component by component: what attention and MLP read, gathered
+    layer_bytes = 2 * 4096 * 512 / tp
+    beside = kept - LAYERS * layer_bytes
+    assert beside == pytest.approx(kept_by_ends(problem, plain), rel=1e-6), head
+
+
+def kept_by_ends(problem: PlanningProblem, plan: Plan) -> float:
+    """What the last norm and the head keep of one sample."""
+    kept = KeptActivations(problem.layout(plan), problem.numerics.precision)
+    return sum(kept.saved_bytes(name) for name in ("embed", "final.norm", "head"))
+
+
+def test_full_recomputation_by_sublayers_holds_what_it_holds_by_layers() -> None:
+    held = []
+    for granularity in ("block", "sublayer"):
+        problem = replace(asked(granularity, 1), recompute="full")
+        held.append(held_bytes(problem, recomputing_layers(problem, cut(problem, Mesh(), 2).fastest(), "full")))
+    assert held[1] == pytest.approx(held[0], rel=0.02)
+
+
+def test_layers_of_which_some_components_are_named_are_no_segments() -> None:
+    problem = asked("sublayer", 1)
+    plain = cut(problem, Mesh()).fastest()
+    chosen = (*(f"h.0.{part}" for part in ("norm1", "attn", "norm2", "mlp")), "h.1.mlp", "selective:h.2.attn")
+    plan = recomputing_layers(problem, plain, chosen)
+    assert plan.segments == (chosen[:4],)
+    assert plan.recompute == ("h.1.mlp", "selective:h.2.attn")
+    assert recomputing_layers(replace(problem, segments=False), plain, chosen).segments == ()
 
 
 def test_segments_are_whole_layers_or_several_of_them() -> None:
@@ -85,8 +127,7 @@ def test_segments_are_whole_layers_or_several_of_them() -> None:
     ways = segments_of(problem)
     assert [len(way) for way in ways] == [LAYERS, LAYERS // 2, 2]
     for segment in ways[0]:
-        own = {name.split(".")[-1] for name in segment}
-        assert own in ({"attn", "mlp", "norm1", "norm2"}, {"attn", "mlp", "norm", "norm2"})
+        assert [name.split(".")[-1] for name in segment] == ["norm1", "attn", "norm2", "mlp"]
     assert segments_of(replace(problem, segments=False)) == ()
     assert segments_of(replace(problem, recompute="none")) == ()
 

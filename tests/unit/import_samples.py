@@ -33,7 +33,9 @@ def nccl_text(
     wrong: int = 0,
     devices: Sequence[int] | None = None,
     redop: str = "sum",
+    error: str | None = None,
 ) -> str:
+    """error: of the column of this name, which versions before 2.13 have in place of #wrong."""
     lines = [] if program is None else [f"# Collective test starting: {program}_perf"]
     lines += [
         "# nThread 1 nGpus 1 minBytes 8 maxBytes 8589934592 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1",
@@ -46,13 +48,14 @@ def nccl_text(
         lines.append(
             f"#  Rank {rank:2d} Group  0 Pid {4000 + rank:6d} on {host:>10s} device {device:2d} [0000:{rank:02x}:00] {gpu}"
         )
-    lines.append(
-        "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"
-    )
+    last = "#wrong" if error is None else " error"
+    half = f"time   algbw   busbw {last}"
+    lines.append(f"#       size         count      type   redop    root     {half}     {half}")
     for size in sizes:
         microseconds = seconds_of(size, scale) * 1e6
         algbw = size / microseconds / 1e3
-        half = f"{microseconds:9.2f} {algbw:7.2f} {algbw * busbw_ratio(program or 'all_reduce', n):7.2f} {wrong:6d}"
+        half = f"{microseconds:9.2f} {algbw:7.2f} {algbw * busbw_ratio(program or 'all_reduce', n):7.2f} "
+        half += f"{wrong:6d}" if error is None else f"{error:>6s}"
         lines.append(f"{size:12d} {size // 4:12d}     float  {redop:>6s}      -1  {half}  {half}")
     lines += ["# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 70.7", ""]
     return "\n".join(lines)

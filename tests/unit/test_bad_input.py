@@ -112,6 +112,9 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.forbid={ head = 'batch' }",), ("plan.forbid.head", "'batch'", "a list", "for example forbid = ")),
     # what does not go together
     (("training.master_weights=true",), ("training.master_weights", "bf16")),
+    (("training.state_dtype=int4",), ("training.state_dtype", "'int4'", "fp8")),
+    (("training.gradient_dtype=fp32",), ("training.gradient_dtype", "half precision", "drop gradient_dtype")),
+    (("training.weight_dtype=fp8",), ("training.weight_dtype", "precision = ", "drop weight_dtype")),
     (("training.dtype=float64", "training.precision=bf16"), ("training.dtype", "'float64'", "training.precision", "'bf16'")),
     (("cluster.nodes=2",), ("cluster.nodes", "2", "needs cluster.network", "for example network = ")),
     (("plan.zero_stage=1", *READ), ("plan.zero_stage", "the plan is read from", "drop zero_stage")),

@@ -113,7 +113,7 @@ def test_files_have_keys_that_exist(page: Path, block: str, tmp_path: Path, monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     beside = re.findall(r"```python\n(# nets.py\n.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "nets.py").write_text("".join(beside), encoding="utf-8")
-    if not {"model", "cluster", "training", "plan"} & set(given):
+    if not {"model", "cluster", "training", "plan", "software"} & set(given):
         assert isinstance(parse_scenario(block), Scenario)
         return
     missing = {key: value for key, value in REST.items() if key.partition(".")[2] not in given.get(key.partition(".")[0], {})}

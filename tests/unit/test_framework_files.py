@@ -171,6 +171,25 @@ def test_options_of_megatron(extra: str, recompute: str, zero: int, precision: s
     assert recipe.unknown == []
 
 
+def test_recomputed_modules_and_layers_of_megatron() -> None:
+    recipe = read_script(SIZES + "--bf16 --recompute-granularity selective --recompute-modules core_attn mla_up_proj")
+    assert (recipe.recompute, recipe.args["recompute_modules"]) == ("selective", "core_attn mla_up_proj")
+    assert recipe.settings(recipe.tp * recipe.pp)["plan.recompute"] == "selective"
+    assert recipe.left_out == {}
+    unmodelled = read_script(SIZES + "--bf16 --recompute-granularity selective --recompute-modules moe")
+    assert unmodelled.recompute == "none"
+    assert {"--recompute-granularity", "--recompute-modules"} <= set(unmodelled.left_out)
+    blocks = read_script(SIZES + "--bf16 --recompute-granularity full --recompute-method block --recompute-num-layers 1")
+    blocks.args["layers"], blocks.pp, blocks.tp, blocks.chunks = 8, 2, 1, 2
+    assert blocks.settings(2)["plan.recompute"] == ["h.0.*", "h.2.*", "h.4.*", "h.6.*"]
+    assert blocks.left_out == {}
+
+
+def test_the_loss_of_transformer_engine_is_taken() -> None:
+    assert read_script(SIZES + "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te").args["loss"] == "fused"
+    assert "loss" not in read_script(SIZES + "--cross-entropy-loss-fusion").args
+
+
 def test_offload_of_megatron_is_taken_where_it_means_the_same() -> None:
     recipe = read_script(SIZES + "--bf16 --optimizer-cpu-offload --cpu-offloading-num-layers 2")
     found = recipe.settings(recipe.tp * recipe.pp)

@@ -59,7 +59,7 @@ def test_lstopo_counts_lanes_to_switches() -> None:
         f'{LSTOPO[:start]}<indexes length="1">15 13 35 38 99</indexes><u64values length="1">{values}</u64values>{LSTOPO[end:]}'
     )
     tree = read_lstopo(source(text))
-    assert tree.switched_lanes == 12
+    assert {(link.b, link.lanes) for link in tree.direct_links(12)} == {("nvswitch0", 12)}
 
 
 @pytest.mark.parametrize(

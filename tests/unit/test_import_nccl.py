@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from parsim.app.import_file import import_file
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError
-from parsim.formats.nccl_tests import NcclLog, read_nccl_tests, with_measured
+from parsim.formats.nccl_tests import NcclLog, NcclRow, NcclTest, read_nccl_tests, with_measured
 from parsim.formats.source import SourceFile
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.hardware.network import load_network
 from parsim.hardware.profile import CollectivePoint, Profile, SourceEntry, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import to_text
 from parsim.work import Collective
@@ -74,7 +77,6 @@ def test_the_ratio_of_the_bandwidths_tells_the_operation_or_the_user_does() -> N
     ("text", "said"),
     [
         ("hello\nworld\n", "holds no row of nccl-tests .2 lines of other programs.; expected rows"),
-        (nccl_text(hosts=("a", "b")), "across 2 hosts .a, b."),
         (nccl_text(wrong=3), "rows whose data came out wrong"),
         (nccl_text(1), "at least 2"),
         (nccl_text(devices=[0] * 8).replace("[0000:07:00]", "[0000:06:00]"), "lists a device twice"),
@@ -93,6 +95,120 @@ def test_processes_that_see_one_device_each_are_told_apart_by_their_bus() -> Non
     log = read(nccl_text(4, devices=[0, 0, 0, 0]))
     assert log.tests[0].group == (0, 1, 2, 3)
     assert "order of their PCI bus" in log.notes[0]
+
+
+@pytest.mark.parametrize(("error", "rows"), [("2e-06", 2 * len(SIZES)), ("0e+00", 2 * len(SIZES)), ("3e-02", 0)])
+def test_the_largest_difference_of_old_versions_is_no_count_of_wrong_values(error: str, rows: int) -> None:
+    text = nccl_text(program=None, error=error)
+    if not rows:
+        with pytest.raises(ImportedFileError, match="22 rows whose data came out wrong"):
+            read(text)
+        return
+    assert len(read(text).tests[0].rows) == rows
+    with pytest.raises(ImportedFileError, match="rows whose data came out wrong"):  # of integers nothing may differ
+        read(nccl_text(program=None, error="1e+00").replace(" float ", " int32 "))
+
+
+def test_processes_without_mpi_are_told_what_to_build() -> None:
+    one = nccl_text(1, program=None)
+    head = "\n".join(line for line in one.splitlines() if line.startswith("#"))
+    other = head.replace("Pid   4000", "Pid   4001")
+    for text in (f"{other}\n{one}", f"{one}{one.replace('Pid   4000', 'Pid   4001')}"):
+        with pytest.raises(ImportedFileError, match=r"2 processes that each measured by themselves.*make MPI=1.*-g 2"):
+            read(text)
+
+
+def test_a_gpu_that_has_no_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(nccl_text(4, gpu="NVIDIA GH200 120GB", devices=[0] * 4))
+    with pytest.raises(ImportedFileError, match="names NVIDIA GH200 120GB, of which no part is shipped"):
+        import_file(tmp_path / "log.txt")
+    assert import_file(tmp_path / "log.txt", cluster="4xh100-sxm").found["profile"] == "4xh100-sxm"
+
+
+JUMPING = {2048: 7e-6, 10240: 7e-6, 34816: 40e-6, 133120: 8e-6, 526336: 42e-6, 2097152: 39e-6, 8388608: 46e-6, 33554432: 136e-6}
+STEPPED = {
+    2**power: 20e-6 + 2.0**power / 150e9 + (12e-6 if power > 18 else 0.0) + (40e-6 if power > 24 else 0.0)
+    for power in range(10, 31)
+}
+
+
+@pytest.mark.parametrize("times", [JUMPING, STEPPED])
+def test_a_log_comes_to_lie_inside_the_interval_and_nearer_than_before(times: dict[int, float]) -> None:
+    rows = tuple(NcclRow(size_bytes=size, seconds=seconds, in_place=False) for size, seconds in times.items())
+    test = NcclTest(operation="all_reduce", hosts=((0, 1),), devices=(), rows=rows, repeats=20)
+    made, (group,) = with_measured(load_profile(H100), NcclLog(tests=(test,), skipped={}), "00000001", "log.txt")
+    assert group.error_before is not None
+    assert group.fit_error <= group.error_before
+    cluster = cluster_from_profile(made)
+    for size, seconds in times.items():
+        estimate = estimate_collective(Collective(operation="all_reduce", group=(0, 1), size_bytes=size), cluster)
+        spread = math.hypot(*(sigma for _, sigma in estimate.parameters))
+        assert abs(math.log(seconds / estimate.median_s)) <= 1.645 * spread
+
+
+def between(tmp_path: Path, hosts: int = 2, scale: float = 1.0, **text: object) -> Path:
+    names = tuple(f"node-{host}" for host in range(hosts))
+    devices = list(range(8)) * hosts
+    path = tmp_path / f"log{hosts}.txt"
+    path.write_text(nccl_text(8 * hosts, hosts=names, devices=devices, scale=scale, **text))  # type: ignore[arg-type]
+    return path
+
+
+def between_prices(network: str, hosts: int, operation: str = "all_reduce") -> list[tuple[float, float, float]]:
+    """Per size: measured, predicted, and the spread of the prediction."""
+    cluster = cluster_from_profile(load_profile(H100), nodes=hosts, network=network)
+    found = []
+    for size in SIZES:
+        work = Collective(operation=operation, group=tuple(range(8 * hosts)), size_bytes=size)
+        estimate = estimate_collective(work, cluster)
+        spread = math.hypot(*(sigma for _, sigma in estimate.parameters))
+        found.append((seconds_of(size), estimate.median_s, spread))
+    return found
+
+
+def test_a_log_of_two_hosts_calibrates_a_network(tmp_path: Path) -> None:
+    into = tmp_path / "net.json"
+    said = import_file(between(tmp_path), into=into, network="infiniband-400g")
+    assert said.found["base"] == "infiniband-400g"
+    assert said.found["fit_error"] < said.found["error_before"]
+    errors = {}
+    for network in ("infiniband-400g", str(into)):
+        prices = between_prices(network, 2)
+        errors[network] = sum(abs(math.log(predicted / measured)) for measured, predicted, _ in prices)
+    assert errors[str(into)] < 0.5 * errors["infiniband-400g"]
+    for measured, predicted, spread in between_prices(str(into), 2):
+        assert abs(math.log(predicted / measured)) <= 1.645 * spread
+    wide, narrow = (between_prices(str(into), hosts)[0][2] for hosts in (4, 2))
+    assert wide >= load_network("infiniband-400g").relative_sigma.value  # nothing was measured over four nodes
+    assert narrow != wide
+
+
+def test_a_network_is_fitted_to_all_its_logs_and_the_same_log_again_changes_nothing(tmp_path: Path) -> None:
+    into = tmp_path / "net.json"
+    import_file(between(tmp_path), into=into, network="infiniband-400g")
+    once = load_network(str(into))
+    import_file(between(tmp_path), into=into)
+    assert load_network(str(into)).points == once.points
+    import_file(between(tmp_path, program="all_gather", redop="none", scale=0.7), into=into)
+    points = load_network(str(into)).points
+    assert {point.operation for point in points} == {"all_reduce", "all_gather"}
+    assert len(points) == 2 * len(once.points)
+
+
+def test_a_network_is_found_for_a_log_that_names_none_and_other_targets_are_refused(tmp_path: Path) -> None:
+    log = between(tmp_path)
+    assert "starts from" in import_file(log, into=tmp_path / "net.json").warnings[-1]
+    save_profile(load_profile(H100), tmp_path / "profile.json")
+    with pytest.raises(ImportedFileError, match=r"calibrates a network, but .*profile.json is none"):
+        import_file(log, into=tmp_path / "profile.json")
+    (tmp_path / "one.txt").write_text(nccl_text())
+    with pytest.raises(ImportedFileError, match="is of one host"):
+        import_file(tmp_path / "one.txt", network="infiniband-400g")
+    both = tmp_path / "both.txt"
+    both.write_text(nccl_text() + log.read_text())
+    said = import_file(both, into=tmp_path / "both.json")
+    assert said.found["profile"] == "8xh100-sxm"
+    assert any("all_reduce over 2 hosts is left out" in warning for warning in said.warnings)
 
 
 def imported(n: int = 8, scale: float = 1.0, base: str = H100, **text: object) -> Profile:

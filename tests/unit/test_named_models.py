@@ -100,6 +100,9 @@ def test_names_are_read_generously() -> None:
         ({"seq": 0}, "seq of llama3-8b must be a whole number >= 1 and <= 8589934592, got 0"),
         ({"seq": 10**12}, "seq of llama3-8b must be a whole number >= 1 and <= 8589934592, got 1000000000000"),
         ({"seq": 4096, "document_tokens": 1000}, r"document_tokens .*\(1000\) must divide .*\(4096\); .*: 512 or 1024"),
+        ({"loss": "small"}, "loss of llama3-8b must be fused or chunked, got 'small'"),
+        ({"seq": 4096, "loss_tokens": 4097}, "loss_tokens of llama3-8b must be a whole number of the 4096 tokens"),
+        ({"recompute_modules": "core_attn moe"}, "recompute_modules of llama3-8b names some of core_attn layernorm"),
         ({"seq": 4096, "document_tokens": 0}, "document_tokens of llama3-8b must be a whole number >= 1, got 0"),
         ({"seq": 4096, "document_tokens": True}, "document_tokens of llama3-8b must be a whole number >= 1, got True"),
         ({"seq": 4096, "document_tokens": 512, "kernels": "unfused-attention"}, "computes masked scores too; drop it"),
@@ -288,3 +291,52 @@ def test_configs_give_the_published_parameters(name: str) -> None:
     with torch.device("meta"):
         module = getattr(transformers, document["architectures"][0])._from_config(config)
     assert sum(parameter.numel() for parameter in module.parameters()) == row.parameters
+
+
+def saved(model: Model, name: str) -> int:
+    """Bytes of one sample."""
+    return model.component(name).saved_activation_bytes
+
+
+def test_a_loss_keeps_its_bytes_of_every_logit_that_counts() -> None:
+    """Half precision: logits of 2 bytes and a copy in fp32; one array of 2; nothing, for a part at a time."""
+    sizes = {"seq": 4096, "layers": 1}
+    logits = 4096 * 128256
+    by_form = {form: saved(by_name("llama3-8b", loss=form, **sizes), "head") for form in ("", "fused", "chunked")}
+    assert by_form[""] - by_form["fused"] == 4 * logits
+    assert by_form["fused"] - by_form["chunked"] == 2 * logits
+    some = by_name("llama3-8b", loss_tokens=1024, **sizes)
+    assert by_form[""] - saved(some, "head") == 6 * (logits - 1024 * 128256)
+    products = [flop(model, "matmul") for model in (by_name("llama3-8b", **sizes), some)]
+    assert products[0] - products[1] == 2.0 * 3072 * 128256 * 4096
+    assert by_name("llama3-8b", loss_tokens=4096, **sizes).fingerprints == by_name("llama3-8b", **sizes).fingerprints
+
+
+def test_megatrons_modules_run_again_by_operator() -> None:
+    """DeepSeek V3: the up-projections make queries and keys of 128 heads and 192 channels, and values of 128."""
+    kept = {}
+    for modules in ("", "mla_up_proj", "core_attn mla_up_proj"):
+        selective = by_name("deepseek-v3", seq=4096, layers=4, recompute_modules=modules).component("h.3").selective
+        assert selective is not None
+        kept[modules] = selective.again[0]
+    assert kept["mla_up_proj"] == 2 * 4096 * 128 * (192 + 192 + 128)
+    assert kept["core_attn mla_up_proj"] - kept["mla_up_proj"] == 4 * 4096 * 128  # one number per query and head
+    assert kept[""] > 0  # torch's policies make norms and activation functions again
+
+
+def lines_of(**settings: object) -> dict[str, int]:
+    """Memory of the fullest rank of Llama 3 8B in fp8 on eight GPUs with ZeRO 1, by line."""
+    asked = {"plan.strategy": "dp", "plan.zero_stage": 1, "plan.microbatches": 1, "training.precision": "fp8"}
+    answer = parsim.plan("llama3-8b", cluster="8xh200", global_batch=8, settings={**asked, **settings})
+    return dict(max(answer.chosen.evaluation.memory, key=lambda rank: rank.total_bytes).lines)
+
+
+def test_states_gradients_and_weights_have_the_widths_that_are_asked_for() -> None:
+    """8,030,261,248 weights, of which 6.98 G are in products of layers; an eighth of the state on each GPU."""
+    weights, low = 8_030_261_248, 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    usual = lines_of()
+    other = lines_of(**{"training.state_dtype": "int8", "training.gradient_dtype": "fp32", "training.weight_dtype": "fp8"})
+    assert usual["optimizer_state"] == pytest.approx(12 * weights / 8, rel=1e-6)
+    assert other["optimizer_state"] == pytest.approx(6 * weights / 8, rel=1e-6)
+    assert other["gradients"] == pytest.approx(2 * usual["gradients"], rel=1e-6)
+    assert usual["parameters"] - other["parameters"] == low

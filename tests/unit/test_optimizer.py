@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parsim.app.sections import REFUSED, TORCH_NAMES
 from parsim.errors import ConfigError
 from parsim.execute.checkpoint.checkpoint import restore_optimizer
-from parsim.execute.optimizer import check_states, distinct, flat_gradients, make_optimizer
+from parsim.execute.optimizer import check_states, distinct, flat_gradients, make_optimizer, scale_to_norm, squared_norm
 from parsim.model.optimizers import COUNTERS, OPTIMIZERS
 
 
@@ -150,3 +150,15 @@ def test_tied_parameters_are_updated_once() -> None:
     make_optimizer("sgd", [parameter, parameter], 1.0).step()
     assert parameter.tolist() == [-1.0, -1.0]
     assert len(distinct([parameter, parameter])) == 1
+
+
+@pytest.mark.parametrize(("size", "is_clipped"), [(1e18, True), (1e20, False)])
+def test_a_norm_that_overflows_is_seen(size: float, is_clipped: bool) -> None:
+    """torch 2.13 sets gradients of 1e20 to 0 (findings/clip_grad_norm_overflow.sh)."""
+    gradients = [torch.full((4,), size), torch.ones(4)]
+    norm = squared_norm(gradients, torch.device("cpu")).sqrt()
+    scale_to_norm(gradients, norm, 1.0)
+    if is_clipped:
+        assert float(torch.cat(gradients).norm()) == pytest.approx(1.0, rel=1e-6)
+    else:
+        assert all(bool(gradient.isnan().all()) for gradient in gradients)

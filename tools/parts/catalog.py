@@ -14,6 +14,7 @@ SM_TABLE = "github lijun99/GPU-Resources NVIDIA_GPU_SM.md"
 LAMBDA = (
     "huggingface.co/spaces/lambdabrendan/Lambda-LLM-Calculator data/gpu_specs.csv @ed88147: shaders over 128 per multiprocessor"
 )
+A30_PAGE = "sysrqmts.com, NVIDIA A30 PCIe vs NVIDIA Jetson TX1 GPU: GA100, SM count 56"
 A40_PAGE = "hmc-tech.com, NVIDIA L4 vs NVIDIA A40: 10752 shaders over 128 per multiprocessor"
 B200_PAGE = "hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 148 SMs"
 ROCM = "rocm.docs.amd.com, AMD GPU specifications: compute units of CDNA3 accelerators"
@@ -103,6 +104,14 @@ GPUS: tuple[CatalogGpu, ...] = (
         units=(108, "datasheet", f"{NEUSIGHT}, A100 80GB PCIe"),
         rows=("A100-PCIe-80GB",),
         attention_rows=("A100-PCIe-80GB",),
+        link="pcie-4",
+    ),
+    CatalogGpu(
+        name="a30",
+        peaks="A30",
+        description="NVIDIA A30, 24 GB.",
+        family="ampere",
+        units=(56, "datasheet", A30_PAGE),
         link="pcie-4",
     ),
     CatalogGpu(

@@ -156,7 +156,7 @@ def fit_text(fits: Sequence[Mapping[str, Any]]) -> str:
 
 
 UNITS = "github sitar-lab/NeuSight scripts/asplos/data/device_configs/Tesla_V100-PCIE-32GB.json @6945927d9afc, Num_Sm"
-CHIP = ("peak_flop_per_s", "memory_bandwidth_bytes_per_s")
+CHIP = ("peak_flop_per_s", "memory_bandwidth_bytes_per_s", "multiprocessors")
 
 
 def v100_parts(folder: Path) -> dict[str, dict[str, Any]]:

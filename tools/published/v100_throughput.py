@@ -5,7 +5,7 @@ ResNet-50, BERT-base or GPT. It must be in samples per second, at a stated batch
 row is listed with the reason it is left out. Of several rows for one case the median stands.
 
 The programs that were measured, as their scripts say (github Oneflow-Inc/DLPerf and NVIDIA/DeepLearningExamples):
-    ResNet-50  v1.5 on 224 x 224, SGD with momentum.
+    ResNet-50  v1.5 on 224 x 224, SGD with momentum; channels last under mixed precision alone.
     BERT-base  sequence length 128, dropout 0.1, vocabulary padded to a multiple of 8 (30,528), FusedAdam (priced as torch's
                foreach AdamW, some 7 ms longer), apex DDP with message_size = 250,000,000: one bucket after the backward.
     GPT        sequence length 2048, dropout 0.1, fused masked softmax, FusedAdam, and `--checkpoint-activations`: the forward
@@ -28,6 +28,8 @@ from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import Efficiency
+from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
+from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.component import LOSS
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
@@ -65,12 +67,18 @@ HEADS = {768: 12, 1536: 16}
 """Attention heads of the GPT cases by hidden size, from DLPerf's scripts."""
 
 
+PLAIN = ConvolutionSoftware()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedTraining:
-    """What was measured: the model, its optimizer, the bucket of its gradients, the components whose forward runs twice."""
+    """What was measured: the model, its optimizer, the bucket of its gradients, the components whose forward runs twice, and
+    how convolutions run.
+    """
 
     spec: ModelSpec
     optimizer: str
+    convolution: ConvolutionSoftware = PLAIN
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     recomputed: str = ""
 
@@ -153,7 +161,8 @@ def medians(rows: Sequence[PublishedRow]) -> dict[tuple[str, str, int, int], flo
 def program_of(model: str) -> PublishedTraining:
     """The program behind a case's model. Raises DataError for a GPT whose heads are unknown."""
     if model == "resnet50":
-        return PublishedTraining(spec=ModelSpec(name="resnet50"), optimizer="sgd_momentum")
+        nhwc = FRAMEWORKS["deeplearningexamples"].convolution or PLAIN
+        return PublishedTraining(spec=ModelSpec(name="resnet50"), optimizer="sgd_momentum", convolution=nhwc)
     if model == "bert-base":
         bert = (("hidden", 768), ("layers", 12), ("heads", 12), ("vocab", 30528), ("seq", 128), ("dropout", 0.1))
         spec = ModelSpec(name="tools.published.models:nvidia_bert", args=bert, input_shape=(128,))
@@ -170,7 +179,7 @@ def problem_of(case: tuple[str, str, int, int], cluster: Cluster) -> tuple[Plann
     """The question a case asks of parsim, and the data-parallel plan of the program that was measured."""
     model_name, precision, batch, gpus = case
     program = program_of(model_name)
-    model = load_model(program.spec)
+    model = run_by(load_model(program.spec), program.convolution, precision)
     numerics = Numerics(precision=precision, optimizer=program.optimizer)
     problem = PlanningProblem(model=model, cluster=cluster, global_batch=batch * gpus, numerics=numerics)
     return problem, data_parallel(model, batch, gpus, program.bucket_bytes)

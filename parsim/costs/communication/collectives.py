@@ -42,6 +42,7 @@ from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CollectiveFit, LinkModel
+from parsim.model.routing import places_visited
 from parsim.units import format_bytes
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
@@ -136,7 +137,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     if COLLECTIVE_KINDS[work.operation].rooted:
         return _by_links(work, group, cluster, concurrent)
     estimates = known_estimates(cluster)
-    key = (work.operation, work.size_bytes, alike(cluster, group, _hashable(concurrent)))
+    key = (work.operation, work.size_bytes, work.visits, alike(cluster, group, _hashable(concurrent)))
     if key not in estimates:
         estimates[key] = _by_links(work, group, cluster, concurrent)
     return estimates[key]
@@ -145,7 +146,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
 def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
     others = _distinct(_hashable(concurrent))
     if COLLECTIVE_KINDS[work.operation].pairwise:
-        return _pairwise(work.operation, group, work.size_bytes, cluster, others)
+        return _pairwise(work.operation, group, work.size_bytes, cluster, others, work.visits)
     if len(cluster.spread(group)) > 1:
         return _between_nodes(work.operation, group, work.size_bytes, cluster, others)
     return _inside_node(work.operation, group, work.size_bytes, cluster, others)
@@ -199,7 +200,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         network, _ = parts_of(cluster)
         base_s, rate = point_to_point(network, model)
         detail = f"card to card over {network.name}"
-        extra.append(("communication:network", network.relative_sigma.value))
+        extra.append(("communication:network", network.sigma("send_recv", [1, 1])))
     terms = moving_terms(
         work.size_bytes,
         beta / rate,
@@ -247,9 +248,10 @@ def _between_nodes(
 ) -> Estimate:
     network, model = parts_of(cluster)
     best = choices(operation, group, size_bytes, cluster, concurrent)[0]
+    members = [len(devices) for _, devices in cluster.spread(group)]
     extra = [
         ("communication:unmeasured group", model.unmeasured_group_sigma),
-        ("communication:network", network.relative_sigma.value),
+        ("communication:network", network.sigma(operation, members)),
     ]
     if operation != MEASURED_ON_LINKS:
         extra.append(DERIVED)
@@ -260,14 +262,22 @@ def _between_nodes(
 
 
 def _pairwise(
-    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+    operation: str,
+    group: tuple[int, ...],
+    size_bytes: int,
+    cluster: Cluster,
+    concurrent: tuple[tuple[int, ...], ...],
+    visits: int = 0,
 ) -> Estimate:
     """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace.
+
+    With `visits` (`Collective`) links between ranks and between nodes carry less: places_visited / visits of S each.
 
     Leaves out the cost of each message beyond the first hop, which many small ones over a network have.
     """
     model = link_model_of(cluster)
     if len(cluster.spread(group)) == 1 and (found := measured_fit(cluster, operation, group, concurrent)):
+        size_bytes = round(size_bytes * (places_visited(len(group), visits) / visits if visits else 1.0))
         return _by_measured(*found, size_bytes, len({*concurrent, group}))
     extra = [DERIVED]
     pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
@@ -278,14 +288,19 @@ def _pairwise(
         network, _ = parts_of(cluster)
         base_s, efficiency = point_to_point(network, model)
         hop_s = pace.hop_latency_s
-        extra.append(("communication:network", network.relative_sigma.value))
+        members = [len(devices) for _, devices in cluster.spread(group)]
+        extra.append(("communication:network", network.sigma(operation, members)))
         detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
     share = COLLECTIVE_KINDS[operation].traffic(len(group)) / COLLECTIVE_KINDS["all_to_all"].traffic(len(group))
+    inside = outside = share
+    if visits:
+        inside, outside = (share * places_visited(places, visits) / visits for places in (len(group), pace.nodes))
+        detail += f", once per rank and node of {visits} visits"
     terms = moving_terms(
         size_bytes,
-        share * max(pace.inside_s_per_byte, pace.outside_s_per_byte / efficiency),
+        max(inside * pace.inside_s_per_byte, outside * pace.outside_s_per_byte / efficiency),
         base_s + hop_s,
-        alone_seconds_per_byte=share * max(alone.inside_s_per_byte, alone.outside_s_per_byte / efficiency),
+        alone_seconds_per_byte=max(inside * alone.inside_s_per_byte, outside * alone.outside_s_per_byte / efficiency),
         groups=len({*concurrent, group}),
         latency=hops_text(base_s, (1 if hop_s else 0, hop_s)),
     )

@@ -16,6 +16,7 @@ eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, NodeShape, Port
-from parsim.hardware.topology import Link, Topology, walk_of
+from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
 
 MAX_RING_DEVICES = 8
 PEELINGS = 100
@@ -315,7 +316,8 @@ def group_pace(
         inside, outside = max(inside, seconds[0]), max(outside, seconds[1])
         relayed = relayed or (len(members) > 1 and _leaves_direct_links(nodes.shapes[node], link_kind, part))
         if len(spread) > 1:
-            port_latency = max(port_latency, max(port_of(nodes.shapes[node], member).latency_s for member in members))
+            ports = (port for member in members for port in ports_of(nodes.shapes[node], member))
+            port_latency = max(port_latency, max(port.latency_s for port in ports))
     own, total = leaf_shares(cluster, group, way, concurrent)
     crossing = 0.0  # a ring or tree in node order leaves every leaf once; pairs with all that is meant for elsewhere
     for leaf in own:
@@ -382,43 +384,67 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
     if part.way == "inside":
         return (dict(rings_of(shape, link_kind, part.members).loads) if size > 1 else {}), {}
     if part.way == "rails":
-        return {}, added(_out_and_in(shape, member, member, 1.0 / size) for member in part.members)
+        return {}, added(_out_and_in(shape, link_kind, member, 1.0 / size) for member in part.members)
     if part.way == "pairs":
         share = 1.0 / part.ranks
         flows: list[LinkLoad] = [(a, b, share) for a in names for b in names if a != b]
         away = part.ranks - size
-        outward = [_out_and_in(shape, member, member, away * share) for member in part.members] if away else []
+        outward = [_out_and_in(shape, link_kind, member, away * share) for member in part.members] if away else []
         return link_loads(shape.topology, link_kind, flows), added(outward)
-    cards = dict.fromkeys(port_of(shape, member) for member in part.members)
-    inward: list[Mapping[LinkStep, float]] = []
+    relayed = size > 1 and rings_of(shape, link_kind, part.members).relayed
+    near: dict[Port, int] = {}
+    for place, member in enumerate(part.members):
+        for port in ports_of(shape, member):
+            near.setdefault(port, place)
+    load: dict[LinkStep, float] = {}
     chain: list[LinkLoad] = []
-    for card in cards:  # a chain that ends at the first member near the card, so that it begins at a second one if there is one
-        last = next(place for place, member in enumerate(part.members) if port_of(shape, member) == card)
+    for port, last in near.items():
         order = part.members[last + 1 :] + part.members[: last + 1]
-        inward.append(_out_and_in(shape, order[-1], order[0], 1.0 / len(cards), card))
-        chain += [(shape.devices[a], shape.devices[b], 1.0 / len(cards)) for a, b in pairwise(order)]
+        # Direct links close the ring, so it enters at the device beside the card; on PCIe it enters at the next one.
+        first = order[0] if relayed else order[-1]
+        ways = (way_out(shape, link_kind, order[-1], port), map(reverse, way_out(shape, link_kind, first, port)))
+        load = added([load, *({step: 1.0 / len(near)} for way in ways for step in way)])
+        chain += [(shape.devices[a], shape.devices[b], 1.0 / len(near)) for a, b in pairwise(order)]
     if size == 1:
-        return {}, added(inward)
+        return {}, load
     rings = rings_of(shape, link_kind, part.members)
-    return (link_loads(shape.topology, link_kind, chain) if rings.relayed else dict(rings.loads)), added(inward)
+    return (link_loads(shape.topology, link_kind, chain) if relayed else dict(rings.loads)), load
 
 
 @lru_cache(maxsize=65536)
-def port_of(shape: NodeShape, member: int) -> Port:
-    """The network card with the fewest links to a device; devices with several at the same distance take turns."""
+def ports_of(shape: NodeShape, member: int) -> tuple[Port, ...]:
+    """The network cards that a device sends by: those with the fewest links to it.
+
+    Devices with the same nearest cards divide them; where there are fewer cards than devices, they take turns.
+    """
     nearest = _nearest(shape, member)
-    turn = sum(_nearest(shape, earlier) == nearest for earlier in range(member))
-    return nearest[turn % len(nearest)]
+    if not nearest:
+        raise CostError(
+            f"{shape.devices[member]} reaches no network card of its node, so its group cannot leave it; join a card to the "
+            "links of the profile"
+        )
+    sharers = [other for other in range(len(shape.devices)) if _nearest(shape, other) == nearest]
+    each = max(1, len(nearest) // len(sharers))
+    first = sharers.index(member) * each
+    return tuple(nearest[place % len(nearest)] for place in range(first, first + each))
 
 
 @lru_cache(maxsize=65536)
-def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
-    """The links from a device to its network card (the nearest, if none is named) and into the network."""
-    port = port or port_of(shape, member)
-    path = shape.topology.path(shape.devices[member], port.nic)
+def way_out(shape: NodeShape, link_kind: str, member: int, port: Port) -> tuple[LinkStep, ...]:
+    """The links from a device to a network card and into the network.
+
+    A card of the other socket is reached over direct links and the device beside the card, where they join the two (NCCL's
+    PXN): github NVIDIA/nccl, src/graph/paths.cc.
+    """
+    device = shape.devices[member]
+    path = shape.topology.path(device, port.nic)
+    beside = min(shape.devices, key=lambda other: len(shape.topology.path(other, port.nic)) or math.inf)
+    if any(link.kind == SOCKETS for link in path) and beside != device:
+        direct = shape.topology.path(device, beside, only_kind=link_kind)
+        path = (*direct, *shape.topology.path(beside, port.nic)) if direct else path
     rate, latency_s = port.bandwidth_bytes_per_s, port.latency_s
     out = Link(a=port.nic, b=FABRIC, kind=FABRIC, lanes=1, bandwidth_bytes_per_s=rate, latency_s=latency_s)
-    return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, out))
+    return (*walk_of(path, device), (port.nic, FABRIC, out))
 
 
 def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
@@ -434,19 +460,20 @@ def reverse(step: LinkStep) -> LinkStep:
 @lru_cache(maxsize=65536)
 def _nearest(shape: NodeShape, member: int) -> tuple[Port, ...]:
     reached = [(len(path), port) for port in shape.ports if (path := shape.topology.path(shape.devices[member], port.nic))]
-    if not reached:
-        raise CostError(
-            f"{shape.devices[member]} reaches no network card of its node, so its group cannot leave it; join a card to the "
-            "links of the profile"
-        )
-    least = min(length for length, _ in reached)
+    least = min((length for length, _ in reached), default=0)
     return tuple(port for length, port in reached if length == least)
 
 
-def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[LinkStep, float]:
-    """`share` leaves the node from the device `last` and as much comes in to `first`."""
-    steps = [*way_out(shape, last, card), *map(reverse, way_out(shape, first, card))]
-    return added({step: share} for step in steps)
+def out_of(shape: NodeShape, link_kind: str, member: int) -> dict[LinkStep, float]:
+    """Share of what a device sends out of its node that passes each link: its cards carry equal parts."""
+    ports = ports_of(shape, member)
+    return added({step: 1.0 / len(ports)} for port in ports for step in way_out(shape, link_kind, member, port))
+
+
+def _out_and_in(shape: NodeShape, link_kind: str, member: int, share: float) -> dict[LinkStep, float]:
+    """`share` leaves the node from a device, and as much comes in to it."""
+    out = out_of(shape, link_kind, member)
+    return added({way: share * part} for step, part in out.items() for way in (step, reverse(step)))
 
 
 def shares_of_others(
@@ -538,7 +565,7 @@ def transfer_pace(
         links = link_loads(shape.topology, link_kind, [(shape.devices[a], shape.devices[b], 1.0)])
         return seconds, all(link.kind == link_kind for _, _, link in links), 0.0
     shapes, leaves = cluster.nodes.shapes, (cluster.nodes.leaf[source], cluster.nodes.leaf[destination])
-    latency_s = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
+    latency_s = ports_of(shapes[source], a)[0].latency_s + ports_of(shapes[destination], b)[0].latency_s
     if leaves[0] != leaves[1]:
         latency_s += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
     return seconds, False, latency_s
@@ -571,10 +598,10 @@ def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> d
         inside = link_loads(shape.topology, link_kind, flow)
         return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
     loads: dict[tuple[object, object], tuple[float, float]] = {}
-    for step in way_out(shape, a):
-        loads[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
-    for step in map(reverse, way_out(nodes.shapes[destination], b)):
-        loads[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
+    for step, part in out_of(shape, link_kind, a).items():
+        loads[(source, step)] = (part, step[2].capacity_bytes_per_s)
+    for step, part in out_of(nodes.shapes[destination], link_kind, b).items():
+        loads[(destination, reverse(step))] = (part, step[2].capacity_bytes_per_s)
     leaves = nodes.leaf[source], nodes.leaf[destination]
     if leaves[0] != leaves[1]:
         for leaf, direction in zip(leaves, ("up", "down"), strict=True):

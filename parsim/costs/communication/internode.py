@@ -43,11 +43,11 @@ from parsim.costs.communication.closed_forms import hops_text, moving_terms, rin
 from parsim.costs.communication.contention import (
     LinkRates,
     group_pace,
-    port_of,
+    out_of,
+    ports_of,
     reverse,
     transfer_loads,
     uplink_rate,
-    way_out,
 )
 from parsim.costs.communication.intranode import inside_choice, link_model_of, nvls_traffic
 from parsim.costs.estimate import Term, Terms
@@ -336,18 +336,18 @@ def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -
     far = ends[~inside]
     if len(far):
         base_s, efficiency = point_to_point(parts_of(cluster)[0], model)
-        latency_s, pace = _between_nodes(far, cluster, total)
+        latency_s, pace = _between_nodes(far, cluster, model.link_kind, total)
         line[:, ~inside] = base_s + latency_s, pace / efficiency
     line[0, inside] = model.point_to_point_base_s
     line[1, inside] = [max(total[link] / capacity for link, (_, capacity) in load.items()) for load in near]
     return line[0], line[1]
 
 
-def _between_nodes(far: Ints, cluster: Cluster, total: dict[object, float]) -> tuple[Floats, Floats]:
+def _between_nodes(far: Ints, cluster: Cluster, link_kind: str, total: dict[object, float]) -> tuple[Floats, Floats]:
     """Latency and seconds per byte of transfers between nodes: by rank and by leaf, since a million of them use few links.
 
     Args:
-        far: int64 [transfers, 2]. cluster: the machine. total: what links inside nodes carry; that of these is added.
+        far: int64 [transfers, 2]. cluster, link_kind: the machine, its direct links. total: of links inside nodes; added to.
     """
     nodes = cluster.nodes
     names = tuple(nodes.leaves)
@@ -355,26 +355,27 @@ def _between_nodes(far: Ints, cluster: Cluster, total: dict[object, float]) -> t
     leaf = np.array([number.get(nodes.leaf[node], -1) for node, _ in cluster.places], dtype=np.int64)[far]
     crossing = leaf[:, 0] != leaf[:, 1]
     latency_s, pace = np.zeros(len(far)), np.zeros(len(far))
-    links: list[dict[int, list[tuple[object, float]]]] = []
+    links: list[dict[int, list[tuple[object, float, float]]]] = []
     for end in (0, 1):
         ranks, counts = np.unique(far[:, end], return_counts=True)
-        from_rank: dict[int, list[tuple[object, float]]] = {}
+        from_rank: dict[int, list[tuple[object, float, float]]] = {}
         for rank in ranks.tolist():
             node, member = cluster.places[rank]
-            steps = way_out(nodes.shapes[node], member)
-            directed = map(reverse, steps) if end == 1 else steps
-            from_rank[rank] = [((node, step), step[2].capacity_bytes_per_s) for step in directed]
+            out = out_of(nodes.shapes[node], link_kind, member).items()
+            from_rank[rank] = [
+                ((node, reverse(step) if end == 1 else step), part, step[2].capacity_bytes_per_s) for step, part in out
+            ]
         links.append(from_rank)
         for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
-            for link, _ in links[end][rank]:
-                total[link] = total.get(link, 0.0) + count
+            for link, part, _ in links[end][rank]:
+                total[link] = total.get(link, 0.0) + part * count
     for end in (0, 1):
         by_rank = np.zeros((2, cluster.size))
         for rank, passed_links in links[end].items():
             node, member = cluster.places[rank]
             by_rank[:, rank] = (
-                port_of(nodes.shapes[node], member).latency_s,
-                max(total[link] / rate for link, rate in passed_links),
+                ports_of(nodes.shapes[node], member)[0].latency_s,
+                max(total[link] / rate for link, _, rate in passed_links),
             )
         latency_s += by_rank[0, far[:, end]]
         pace = np.maximum(pace, by_rank[1, far[:, end]])

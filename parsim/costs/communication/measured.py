@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
+from parsim.costs.communication.closed_forms import regimes_s
 from parsim.costs.communication.contention import group_pace, inside_pace, rings_of, transfer_pace
 from parsim.costs.communication.intranode import link_model_of
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.regime_fits import fit_regimes, rounded, sigma_that_holds
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, NodeShape
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication
@@ -49,25 +52,38 @@ def _covers(fit: CollectiveFit, point: CollectivePoint) -> bool:
     return not fit.groups or sorted(point.group) in [sorted(group) for group in fit.groups]
 
 
-def fits_of_points(points: list[CollectivePoint], *, by_group: bool, source: str | None = None) -> list[CollectiveFit]:
+def fits_of_points(
+    points: list[CollectivePoint], *, by_group: bool, source: str | None = None, closest: bool = False
+) -> list[CollectiveFit]:
     """One fit per operation and group size, or (`by_group`) per operation and group, since links join groups differently.
 
+    Its spread holds the points (`sigma_that_holds`).
+
     Args:
-        source: key of the fits' source; None takes the points' own.
+        source: key of the fits' source; None takes the points' own. closest: as of `fit_regimes`.
 
     Raises:
         ProfileError: fewer than two sizes of an operation and group.
     """
-    if not by_group:
-        return fit_regimes(points, source=source)
     groups: dict[tuple[int, ...], list[CollectivePoint]] = {}
     for point in points:
-        groups.setdefault(tuple(sorted(point.group)), []).append(point)
+        groups.setdefault(tuple(sorted(point.group)) if by_group else (len(point.group),), []).append(point)
     return [
-        fit.model_copy(update={"groups": [list(group)]})
+        fit.model_copy(
+            update={
+                "groups": [list(group)] if by_group else [],
+                "relative_sigma": max(fit.relative_sigma, _spread([one for one in own if one.operation == fit.operation], fit)),
+            }
+        )
         for group, own in sorted(groups.items())
-        for fit in fit_regimes(own, source=source)
+        for fit in fit_regimes(own, source=source, closest=closest)
     ]
+
+
+def _spread(points: list[CollectivePoint], fit: CollectiveFit) -> float:
+    own = [point for point in points if not point.measured_on]
+    error = np.log([point.seconds / regimes_s(fit.regimes, point.size_bytes) for point in own])
+    return rounded(sigma_that_holds(np.array([float(point.size_bytes) for point in own]), error))
 
 
 @lru_cache(maxsize=64)

@@ -17,10 +17,17 @@ MIN_SIZES_PER_REGIME = 2
 HUBER = 1.345
 ROUNDS = 12
 MIN_SIGMA = 0.01
+Z_90 = 1.64
+"""A 90% interval reaches so many standard deviations to each side."""
 
 
 def fit_regimes(
-    points: Sequence[CollectivePoint], *, algorithm: str = "measured", source: str | None = None, max_regimes: int = MAX_REGIMES
+    points: Sequence[CollectivePoint],
+    *,
+    algorithm: str = "measured",
+    source: str | None = None,
+    max_regimes: int = MAX_REGIMES,
+    closest: bool = False,
 ) -> list[CollectiveFit]:
     """One fit per (operation, group size): seconds = latency + seconds_per_byte * size in 1 to `max_regimes` size ranges.
 
@@ -30,6 +37,7 @@ def fit_regimes(
 
     Args:
         source: key of the fit's source; None takes the points' own.
+        closest: as many ranges as come closest to the points themselves.
 
     Raises:
         ProfileError: fewer than two sizes of an operation and group size.
@@ -39,7 +47,7 @@ def fit_regimes(
         if not point.measured_on:
             groups.setdefault((point.operation, len(point.group)), []).append(point)
     return [
-        _fit_group(operation, size, sorted(group, key=lambda point: point.size_bytes), algorithm, source, max_regimes)
+        _fit_group(operation, size, sorted(group, key=lambda point: point.size_bytes), algorithm, source, max_regimes, closest)
         for (operation, size), group in sorted(groups.items())
     ]
 
@@ -69,6 +77,16 @@ def fit_linear(columns: Floats, seconds: Floats) -> Floats:
     return np.asarray(solution / scale, dtype=np.float64)
 
 
+def sigma_that_holds(sizes: Floats, error: Floats) -> float:
+    """The relative spread whose 90% interval holds what was measured at every size, and nine of ten single timings.
+
+    Args:
+        sizes: of the timings, in bytes; equal ones count as their median. error: log(measured / predicted) of each.
+    """
+    by_size = [abs(float(np.median(error[sizes == size]))) for size in np.unique(sizes)]
+    return max(*by_size, float(np.quantile(np.abs(error), 0.9))) / Z_90
+
+
 def rounded(value: float) -> float:
     """Six significant digits: more would only record the arithmetic of one machine, as the last of them may already."""
     return float(f"{value:.6g}")
@@ -81,6 +99,7 @@ def _fit_group(
     algorithm: str,
     source: str | None,
     max_regimes: int,
+    closest: bool,
 ) -> CollectiveFit:
     sizes = np.array([point.size_bytes for point in points], dtype=np.float64)
     seconds = np.array([point.seconds for point in points], dtype=np.float64)
@@ -95,9 +114,10 @@ def _fit_group(
         ends = _best_ends(sizes, seconds, distinct, count)
         if ends is None:
             break
-        score = _left_out_error(sizes, seconds, ends)
+        regimes = _regimes(sizes, seconds, ends)
+        score = _error(regimes, sizes, seconds) if closest else _left_out_error(sizes, seconds, ends)
         if best is None or score < 0.98 * best[0]:
-            best = (score, _regimes(sizes, seconds, ends))
+            best = (score, regimes)
     assert best is not None  # one regime is always possible
     error = np.array([regimes_s(best[1], size) for size in sizes]) / seconds - 1.0
     spreads = [point.spread for point in points if point.spread is not None]
@@ -148,8 +168,13 @@ def _left_out_error(sizes: Floats, seconds: Floats, ends: tuple[float, ...]) -> 
         regimes = _regimes(sizes[keep], seconds[keep], ends)
         errors.extend(abs(regimes_s(regimes, size) / second - 1.0) for second in seconds[~keep])
     if not errors:
-        regimes = _regimes(sizes, seconds, ends)
-        errors = [abs(regimes_s(regimes, size) / second - 1.0) for size, second in zip(sizes, seconds, strict=True)]
+        return _error(_regimes(sizes, seconds, ends), sizes, seconds)
+    return float(np.mean(errors)) + 1e-9
+
+
+def _error(regimes: Sequence[Regime], sizes: Floats, seconds: Floats) -> float:
+    """Mean absolute relative error at the timings themselves."""
+    errors = [abs(regimes_s(regimes, size) / second - 1.0) for size, second in zip(sizes, seconds, strict=True)]
     return float(np.mean(errors)) + 1e-9
 
 

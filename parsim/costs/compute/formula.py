@@ -77,6 +77,7 @@ from parsim.costs.compute.gpu import cuda_lowering, cuda_operators
 from parsim.costs.compute.launches import (
     AS_TRACED,
     BIAS_GRADIENT,
+    COPY,
     ComputeRequest,
     Halves,
     Launch,
@@ -92,7 +93,7 @@ from parsim.errors import CostError
 from parsim.hardware.devices import DEVICE_KINDS, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit
-from parsim.model.component import Operator
+from parsim.model.component import BY_EXPERT, Operator
 from parsim.model.formats import number_format, operator_precision
 from parsim.work import Phase
 
@@ -132,6 +133,16 @@ ROOFLINE_COMPUTE_EFFICIENCY = 0.5
 ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
 ROOFLINE_SIGMA = 0.4
 """Assumed for operator kinds without a fit."""
+
+IMPLICIT_SIGMA = 0.1
+"""Assumed beside the fit of products where it prices convolutions: measured ones in fp32 lie 0.94 (A100 PCIe) and 1.33 (T4) of
+it off in the middle (gpu_ops conv.csv, NeuSight, 218 and 208 shapes)."""
+
+HALF_EXPERT_LAUNCHES, LOW_EXPERT_LAUNCHES = 2.0, 8.0
+"""Launches of the host for each expert of a rank and product, in 16 bits and in 8 or 4: Transformer Engine's GroupedLinear goes
+from expert to expert (casts, splits, products). Without CUDA graphs and with 16 experts on a rank of B200 and B300, a layer of
+Qwen3 takes 9.2, 11.4, 16.3, 16.3 and 17.0 ms of a microbatch, of one sample or of two (Megatron Bridge 25.11 to 26.04). 8 make
+11 ms; 2 are assumed."""
 
 DEFAULT_DRIFT_SIGMA = 0.05
 """Assumed relative spread of a machine from run to run where the profile states none."""
@@ -297,8 +308,14 @@ def attention_seconds(
 
 
 def _tiles_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    problems, rows, columns, depth, size_bytes = np.array([*product_of(launch)[:4], launch.size_bytes])[:, None]
-    return float(tile_seconds(rows, columns, depth, problems, size_bytes, coefficients)[0])
+    """A convolution is its implicit product: the taps of its filter lengthen the depth, or the columns of a weight gradient."""
+    problems, rows, columns, depth, taps = product_of(launch)
+    if launch.phase == "backward_weight":
+        columns *= taps
+    else:
+        depth *= taps
+    sizes = np.array([rows, columns, depth, problems, launch.size_bytes])[:, None]
+    return float(tile_seconds(*sizes, coefficients)[0])
 
 
 def _attention_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
@@ -459,8 +476,16 @@ class KernelModel:
             parameters=(drift, *spread, *((f"operator:{kind}", spreads[kind] / total) for kind in sorted(spreads))),
             detail=f"sum of operators: {shares}",
             extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
-            issue_s=host_s * sum(count for _, count, _, _ in sums.values()),
+            issue_s=host_s * (sum(count for _, count, _, _ in sums.values()) + self._launches_by_expert(request)),
         )
+
+    def _launches_by_expert(self, request: ComputeRequest) -> float:
+        """Launches beside one for each grouped product: the host goes from expert to expert."""
+        half = operator_precision(self.precision, "matmul") == operator_precision(self.precision, "matmul", low=False)
+        each = HALF_EXPERT_LAUNCHES if half else LOW_EXPERT_LAUNCHES
+        products = 1 if request.phase in (Phase.FORWARD, Phase.RECOMPUTE) else 2
+        experts = (dict(op.shape).get("problems", 1) for op in request.component.operators if op.function == BY_EXPERT)
+        return float(products * each * sum(experts))
 
     def price(self, launch: Launch) -> KernelPrice:
         """By the fit of its kind and phase, else by the roofline. Equal launches are priced once."""
@@ -488,14 +513,30 @@ class KernelModel:
             ) from error
         if memory_bound and launch.flop > 0 and arithmetic > seconds:
             return KernelPrice(launch.count * arithmetic, ROOFLINE_SIGMA, "published", False)
+        sigma = fit.relative_sigma
+        if launch.kind == "convolution" and fit.kind != "convolution":
+            seconds += self._layout_s(launch, precision)
+            sigma += IMPLICIT_SIGMA
         doublings = 0.0
         if launch.flop > 0 and fit.max_flop > 0 and not memory_bound:
             doublings = max(0.0, math.log2(launch.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / launch.flop))
-        sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
+        sigma += FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
         least = kernel_roofline_s(launch, self.device, precision)
         if not launch.aligned and "fp32" in self.device.peak_flop_per_s:
             least = max(least, launch.flop / (self.device.peak_flop_per_s["fp32"] * ROOFLINE_COMPUTE_EFFICIENCY))
         return KernelPrice(launch.count * max(seconds, least), sigma, "fitted", doublings > 0)
+
+    def _layout_s(self, launch: Launch, precision: str) -> float:
+        """Seconds to bring a convolution's arrays into the order that matrix units read, and its result back.
+
+        Each is read and written once more: cuDNN's kernels nchwToNhwc and nhwcToNchw. 0 for arrays in that order, and where no
+        matrix unit computes (the peak is that of fp32).
+        """
+        peaks = self.device.peak_flop_per_s
+        if launch.channels_last or peaks.get(precision, 0.0) <= peaks.get("fp32", 0.0):
+            return 0.0
+        moved = Launch(kind="memory_bound", function=COPY, phase="forward", sizes=(), size_bytes=2.0 * launch.size_bytes)
+        return self.price(moved).seconds
 
     @cached_property
     def efficiency(self) -> tuple[tuple[Term, ...], tuple[tuple[str, float], ...]]:
@@ -515,7 +556,13 @@ class KernelModel:
         return operator_precision(self.precision, launch.kind, low=launch.low)
 
     def _fit_of(self, launch: Launch) -> OperatorFit | None:
-        return self._fits.get((*fit_key(launch), self._precision_of(launch)))
+        """That of its kind and phase; a convolution over channels last, or without one, takes that of products by tiles."""
+        precision = self._precision_of(launch)
+        fit = self._fits.get((*fit_key(launch), precision))
+        if launch.kind == "convolution" and (fit is None or launch.channels_last):
+            product = self._fits.get(("matmul", "forward", precision))
+            return product if product is not None and product.form == "tiles" else fit
+        return fit
 
     @cached_property
     def _fits(self) -> dict[tuple[str, str, str], OperatorFit]:

@@ -45,7 +45,17 @@ from parsim.costs.compute.launches import (
     operator_size,
     operator_times,
 )
-from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Component, Operator
+from parsim.model.component import (
+    BIAS,
+    BIAS_GRADIENT,
+    GRADIENT_SUM,
+    NORM_ADD_RELU,
+    NORM_RELU,
+    NORM_RELU_OF_SUMS,
+    PARTS,
+    Component,
+    Operator,
+)
 from parsim.model.formats import FULL_BYTES, number_format
 from parsim.work import Phase
 
@@ -74,8 +84,16 @@ NORMALISED_ROWS = Passes(forward=3, backward=7, full=True, cast=True)
 SOFTMAX = Passes(forward=3, backward=4)
 DROPOUT = Passes(forward=2, backward=2, mask_bytes=1)
 
+RELU_MASK_BYTES = 1 / 8
+NORM_WITH_RELU = Passes(forward=3, backward=5, mask_bytes=RELU_MASK_BYTES)
+NORM_WITH_SUM = Passes(forward=4, backward=7, mask_bytes=RELU_MASK_BYTES)
+"""Its backward writes the residual's gradient too, and the convolution beside it adds its own to that: one more read."""
+
 PASSES: Mapping[str, Passes] = {
     "native_batch_norm": Passes(forward=3, backward=5),
+    NORM_RELU: NORM_WITH_RELU,
+    NORM_ADD_RELU: NORM_WITH_SUM,
+    NORM_RELU_OF_SUMS: replace(NORM_WITH_RELU, forward=2),
     "native_layer_norm": NORMALISED_ROWS,
     "native_group_norm": NORMALISED_ROWS,
     "_softmax": SOFTMAX,

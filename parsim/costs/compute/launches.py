@@ -29,7 +29,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parsim.errors import CostError
-from parsim.model.component import GRADIENT_SUM, UNALIGNED, Component, Operator
+from parsim.model.component import (
+    CHANNELS_LAST,
+    GRADIENT_SUM,
+    NORM_ADD_RELU,
+    NORM_RELU,
+    NORM_RELU_OF_SUMS,
+    UNALIGNED,
+    Component,
+    Operator,
+)
 from parsim.model.formats import number_format, operator_precision
 from parsim.model.operator_table import backward_flop_of
 from parsim.work import Phase
@@ -47,6 +56,7 @@ FUNCTIONS: Mapping[str, str] = {
     **dict.fromkeys(("bernoulli_", "native_dropout"), "random"),
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "_fused_rms_norm"), "layer_norm"),
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"), "batch_norm"),
+    **dict.fromkeys((NORM_RELU, NORM_ADD_RELU, NORM_RELU_OF_SUMS), "batch_norm"),
     **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d"), "pool"),
     **dict.fromkeys(("mean", "sum", "_adaptive_avg_pool2d", "amax", "var_mean"), "mean"),
     **dict.fromkeys(("_softmax", "_safe_softmax", "_log_softmax", "logsumexp"), "softmax"),
@@ -79,7 +89,7 @@ class Launch:
     Attributes:
         kind, function, phase: name the surface or the fit that prices it.
         flop, size_bytes: of one call; 0 where a launch stands for its sizes alone.
-        strided: a convolution with a stride above 1.
+        strided: a convolution with a stride above 1. channels_last: one whose arrays lie as matrix units read them.
         aligned: of a product: False if it runs without tensor cores. low: False if it does not run in a precision that only
             products run in (`NumberFormat.beside`).
     """
@@ -92,6 +102,7 @@ class Launch:
     flop: float = 0.0
     size_bytes: float = 0.0
     strided: bool = False
+    channels_last: bool = False
     aligned: bool = True
     low: bool = True
 
@@ -318,6 +329,7 @@ def _convolution(operator: Operator, samples: int, precision: str) -> Launch:
         flop=operator.forward_flop * operator_times(operator, samples),
         size_bytes=operand_bytes(operator, samples, precision),
         strided=max(operator_size(operator, "stride_h"), operator_size(operator, "stride_w")) > 1,
+        channels_last=operator.function == CHANNELS_LAST,
     )
 
 

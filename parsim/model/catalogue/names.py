@@ -9,12 +9,25 @@ shapes that published measurements state. `parameters` counts every array once, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
-from parsim.model.catalogue.sublayers import KERNELS, SamplePart, Shape, gpt, llama, mpt
+from parsim.model.catalogue.frameworks import KERNELS
+from parsim.model.catalogue.sublayers import (
+    COMPILED,
+    LOSSES,
+    MODULES,
+    UNFUSED_PERMUTATION,
+    SamplePart,
+    Shape,
+    Software,
+    gpt,
+    llama,
+    mpt,
+)
 from parsim.model.catalogue.transformer import recorded
 from parsim.units import nearest_divisors
 
@@ -248,13 +261,31 @@ ALIASES: dict[str, str] = {
 """Other names of the same row."""
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
-DOCUMENT = "document_tokens"
-OWN: dict[str, Any] = {SEQ: 0, DOCUMENT: 0, KERNEL: "fused", SEQUENCE_PARALLEL: True, CASTS: False, SELECTIVE: False}
+DOCUMENT, ATTENTION, EARLY_STOP, FUSED_PERMUTATION = "document_tokens", "attention", "early_stop", "fused_permutation"
+MODULES_AGAIN, LOSS, LOSS_TOKENS = "recompute_modules", "loss", "loss_tokens"
+OWN: dict[str, Any] = {
+    SEQ: 0,
+    DOCUMENT: 0,
+    KERNEL: "fused",
+    ATTENTION: "",
+    EARLY_STOP: False,
+    FUSED_PERMUTATION: "",
+    SEQUENCE_PARALLEL: True,
+    CASTS: False,
+    SELECTIVE: False,
+    MODULES_AGAIN: "",
+    LOSS: "",
+    LOSS_TOKENS: 0,
+}
 """Arguments beside the sizes, with their defaults.
 
 Tokens of a sample (left out: the row's); of a document, which attention does not leave (left out: the sample is one); a row
-of `KERNELS`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
-attention as a component of its own."""
+of `KERNELS`; attention in one kernel ("flash") or in several ("unfused"; left out: as the kernels have it); `early_stop` of
+`Software`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
+attention as a component of its own. `recompute_modules`: of `MODULES`, with spaces between, what plan.recompute = "selective"
+runs again (left out: what torch's policies do). `loss`: a row of `LOSSES`. `loss_tokens`: of a sample, those that count (left
+out: all)."""
+UNFUSED_ATTENTION = "unfused"
 MOST_TOKENS = 2**33
 """Of a sample, as of the numbers of any input."""
 SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
@@ -346,21 +377,54 @@ def document_of(name: str, args: dict[str, Any]) -> int:
             f"argument {DOCUMENT} of {name} ({tokens}) must divide the tokens of a sample ({seq}); the nearest that do: "
             f"{nearest_divisors(seq, tokens)}"
         )
-    if tokens < seq and not KERNELS[str(args.get(KERNEL, OWN[KERNEL]))].flash:
+    if tokens < seq and not software_of(args).flash:
         raise ModelError(
-            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args[KERNEL]!r}: unfused attention computes masked "
-            'scores too; drop it, or set kernels = "fused"'
+            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args.get(KERNEL, UNFUSED_ATTENTION)!r}: unfused "
+            'attention computes masked scores too; drop it, or set kernels = "fused"'
         )
     return tokens
 
 
 def check_own(name: str, args: dict[str, Any]) -> None:
     """Raise ModelError for an argument beside the sizes that is of the wrong kind."""
-    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE):
+    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE, EARLY_STOP, FUSED_PERMUTATION):
         if not isinstance(args.get(key, False), bool):
             raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
+    modules, counted = args.get(MODULES_AGAIN, ""), args.get(LOSS_TOKENS, 0)
+    if not isinstance(modules, str) or not set(modules.split()) <= set(MODULES):
+        raise ModelError(
+            f"argument {MODULES_AGAIN} of {name} names some of {' '.join(MODULES)}, with spaces between, got {modules!r}"
+        )
+    if args.get(LOSS, "") not in LOSSES:
+        raise ModelError(f"argument {LOSS} of {name} must be {' or '.join(filter(None, LOSSES))}, got {args[LOSS]!r}")
+    if isinstance(counted, bool) or not isinstance(counted, int) or not 0 <= counted <= sequence_of(name, args):
+        raise ModelError(
+            f"argument {LOSS_TOKENS} of {name} must be a whole number of the {sequence_of(name, args)} tokens of a sample, got "
+            f"{counted!r}"
+        )
+    if args.get(ATTENTION, "") not in ("", "flash", UNFUSED_ATTENTION):
+        raise ModelError(f'argument {ATTENTION} of {name} must be "flash" or "{UNFUSED_ATTENTION}", got {args[ATTENTION]!r}')
     if KERNEL in args:
         _ = KERNELS[str(args[KERNEL])]
+
+
+def software_of(args: Mapping[str, Any]) -> Software:
+    """The kernels that arguments beside the sizes choose. Raises ModelError for kernels that are unknown."""
+    own = OWN | dict(args)
+    row = KERNELS[str(own[KERNEL])]
+    flash = row.flash if not own[ATTENTION] else own[ATTENTION] == "flash"
+    return replace(
+        row,
+        flash=flash,
+        casts=own[CASTS],
+        selective=own[SELECTIVE],
+        early_stop=own[EARLY_STOP] or row.early_stop,
+        modules=tuple(own[MODULES_AGAIN].split()),
+        **LOSSES[own[LOSS]],
+        permutation_arrays=row.permutation_arrays
+        if own[FUSED_PERMUTATION] == ""
+        else (COMPILED.permutation_arrays if own[FUSED_PERMUTATION] else UNFUSED_PERMUTATION),
+    )
 
 
 def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str) -> Model:
@@ -375,8 +439,8 @@ def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: s
     check_own(name, args)
     seq = sequence_of(name, args)
     own = OWN | args
-    software = replace(KERNELS[own[KERNEL]], casts=own[CASTS], selective=own[SELECTIVE])
-    part = SamplePart(tokens=seq, context=document_of(name, args))
+    software = software_of(args)
+    part = SamplePart(tokens=seq, context=document_of(name, args), loss_tokens=own[LOSS_TOKENS])
     cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
     model = recorded(shape_of(name, args), software, part, cut, weights)
     return replace(model, granularity=granularity)

@@ -6,7 +6,7 @@ small sums of a vocabulary-parallel loss, router losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from parsim.model.component import (
     ALONE,
     BIAS,
     BIAS_GRADIENT,
+    BY_EXPERT,
     GRADIENT_SUM,
     NOT_LOW,
     PARTS,
@@ -30,7 +31,6 @@ from parsim.model.component import (
     Size,
     Value,
 )
-from parsim.registry import Registry
 from parsim.units import nearest_divisors
 
 
@@ -145,6 +145,7 @@ class Software:
         residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
         score_arrays: moved between the two products of unfused attention; 2 where scale, mask and softmax are one kernel.
         norm_arrays: moved by a norm. selective: the inside of attention is computed again.
+        modules: of `MODULES`, those that run again by operator; none: those of torch's policies.
         loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
         loss_arrays: of 2 bytes per logit that the loss moves in its forward.
         gradient_arrays: of 2 bytes per parameter that a microbatch moves to add its gradients to those of the ones before.
@@ -155,6 +156,8 @@ class Software:
             again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
         bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
             its own, and the gradients of the three are copied together. Newer libraries do the first two in the product.
+        permutation_arrays: moved per visit of an expert and channel, to sort tokens by expert and to add up what comes back.
+            Fused, both read and write once.
     """
 
     flash: bool = False
@@ -168,13 +171,33 @@ class Software:
     attention_work: float = 1.0
     casts: bool = False
     selective: bool = False
+    modules: tuple[str, ...] = ()
     loss_bytes: int = 6
-    loss_peak: int = 4
+    loss_peak: float = 4
     loss_arrays: float = 8.0
     gradient_arrays: float = 0.0
     aligned: int = 0
     early_stop: bool = False
     bias_kernels: bool = False
+    permutation_arrays: float = 4.0
+
+
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "rope")
+"""What runs again by operator, as Megatron-Core's recompute_modules call it (megatron/core/transformer/transformer_config.py);
+"moe_act" is the activation function of any MLP here, and "rope" rotates queries and keys."""
+RECOMPUTED_BY_TORCH = frozenset({"layernorm", "moe_act", "rope"})
+"""Policies of torch keep the outputs of products and of attention, and make the rest again."""
+
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "fused": {"loss_bytes": 2, "loss_peak": 0, "loss_arrays": 3.0},
+    "chunked": {"loss_bytes": 0, "loss_peak": 10 / 8, "loss_arrays": 3.0},
+}
+"""How a loss passes over the logits, bytes of one that stays in 16 bits; "": as the framework has it.
+
+fused: read twice and overwritten by their gradient (transformer_engine/pytorch/cross_entropy.py; cross_entropy_loss_fusion with
+cross_entropy_fusion_impl = te). chunked: eight parts, of which one is there with its gradient (torchtune's
+LinearCrossEntropyLoss and Liger's FusedLinearCrossEntropy, which makes the gradients in the forward)."""
 
 
 UNFUSED = Software(flash=False, dropout=True, bias_kernels=True, loss_arrays=10.4)
@@ -203,7 +226,13 @@ def softmax_is_fused(heads: int, keys: int) -> bool:
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
 
 
-EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
+UNFUSED_PERMUTATION = 7.0
+"""`permutation_arrays` of single operations: a gather (2), a product with the router's weights (2), and a sum into the
+stream (3) (NVIDIA/Megatron-LM megatron/core/transformer/moe/moe_utils.py @00611e6eeb0b, permute and unpermute)."""
+
+EAGER = Software(
+    flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0, permutation_arrays=UNFUSED_PERMUTATION
+)
 """Eager PyTorch with flash attention: nothing else is fused."""
 
 EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
@@ -211,11 +240,6 @@ EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arra
 
 COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
 """torch.compile, or the fused kernels of Transformer Engine."""
-
-KERNELS: Registry[Software] = Registry(
-    "kernels", Software, {"fused": COMPILED, "eager": EAGER_LLAMA, "unfused-attention": UNFUSED}, error=ModelError
-)
-"""What `args = { kernels = ... }` of a model by name chooses."""
 
 
 # Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
@@ -235,11 +259,13 @@ class SamplePart:
     Attributes:
         tokens: of a sample. context: keys that attention sees, which divides the tokens: of several documents each token
             sees its own. element_bytes: of an activation and of a parameter.
+        loss_tokens: of a sample, those of which there are logits and a loss; 0: all.
     """
 
     tokens: int
     context: int
     element_bytes: int = 2
+    loss_tokens: int = 0
 
     def operand_bytes(self, software: Software) -> int:
         """Bytes per element of an input of a product that is kept for the backward."""
@@ -306,10 +332,17 @@ class Layer:
         if dim is not None:
             self.cut_parameters.append(ParameterShard(name=full, dim=dim))
 
-    def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
-        """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
-        self.repeated += range(begin, len(self.operators))
-        self.again.add(size, divided=divided)
+    def repeat(self, module: str, numbers: Iterable[int], size: int = 0, *, divided: bool) -> None:
+        """By operator, these operators of a module run again, and so many bytes of what is kept are made by them."""
+        software = self.software
+        chosen = software.modules or (RECOMPUTED_BY_TORCH if software.flash else ("core_attn",))
+        if module in chosen:
+            self.repeated += numbers
+            self.again.add(size, divided=divided)
+
+    def since(self, begin: int) -> range:
+        """The operators from number `begin` on."""
+        return range(begin, len(self.operators))
 
     def stop_early(self) -> None:
         """Everything up to the last product runs again, and makes all that is kept beside the component's input.
@@ -347,7 +380,7 @@ class Layer:
             forward_flop=2.0 * every * outputs * inputs,
             activation_bytes=FULL_BYTES * every * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
-            function="" if low else NOT_LOW,
+            function=NOT_LOW if not low else BY_EXPERT if problems > 1 else "",
         )
         if self.software.casts and low:
             self.moved(every * inputs, CAST_ARRAYS, divided=split == "row")
@@ -453,13 +486,12 @@ def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
         layer.weight("sinks", shape.heads, 0)
     if shape.rotary:
         layer.moved(n * (queries + keys), software.rope_arrays, divided=True)
-    if software.flash:
-        layer.repeat(begin, part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
+    layer.repeat("rope", layer.since(begin), part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
     scores_of(layer, width // shape.heads)
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak = Amount(part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys))
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _entering_norm(layer: Layer, name: str) -> None:
@@ -470,8 +502,7 @@ def _entering_norm(layer: Layer, name: str) -> None:
     layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
     if name != "norm2" or not layer.given.total:  # a layer's second norm reads what its own attention has made
         layer.given.add(part.element_bytes * n * h, divided=False)
-    if software.flash:
-        layer.repeat(begin, part.operand_bytes(software) * n * h, divided=False)
+    layer.repeat("layernorm", layer.since(begin), part.operand_bytes(software) * n * h, divided=False)
 
 
 def _latent_products(layer: Layer) -> None:
@@ -480,10 +511,15 @@ def _latent_products(layer: Layer) -> None:
     n, h, d = part.tokens, shape.hidden, shape.dim
     layer.linear("q_down", n, shape.query_rank, h, split="")
     layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
+    begin = len(layer.operators)
     layer.linear("q_up", n, shape.heads * (d + shape.rope_dim), shape.query_rank, split="column")
+    layer.repeat("mla_up_proj", layer.since(begin), part.element_bytes * n * shape.heads * (d + shape.rope_dim), divided=True)
     layer.linear("kv_down", n, shape.key_rank + shape.rope_dim, h, split="")
     layer.norm("kv_norm", n, shape.key_rank, divided=False, kind="rms")
+    begin = len(layer.operators)
     layer.linear("kv_up", n, 2 * shape.heads * d, shape.key_rank, split="column")
+    again = part.element_bytes * n * shape.heads * (2 * d + shape.rope_dim)  # keys as wide as queries, and values
+    layer.repeat("mla_up_proj", layer.since(begin), again, divided=True)
 
 
 def scores_of(layer: Layer, dim: int) -> None:
@@ -505,6 +541,7 @@ def scores_of(layer: Layer, dim: int) -> None:
         )
         layer.add(operator, "heads", operator.activation_bytes)
         layer.saved.add(FULL_BYTES * shape.heads * n, divided=True)
+        layer.repeat("core_attn", layer.since(len(layer.operators) - 1), FULL_BYTES * shape.heads * n, divided=True)
         return
     begin = len(layer.operators)
     aligned = not software.aligned or dim % software.aligned == 0
@@ -518,7 +555,7 @@ def scores_of(layer: Layer, dim: int) -> None:
     layer.moved(heads * n * dim, 2, divided=True)
     size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
     layer.saved.add(size, divided=True)
-    layer.repeat(begin, size, divided=True)
+    layer.repeat("core_attn", layer.since(begin), size, divided=True)
     layer.peak.divided = part.element_bytes * 2 * scores
 
 
@@ -546,14 +583,14 @@ def residual_of(layer: Layer, elements: int, *, divided: bool) -> None:
 
 def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     """From the stream to the product after the MLP; with the norm before and the residual after it, if they belong here."""
-    shape, part = layer.shape, layer.part
+    shape, software, part = layer.shape, layer.software, layer.part
     n, h = part.tokens, shape.hidden
     if norm:
         _entering_norm(layer, "norm2")
     if experts:
         layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias, low=False)
         visits = n * shape.active
-        layer.moved(visits * h, 4, divided=False)
+        layer.moved(visits * h, software.permutation_arrays, divided=False)
         _feed(layer, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
         layer.saved.add(2 * part.element_bytes * visits * h, divided=False)
         if shape.shared_ffn:
@@ -561,7 +598,7 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     else:
         _feed(layer, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, n * h, divided=False)
+        residual_of(layer, n * h, divided=not norm)
 
 
 def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
@@ -572,15 +609,13 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     arrays = software.activation_arrays + (1 if shape.gated else 0)
     begin = len(layer.operators)
     layer.moved(problems * rows * inner, arrays, divided=True)
-    activation = range(begin, len(layer.operators))
+    activation = layer.since(begin)
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
     saved = software.activation_saved - 1 + (1 if shape.gated else 0)
     size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
     layer.saved.add(size, divided=True)
-    if software.flash:
-        layer.repeated += activation
-        again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
-        layer.again.add(again, divided=True)
+    again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
+    layer.repeat("moe_act", activation, again, divided=True)
     layer.peak.whole = max(layer.peak.whole, part.element_bytes * problems * rows * shape.hidden)
     layer.peak.divided = max(layer.peak.divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
@@ -613,14 +648,14 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
 
 
 def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
-    """The last norm, logits and loss.
+    """The last norm, and logits and loss of the tokens that count.
 
     Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
     `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
     """
-    n, h, v = part.tokens, shape.hidden, shape.vocab
+    n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
     layer = Layer("wte" if shape.tied else "lm_head", shape, software, part)
-    layer.linear("", n, v, h, split="column", low=False)
+    layer.linear("", counted, v, h, split="column", low=False)
     layer.parameters.clear()
     layer.cut_parameters.clear()
     layer.weight("weight", v * h, 0)
@@ -629,13 +664,12 @@ def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm
         layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
         layer.saved.add(part.element_bytes * n * h, divided=False)
         layer.given.add(part.element_bytes * n * h, divided=False)
-        if software.flash:
-            layer.repeat(begin, part.element_bytes * n * h, divided=False)
+        layer.repeat("layernorm", layer.since(begin), part.element_bytes * n * h, divided=False)
     layer.saved.add(part.element_bytes * n * h, divided=False)
-    layer.moved(n * v, software.loss_arrays, divided=True)
+    layer.moved(counted * v, software.loss_arrays, divided=True)
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
-    layer.saved.add((software.loss_bytes + wider) * n * v, divided=True)
-    layer.peak = Amount(part.element_bytes * n * h, (software.loss_peak + wider) * n * v)
+    layer.saved.add((software.loss_bytes + (wider if software.loss_bytes else 0)) * counted * v, divided=True)
+    layer.peak = Amount(part.element_bytes * n * h, round((software.loss_peak + wider) * counted * v))
     return component_of(
         "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
     )

@@ -4,7 +4,8 @@ Granularity, by how tensor parallelism runs:
 
     "layer"      one component per layer (no tensor parallelism)
     "sublayer"   attention and MLP, each with its norm and its residual: input whole, output a sum over the shards
-    "sequence"   norms and residuals are components of their own, divided along the sequence; attention and MLP read the whole
+    "sequence"   norms are components of their own, divided along the sequence; attention and MLP read the whole, and each adds
+                 the stream, divided so, to its sum
 
 What the framework fuses is in `Software`.
 """
@@ -133,6 +134,8 @@ def _with_half(full: Component, half: Component) -> Component:
 
 Chain = tuple[list[Component], list[Value]]
 ENDS = {RULE: (("full",), ("partial",))}
+ADDED = {RULE: (("full", "shard:1"), ("partial",))}
+"""Of a sublayer that adds to its sum a stream which is divided along the sequence."""
 
 
 def _by_layer(shape: Shape, software: Software, part: SamplePart, *, sublayers: bool = False) -> Chain:
@@ -177,44 +180,38 @@ def _per_layer(shape: Shape, build: Callable[[bool], Component]) -> list[Compone
 
 
 def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> Chain:
-    """x: the stream; n: normalised; a: the sum that attention makes; s, t: the stream with a sum; m, p: n and a of the MLP."""
+    """x: the stream before a layer, y: before its MLP; n, m: normalised. A sublayer adds the stream to its part of the sum, so
+    one value joins layers: what a stage sends, and what a layer that runs again keeps."""
 
     def feed(mixture: bool) -> Component:
         layer = Layer("h", shape, software, part)
-        mlp(layer, experts=mixture, norm=False, residual=False)
-        return component_of("h", layer, ("m",), ("p",), ENDS, limit=limit_of(shape))
+        mlp(layer, experts=mixture, norm=False, residual=True)
+        return component_of("h", layer, ("m", "y"), ("x",), ADDED, limit=limit_of(shape))
 
-    steps = _attention_steps(shape, software, part)
-    start = _norm_component(shape, software, part, joins=False)
-    join = _norm_component(shape, software, part, joins=True)
-    components = [embed(shape, software, part)]
-    values = [stream_value("x0", "embed", shape, part, ("h.0.norm1",))]
+    steps, norm = _attention_steps(shape, software, part), _norm_component(shape, software, part)
+    components, values = [embed(shape, software, part)], list[Value]()
 
-    def joined(name: str, reads: tuple[str, str], makes: tuple[str, str]) -> None:
-        components.append(_renamed(join, name, reads, makes))
-        values.extend(stream_value(value, name, shape, part, (name,)) for value in makes)
+    def normed(name: str, stream: str, producer: str, made: str) -> None:
+        values.append(stream_value(stream, producer, shape, part, (name,)))
+        components.append(_renamed(norm, name, (stream,), (made,)))
+        values.append(stream_value(made, name, shape, part, (name,)))
 
-    stream, added = "x0", ""
+    last = "embed"
     for number, mlp_component in enumerate(_per_layer(shape, feed)):
-        here = f"h.{number}"
-        value = f"n{number}"
-        if number == 0:
-            components.append(_renamed(start, f"{here}.norm1", (stream,), (value,)))
-            values.append(stream_value(value, f"{here}.norm1", shape, part, (f"{here}.norm1",)))
-        else:
-            joined(f"{here}.norm1", (stream, added), (f"s{number}", value))
-            stream = f"s{number}"
+        here, stream, added, value = f"h.{number}", f"x{number}", f"y{number}", f"n{number}"
+        normed(f"{here}.norm1", stream, last, value)
         for place, (component, suffix, makes, width) in enumerate(steps):
-            name, result = f"{here}.{suffix}", f"{here}.{makes}" if makes else f"a{number}"
-            readers = (f"{here}.{steps[place + 1][1]}",) if makes else ()
-            components.append(_renamed(component, name, (value,), (result,)))
-            values.append(stream_value(result, name, shape, part, readers, width))
-            value = result
-        joined(f"{here}.norm2", (stream, f"a{number}"), (f"t{number}", f"m{number}"))
-        components.append(_renamed(mlp_component, f"{here}.mlp", (f"m{number}",), (f"p{number}",)))
-        values.append(stream_value(f"p{number}", f"{here}.mlp", shape, part, ()))
-        stream, added = f"t{number}", f"p{number}"
-    joined("final.norm", (stream, added), ("final", "normed"))
+            name = f"{here}.{suffix}"
+            if not makes:
+                components.append(_renamed(component, name, (value, stream), (added,)))
+                continue
+            components.append(_renamed(component, name, (value,), (f"{here}.{makes}",)))
+            values.append(stream_value(f"{here}.{makes}", name, shape, part, (f"{here}.{steps[place + 1][1]}",), width))
+            value = f"{here}.{makes}"
+        normed(f"{here}.norm2", added, f"{here}.{steps[-1][1]}", f"m{number}")
+        last = f"{here}.mlp"
+        components.append(_renamed(mlp_component, last, (f"m{number}", added), (f"x{number + 1}",)))
+    normed("final.norm", f"x{shape.layers}", last, "normed")
     components.append(head(shape, software, part, "normed", norm=False))
     return components, values
 
@@ -227,35 +224,32 @@ def _attention_steps(shape: Shape, software: Software, part: SamplePart) -> list
     limit = limit_of(shape)
     if not software.selective or software.flash:
         layer = Layer("h", shape, software, part)
-        attention(layer, norm=False, residual=False)
-        return [(component_of("h", layer, ("n",), ("a",), ENDS, limit=limit), "attn", "", shape.hidden)]
+        attention(layer, norm=False, residual=True)
+        return [(component_of("h", layer, ("n", "x"), ("y",), ADDED, limit=limit), "attn", "", shape.hidden)]
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     before, inside, after = (Layer("h", shape, software, part) for _ in range(3))
     before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
     scores_of(inside, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
+    residual_of(after, n * h, divided=True)
     inside.saved.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     inside.given.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     after.saved.add(part.element_bytes * n * queries, divided=True)
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
-    third = component_of("h", after, ("c",), ("a",), {RULE: (("shard:2",), ("partial",))}, limit=limit)
+    third = component_of("h", after, ("c", "x"), ("y",), {RULE: (("shard:2", "shard:1"), ("partial",))}, limit=limit)
     return [(first, "qkv", "q", queries + 2 * keys), (second, "core", "c", queries), (third, "proj", "", h)]
 
 
-def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins: bool) -> Component:
-    """A norm, after the addition of what a sublayer made where it joins the stream. All of it is divided."""
+def _norm_component(shape: Shape, software: Software, part: SamplePart) -> Component:
+    """A norm, all of it divided along the sequence."""
     n, h = part.tokens, shape.hidden
     layer = Layer("h", shape, software, part)
-    if joins:
-        residual_of(layer, n * h, divided=True)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
     layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
     layer.peak.divided = 2 * part.element_bytes * n * h
-    names, divided = (("a", "b"), ("shard:1", "shard:1")) if joins else (("a",), ("shard:1",))
-    made = tuple(f"{name}'" for name in names)
-    return component_of("h", layer, names, made, {SEQUENCE: (divided, divided)}, limit=part.tokens)
+    return component_of("h", layer, ("x",), ("n",), {SEQUENCE: (("shard:1",), ("shard:1",))}, limit=part.tokens)
 
 
 def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Component:

@@ -11,11 +11,16 @@ ring          attention is cp equal blocks. Keys and values go round meanwhile: 
               gradients take one more shift home: a' + (cp - 1) max(a', 2x) + x.
 all_gather    all keys and values before attention; in its backward again, and a reduce_scatter of their gradients behind it.
 experts       an all_to_all takes tokens to the experts that they visit, another one brings them back; in the backward too.
+              With delayed weight gradients, half of the experts' backward runs beside the second one.
+              Overlapped, both run beside the component's own parts, which stand for those of another microbatch: what takes a
+              seconds of computation behind its first part, and x for both exchanges, takes max(a, x). Without delayed
+              weight gradients half of the experts' backward waits for both.
 
 All ranks of a group do this in step, on a stream of the axis. The last part carries the key of the whole, so whatever waits
 for the component waits for it.
 
-Leaves out: where between the parts the rest lies (it is split in halves), and shifts that take turns with an all_to_all.
+Leaves out: where between the parts the rest lies (it is split in halves), and shifts that take turns with an all_to_all. Of
+overlapped exchanges: microbatches without another one beside them, and computation of other components.
 """
 
 from __future__ import annotations
@@ -47,6 +52,10 @@ class InnerStep(NamedTuple):
     operation: str = ""
     share: float = 1.0
 
+    def visits_of(self, inside: InnerExchange) -> int:
+        """`Collective.visits` of the communication."""
+        return inside.expert_visits if self.what == EXPERT_STREAM else 0
+
 
 def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[InnerStep, ...]:
     """What a component does in a phase, in order; none where it is one piece.
@@ -62,15 +71,33 @@ def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[Inn
         if part == "attention" and inside.context_ways > 1:
             _attention(steps, inside.context_ways, exchange, backward)
         if part == "experts" and inside.expert_ways > 1:
-            before = len(steps) - 1
-            steps.append(InnerStep(EXPERT_STREAM, 1, (before,), "all_to_all"))
-            steps.append(InnerStep("experts", 1, (before + 1,)))
-            steps.append(InnerStep(EXPERT_STREAM, 1, (before + 2,), "all_to_all"))
+            _experts(steps, inside, backward)
     if inside.context_ways == 1:
         steps.append(InnerStep("attention", 1, (len(steps) - 1,)))
     if inside.expert_ways == 1:
         steps.append(InnerStep("experts", 1, (len(steps) - 1,)))
-    return (*steps, InnerStep("rest", 2, (len(steps) - 1,)))
+    last, back = len(steps) - 1, [number for number, step in enumerate(steps) if step.what == EXPERT_STREAM][1:]
+    if not (inside.overlapped and back):
+        return (*steps, InnerStep("rest", 2, (last,)))
+    if backward:
+        steps.append(InnerStep("experts", 2, (last,) if inside.delayed else (last, *back)))
+    return (*steps, InnerStep("rest", 2, (len(steps) - 1, *back)))
+
+
+def _experts(steps: list[InnerStep], inside: InnerExchange, backward: bool) -> None:
+    """Experts between their exchanges, or beside them. The last step is what the component goes on with."""
+    before, first = len(steps) - 1, len(steps)
+    if inside.overlapped:  # in the backward without the gradients of weights, which follow at the end
+        steps.append(InnerStep(EXPERT_STREAM, 1, (0,), "all_to_all"))
+        steps.append(InnerStep(EXPERT_STREAM, 1, (first,), "all_to_all"))
+        steps.append(InnerStep("experts", 2 if backward else 1, (before,)))
+        return
+    delayed = backward and inside.delayed
+    steps.append(InnerStep(EXPERT_STREAM, 1, (before,), "all_to_all"))
+    steps.append(InnerStep("experts", 2 if delayed else 1, (first,)))
+    if delayed:
+        steps.append(InnerStep("experts", 2, (first + 1,)))
+    steps.append(InnerStep(EXPERT_STREAM, 1, (first + 1,), "all_to_all"))
 
 
 def _attention(steps: list[InnerStep], ways: int, exchange: str, backward: bool) -> None:
@@ -131,7 +158,12 @@ def add_parts(
         elif keys[number] not in draft:
             group = layout.inner_group(rank, step.what)
             size = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
-            exchange = Collective(operation=step.operation, group=group, size_bytes=round(size * layout.local_samples(name)))
+            exchange = Collective(
+                operation=step.operation,
+                group=group,
+                size_bytes=round(size * layout.local_samples(name)),
+                visits=step.visits_of(inside),
+            )
             waits = [
                 _key(layout, steps, other, work, member, microbatch)
                 for member in group

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from parsim.errors import ScheduleError
 from parsim.predict.problem import PlanningProblem
@@ -47,6 +46,7 @@ def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solu
         ScheduleError: cvxpy has no HiGHS.
     """
     import cvxpy as cp
+    from scipy import sparse
 
     cvxpy: Any = cp  # it types neither its operators nor its functions
 
@@ -100,6 +100,8 @@ class _Columns:
     """The programme's coefficients as sparse matrices over the columns x and z."""
 
     def __init__(self, placing: PlacementProblem) -> None:
+        from scipy import sparse
+
         sizes = [len(options) for options in placing.options]
         self._first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
         self.components = len(sizes)
@@ -119,6 +121,8 @@ class _Columns:
         self._pairs(placing)
 
     def _pairs(self, placing: PlacementProblem) -> None:
+        from scipy import sparse
+
         edges = list(dict.fromkeys([*placing.conversion_s, *placing.allowed]))
         forward, backward, makers, forbidden = [], [], [], []
         rows_z, columns_z, rows_x, columns_x = [], [], [], []

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from parsim.jit import njit
 from parsim.numeric import Floats
@@ -358,6 +357,8 @@ def solve_exactly(
 
 def _parts_fit(placing: PlacementProblem) -> bool:
     """Whether the memory would do if components could be divided among their options: where it would not, no choice fits."""
+    from scipy.optimize import linprog
+
     sizes = [len(options) for options in placing.options]
     scale = np.maximum(placing.limit_bytes, 1.0)
     used = np.concatenate(placing.memory_bytes, axis=0).T / scale[:, None]

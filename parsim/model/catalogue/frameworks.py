@@ -1,0 +1,330 @@
+"""What the software that trains does beside the products: one row per framework, with its source.
+
+A question names the framework of its training loop (`[software]` of a run file). The row fills in what the question leaves
+open: kernels, and switches of a plan by hand. Without a framework nothing is filled in, and the answer says so.
+
+Leaves out: what a user of a framework turns on beside its defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from parsim.errors import ModelError
+from parsim.model.catalogue.convolution import ConvolutionSoftware
+from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
+from parsim.model.routing import Dispatcher, ExpertRouting
+from parsim.registry import Registry
+
+MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
+"""Every microbatch adds its gradients in 16 bits: read twice, written once. Where the channels of a head are no multiple of 8,
+the products of unfused attention run at no more than half of the fp32 peak: BLOOM's rows with 108 and 150 channels show it."""
+
+CORE = replace(COMPILED, gradient_arrays=1.3, loss_bytes=4, loss_peak=2)
+"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes). Of a
+logit its softmax is kept in fp32, and becomes the gradient in place, which is copied to 16 bits (NVIDIA/Megatron-LM
+megatron/core/tensor_parallel/cross_entropy.py @00611e6eeb0b)."""
+
+TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arrays=10.0, gradient_arrays=4.0)
+"""A fused loss; two metrics that each pass over all logits in fp32 (Composer evaluates LanguageCrossEntropy and
+LanguagePerplexity on every microbatch). FSDP copies gradients together and divides them. The Triton kernel of 2022:
+FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
+
+FIRST_FLASH = replace(EAGER, gradient_arrays=3.0, attention_work=2.0, activation_saved=3.0)
+"""FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
+
+FULL_PRECISION = replace(UNFUSED, dropout=False, score_arrays=5.0, residual_arrays=3.0, gradient_arrays=6.0, loss_arrays=10.0)
+"""fp32 with products in TF32, the default of NVIDIA's containers. Megatron's fused softmax takes 16-bit scores alone, so mask
+and softmax are torch's own. They pass over the scores 4.5 times forward and 8.2 times backward (NeuSight's timings in training
+graphs on A100 and H100: filling 2.3 and 2.3, softmax 2.2 and 5.9), so 5 times and half as much again. Attention has no dropout:
+Sailor's megatron/model/gpt_neo_model.py, and the configs of OPT-350M and GPT-Neo."""
+
+KERNELS: Registry[Software] = Registry(
+    "kernels",
+    Software,
+    {
+        "fused": COMPILED,
+        "eager": EAGER_LLAMA,
+        "unfused-attention": UNFUSED,
+        "megatron-2021": MEGATRON_2021,
+        "megatron-core": CORE,
+        "megatron-core-unfused": replace(UNFUSED, gradient_arrays=1.3),
+        "megatron-fp32": FULL_PRECISION,
+        "composer-triton": TRITON,
+        "composer": replace(TRITON, attention_work=1.0),
+        "fsdp": replace(EAGER_LLAMA, gradient_arrays=3.0),
+        "fsdp-compiled": replace(COMPILED, gradient_arrays=3.0),
+        "flash-1": FIRST_FLASH,
+        "ddp": replace(EAGER, dropout=True),
+        "llama3": replace(CORE, activation_saved=1.0),
+    },
+    error=ModelError,
+)
+"""What `args = { kernels = ... }` of a model by name chooses, and what a Framework runs."""
+
+Recomputation = Literal["full", "selective", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """What one framework does by default, or in the configurations that it publishes.
+
+    Attributes:
+        name: of the row. source: where it was read or measured. until: the last year of this version; 0: still current.
+        earlier: versions before it, the oldest first.
+        kernels: a row of `KERNELS`. uncompiled: likewise, without torch.compile; "": the same.
+        recompute: by default. alternate: selective recomputation is that of every second layer.
+        early_stop: as in `Software`. repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at
+            once. spares_layers: where a plan would not fit, activations go to the host or single modules run again, never
+            whole layers.
+        zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
+        bucket_bytes: of gradients. optimizer: one kernel, or a few per array. one_array: it goes from array to array, so it
+            holds temporary copies of one at a time. remainders: of master weights only what those in bf16 lack is kept.
+        gather_ahead, backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap, tensor_backward_overlap: as in
+            `parsim.plans.plan.Plan`. clip: gradients are clipped by the norm of all of them.
+        softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
+        scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
+        bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
+        dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
+        graphs: its layers are launched as CUDA graphs.
+        launches: times as long as plain eager torch takes on the host for each kernel.
+        convolution: what it does with convolutional networks; None: nobody runs them with it.
+    """
+
+    name: str
+    source: str
+    until: int = 0
+    earlier: tuple[Framework, ...] = ()
+    kernels: str = "fused"
+    uncompiled: str = ""
+    recompute: Recomputation = "none"
+    alternate: bool = False
+    early_stop: bool = False
+    repeats_sums: bool = True
+    spares_layers: bool = False
+    zero: int = 0
+    sequence: bool = False
+    bucket_bytes: int = 2**40
+    optimizer: str = "adam_fused"
+    one_array: bool = False
+    remainders: bool = False
+    gather_ahead: bool = False
+    backward_prefetch: bool = True
+    blocking_transfers: bool = False
+    scatter_gather: bool = False
+    tensor_overlap: bool = False
+    tensor_backward_overlap: bool = False
+    clip: bool = True
+    softmax_limits: bool = False
+    scales_fp16: bool = True
+    bf16_gradients: float = 0.0
+    dispatcher: Dispatcher = "all_to_all"
+    expert_overlap: bool = False
+    delay_weight_gradients: bool = False
+    graphs: bool = False
+    launches: float = 1.0
+    convolution: ConvolutionSoftware | None = None
+
+    @property
+    def routing(self) -> ExpertRouting:
+        """How its tokens reach experts."""
+        return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
+
+    def software(self, *, compiled: bool = True) -> Software:
+        """The kernels of a layer."""
+        row = KERNELS[self.kernels_of(compiled)]
+        return replace(row, early_stop=True) if self.early_stop else row
+
+    def kernels_of(self, compiled: bool) -> str:
+        """The row of `KERNELS` with torch.compile or without."""
+        return self.kernels if compiled else self.uncompiled or self.kernels
+
+
+MEGATRON_2020 = Framework(
+    name="megatron",
+    source="NVIDIA/Megatron-LM @02bb1f5c86fc; Narayanan et al. 2021",
+    until=2020,
+    kernels="megatron-2021",
+    recompute="full",
+    blocking_transfers=True,
+    scatter_gather=True,
+    softmax_limits=True,
+)
+MEGATRON_OF_2021 = replace(MEGATRON_2020, until=2021, bf16_gradients=5.0)
+"""In bf16 a microbatch's gradients are added to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
+turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
+MEGATRON_2022 = replace(
+    MEGATRON_2020, source="Korthikanti et al. 2022", until=2022, sequence=True, tensor_backward_overlap=True
+)
+"""Sums of gradients run beside gradients of weights unless no_async_tensor_model_parallel_allreduce is set
+(megatron/mpu/layers.py @02bb1f5c86fc)."""
+MEGATRON_CORE = Framework(
+    name="megatron",
+    source="NVIDIA's recipes, and notes of Megatron-LM's own table of H100 rows: tp_comm_overlap",
+    earlier=(MEGATRON_2020, MEGATRON_OF_2021, MEGATRON_2022),
+    kernels="megatron-core",
+    zero=1,
+    sequence=True,
+    bucket_bytes=80 * 2**20,
+    gather_ahead=True,
+    scatter_gather=True,
+    tensor_overlap=True,
+)
+NEMO = replace(
+    MEGATRON_CORE,
+    name="nemo",
+    source="NVIDIA/NeMo megatron_base_model.py, setup_optimization: store_param_remainders in bf16, from 24.07",
+    remainders=True,
+    earlier=(
+        replace(
+            MEGATRON_CORE,
+            name="nemo",
+            source="NeMo launcher 23.07, gpt3/40b.yaml and bert/4b.yaml: selective recomputation and a fused softmax",
+            until=2023,
+            earlier=(),
+            kernels="megatron-core-unfused",
+            recompute="selective",
+        ),
+    ),
+)
+BRIDGE = replace(
+    MEGATRON_CORE,
+    name="megatron-bridge",
+    source="NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs @00919dcf1fe1, @01b2977e518f, @042641823051",
+    earlier=(),
+    spares_layers=True,
+    dispatcher="hybridep",
+    graphs=True,
+)
+"""Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
+of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
+(recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
+FSDP), and never run whole layers again. Both are taken to cost nothing."""
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_OF_2021,
+    name="megatron-deepspeed",
+    source="bigscience-workshop/Megatron-DeepSpeed @038bddcb6dfb",
+    until=0,
+)
+FSDP = Framework(
+    name="fsdp",
+    source="torch FSDP and FSDP2: parameters of the next layer are gathered while one computes",
+    kernels="fsdp-compiled",
+    uncompiled="fsdp",
+    zero=3,
+    sequence=True,
+    early_stop=True,
+    gather_ahead=True,
+)
+TITAN = replace(
+    FSDP,
+    name="torchtitan",
+    source="pytorch/torchtitan, torchtitan/config: selective recomputation of every second layer",
+    recompute="selective",
+    alternate=True,
+)
+COMPOSER_2023 = Framework(
+    name="composer",
+    source="mosaicml/composer: FSDP with backward_prefetch BACKWARD_POST, composer/optim/decoupled_weight_decay.py",
+    until=2023,
+    kernels="composer-triton",
+    zero=3,
+    backward_prefetch=False,
+    optimizer="adamw",
+    one_array=True,
+)
+"""Its DecoupledAdamW runs operation by operation."""
+COMPOSER = replace(COMPOSER_2023, until=0, kernels="composer", early_stop=True, earlier=(COMPOSER_2023,))
+"""Its second forward stops early from torch 2.1 on: recomputed rows of the later A100 table are 6 to 9% faster than those of
+the earlier one, while rows without recomputation are alike."""
+DDP = Framework(
+    name="ddp",
+    source="torch DistributedDataParallel, eager",
+    kernels="fsdp-compiled",
+    uncompiled="ddp",
+    bucket_bytes=25 * 2**20,
+    convolution=ConvolutionSoftware(),
+)
+EXAMPLES = replace(
+    DDP,
+    name="deeplearningexamples",
+    source="NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: nhwc under AMP alone",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True),
+)
+MXNET_2020 = Framework(
+    name="mxnet",
+    source="apache/mxnet: BatchNormAddRelu; Horovod's fusion threshold of NVIDIA's configs",
+    until=2020,
+    bucket_bytes=64 * 2**20,
+    optimizer="sgd_momentum",
+    clip=False,
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True),
+)
+MXNET = replace(
+    MXNET_2020,
+    source="mlcommons/training_results_v2.0 NVIDIA/benchmarks/resnet/implementations/mxnet config_DGXA100.sh @a6ae3e16d97b: "
+    "NETWORK resnet-v1b-stats-fl, in which convolutions make the sums of norms",
+    until=0,
+    earlier=(MXNET_2020,),
+    convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True, summed=True),
+)
+DEEPSPEED = Framework(
+    name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
+)
+TRAINER = replace(
+    DEEPSPEED, name="hf-trainer", source="transformers.Trainer: eager modules, gradient checkpointing by layer", zero=0
+)
+TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
+MAXTEXT = replace(
+    FSDP,
+    graphs=True,
+    name="maxtext",
+    source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
+    uncompiled="",
+    early_stop=False,
+)
+INTERNEVO = Framework(
+    name="internevo", source="InternLM/InternEvo with FlashAttention 1", kernels="flash-1", zero=1, bucket_bytes=512 * 2**20
+)
+
+FRAMEWORKS: Registry[Framework] = Registry(
+    "framework",
+    Framework,
+    {
+        row.name: row
+        for row in (
+            MEGATRON_CORE,
+            MEGATRON_DEEPSPEED,
+            NEMO,
+            BRIDGE,
+            TITAN,
+            FSDP,
+            COMPOSER,
+            DEEPSPEED,
+            TRAINER,
+            TORCHTUNE,
+            DDP,
+            EXAMPLES,
+            MXNET,
+            MAXTEXT,
+            replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
+            INTERNEVO,
+        )
+    },
+    error=ModelError,
+)
+"""What `[software] framework = ...` of a run file names."""
+
+
+def framework_of(name: str, year: int | None = None) -> Framework:
+    """The row of a framework, in the version of a year; without one, the current version.
+
+    Raises:
+        ModelError: no such framework.
+    """
+    row = FRAMEWORKS[name]
+    if year is None:
+        return row
+    return next((version for version in row.earlier if year <= version.until), row)

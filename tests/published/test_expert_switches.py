@@ -1,0 +1,42 @@
+"""Published steps of mixtures of experts that one plan takes with different software: Megatron Bridge's tables by release.
+
+The figures are tokens per second and GPU of Qwen3 30B A3B, sequences of 4096 tokens, batch 512, dp = ep = 8 on 8 B200 in FP8
+(NVIDIA-NeMo/Megatron-Bridge, performance page). The release of 25.11 has no CUDA graphs and a microbatch of one sample; that of
+26.04.01 has graphs, HybridEP and a microbatch of four.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parsim.app.load import fixed_plan, problem_of
+from parsim.app.question import question_of
+from parsim.predict.evaluate import evaluate
+
+SEQ, BATCH, GPUS = 4096, 512, 8
+
+
+def tokens_per_s(micro: int, **software: object) -> float:
+    settings: dict[str, object] = {
+        "model.args.seq": SEQ,
+        "training.precision": "fp8",
+        "plan.strategy": "custom",
+        "plan.mesh": {"dp": GPUS, "ep": GPUS},
+        "plan.microbatches": BATCH // (GPUS * micro),
+        "software.framework": "megatron-bridge",
+    }
+    settings |= {f"software.{key}": value for key, value in software.items()}
+    asked = question_of("qwen3-30b-a3b", cluster=f"{GPUS}xb200", global_batch=BATCH, settings=settings)
+    problem = problem_of(asked)
+    plan = fixed_plan(problem, asked)
+    assert plan is not None
+    return SEQ * BATCH / GPUS / evaluate(problem, plan, samples=0).result.step_s.median
+
+
+@pytest.mark.slow
+def test_switches_tell_releases_apart() -> None:
+    graphs, launched = tokens_per_s(4), tokens_per_s(1, cuda_graphs=False)
+    assert graphs == pytest.approx(27136, rel=0.3)
+    assert launched == pytest.approx(9299, rel=0.3)
+    assert tokens_per_s(1) > 1.5 * launched
+    assert tokens_per_s(4, dispatcher="all_to_all") < graphs < tokens_per_s(4, expert_overlap=True)

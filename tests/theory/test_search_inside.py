@@ -1,0 +1,86 @@
+"""Divided sequences and experts in a search: no choice of cp and ep that is asked for beats the answer that is free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parsim.errors import ScheduleError
+from parsim.model.divided import divided_model, experts_of, tokens_of
+from parsim.model.formats import Numerics
+from parsim.model.load import load_model
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
+from parsim.plans.constraints import PlanConstraints
+from parsim.plans.mesh import Mesh
+from parsim.predict.problem import PlanningProblem
+from parsim.search.search import search
+from parsim.search.space import divided_problems
+from tests.machines import machine
+
+SIZES = {"hidden": 256, "layers": 2, "seq": 4096, "experts": 4, "expert_ffn": 8192, "vocab": 1024}
+
+
+def mixture(**sizes: int) -> Model:
+    args = tuple(sorted({**SIZES, **sizes}.items()))
+    return load_model(ModelSpec(name="mixtral-8x7b", args=args), granularity="block")
+
+
+def asked(memory_bytes: int = 32 * 2**30, **constraints: int) -> PlanningProblem:
+    return PlanningProblem(
+        model=mixture(),
+        cluster=machine(4, memory_bytes=memory_bytes),
+        global_batch=8,
+        numerics=Numerics(precision="amp_fp16", optimizer="adam"),
+        constraints=PlanConstraints(**constraints),
+        inner_axes=True,
+    )
+
+
+def test_what_can_be_divided_is_read_off_the_model() -> None:
+    assert (tokens_of(mixture()), experts_of(mixture())) == (4096, 4)
+    dense = load_model(ModelSpec(name="llama3-8b", args=(("layers", 1), ("seq", 4096))), granularity="block")
+    assert (tokens_of(dense), experts_of(dense)) == (4096, 1)
+
+
+def test_experts_that_tokens_do_not_visit_equally_often_are_divided_too() -> None:
+    odd = mixture(experts=6, active=2, seq=4096)  # 1365.3 visits of an expert
+    made = divided_model(odd, cp=2, ep=2, element_bytes=2)
+    (whole,), (part,) = ([o for o in m.components[1].operators if dict(o.shape).get("problems")][:1] for m in (odd, made))
+    assert dict(part.shape)["problems"] == 3
+    assert part.forward_flop == pytest.approx(whole.forward_flop / 2, rel=0.1)
+    assert len(divided_problems(replace(asked(), model=odd))) == 5  # ep = 6 is more than the devices
+
+
+def test_choices_are_those_that_divide_and_that_the_question_leaves_open() -> None:
+    def choices(problem: PlanningProblem) -> list[tuple[int, int]]:
+        return [(part.division.cp, part.division.ep) for part in divided_problems(problem) if part.division]
+
+    assert choices(asked()) == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
+    assert choices(asked(cp=1)) == [(1, 1), (1, 2), (1, 4)]
+    assert choices(asked(ep=4)) == [(1, 4), (2, 4)]
+    assert choices(replace(asked(), inner_axes=False)) == []  # one problem, as it is
+
+
+@pytest.mark.parametrize(("strategy", "gib"), [("dp", 2), pytest.param("hp", 3, marks=pytest.mark.slow)])
+def test_the_free_answer_is_the_best_of_those_asked_for_one_by_one(strategy: str, gib: int) -> None:
+    def best(**constraints: int) -> tuple[float, Mesh | None]:
+        problem = replace(asked(gib * 2**30, **constraints), zero_stage=0)
+        try:
+            chosen = search(problem, (strategy,), samples=0).chosen
+        except ScheduleError:  # no such mesh
+            chosen = None
+        return (float("inf"), None) if chosen is None else (chosen.result.step_s.median, chosen.result.plan.mesh)
+
+    free_s, mesh = best()
+    each = [best(cp=cp, ep=ep) for cp in (1, 2) for ep in (1, 2, 4)]
+    assert free_s == min(step_s for step_s, _ in each) < float("inf")
+    assert mesh is not None
+    assert mesh.ep > 1
+    assert each[0][0] > free_s
+
+
+def test_experts_are_divided_where_they_do_not_fit_whole() -> None:
+    problem = replace(asked(2 * 2**30, cp=1, ep=1), zero_stage=0)
+    assert search(problem, ("dp",), samples=0).chosen is None
