@@ -192,7 +192,9 @@ class Answer:
             f"Chosen: {self._ranked[row].result.plan.summary()}. None of the plans can take less than "
             f"{format_seconds(document['lower_bound_s'])} ({format_percent(document['gap'])} less). {considered}"
         )
-        if names := document.get("unrefined", []):
+        if document.get("cut_short"):
+            text += " Stopped by Ctrl-C: the rest of the plans was not looked at."
+        elif names := document.get("unrefined", []):
             text += f" Not refined after losing: {', '.join(names)}; a separate search may find faster plans for them."
         solved = [placement for placement in document.get("placements", ()) if placement["seconds"] is not None]
         if solved:

@@ -500,8 +500,8 @@ def _question(
 
 
 def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
-    with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
-        return ask(question, top=top, runs_here=runs_here)
+    with progress(f"Planning {question.model.name} on {question.cluster.in_words}") as say:
+        return ask(question, top=top, runs_here=runs_here, say=say)
 
 
 def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -253,11 +254,13 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     )
 
 
-def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
+def search_plans(
+    problem: PlanningProblem, config: Question, *, top: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
     if problem.constraints.synchronisation.is_relaxed:
         return relaxed_search(problem, (config.plan.strategy,), top=top)
-    return search(problem, (config.plan.strategy,), top=top)
+    return search(problem, (config.plan.strategy,), top=top, say=say)
 
 
 # cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.

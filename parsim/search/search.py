@@ -7,6 +7,7 @@ recommended is the simplest plan that ties. A plan that fits safely (`PlanningPr
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class Search:
     skipped: families without a member, and why.
     placements: the solver's answers to the placement problems (strategy "adaptive").
     unrefined: families that lost before their late parts were opened: a separate search may find faster plans.
+    cut_short: whether Ctrl-C ended the search; what was not opened is not counted then.
     """
 
     candidates: tuple[Evaluation, ...]
@@ -79,6 +81,7 @@ class Search:
     tally: Tally = field(default_factory=Tally)
     placements: tuple[PosedPlacement, ...] = ()
     unrefined: tuple[str, ...] = ()
+    cut_short: bool = False
 
     @property
     def gap(self) -> float:
@@ -100,6 +103,7 @@ class Search:
             "judged": self.judged,
             "considered": self.tally.to_dict(),
             "unrefined": list(self.unrefined),
+            "cut_short": self.cut_short,
             "skipped": dict(self.skipped),
             "placements": [solution.to_dict() for solution in self.placements],
         }
@@ -107,7 +111,12 @@ class Search:
 
 @rare_collections()
 def search(
-    problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
+    problem: PlanningProblem,
+    strategies: Sequence[str] = tuple(FAMILIES),
+    *,
+    samples: int = SAMPLES,
+    top: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Search:
     """Find the best plan of each named family, rank them, and choose the fastest that fits.
 
@@ -116,10 +125,11 @@ def search(
         strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
             of all plans considered, so no other candidate is predicted faster.
         top: keep this many plans over all families instead of the best of each.
+        say: hears every two seconds what is searched, what is left, and the best step so far.
 
     Returns:
-        A Search. A plan that was not simulated has a lower bound that is not below the best of its family. Leaves out plans
-        outside the families: it claims no optimality beyond them.
+        A Search; after Ctrl-C of what was simulated by then (`cut_short`). A plan that was not simulated has a lower bound that
+        is not below the best of its family, or is counted as not tried. Leaves out plans outside the families.
 
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
@@ -147,19 +157,13 @@ def search(
         if opening.spare is None:
             opening.early(name, parts[name], owners[name])
             together.steps_s.update(owners[name].steps_s)
-    if opening.spare is not None:
-        opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
-    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
-    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
-    if opening.spare is not None:
-        opening.spare.left = max(0.0, opening.spare.left) + MOST_LATE_VISITS
-    for number, (name, own) in enumerate(owners.items()):
-        # where mixed placements only tie they are not recommended, so they are not searched for
-        ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
-        found = own if not mixes and top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
-        opening.later(name, found, 1 / (len(owners) - number))
-    for own in owners.values():
-        opening.misfit(own)
+    cut_short = False
+    try:
+        unrefined = _open_all(opening, parts, owners, together, mixes=mixes, top=top, tell=_Telling(say))
+    except KeyboardInterrupt:
+        if not opening.judged:
+            raise
+        unrefined, cut_short = list(owners), True
     steps, tally = opening.steps, opening.tally
     judged = opening.judged
     if all(problem.allows(component.name, BATCH) for component in problem.model.components):
@@ -206,7 +210,51 @@ def search(
         tally=tally,
         placements=tuple(posed),
         unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
+        cut_short=cut_short,
     )
+
+
+def _open_all(
+    opening: _Opening,
+    parts: Mapping[str, list[Node]],
+    owners: Mapping[str, Incumbents],
+    together: Incumbents,
+    *,
+    mixes: bool,
+    top: int | None,
+    tell: _Telling,
+) -> list[str]:
+    """Open the parts of all families, then those that refine what was found; which families were not refined for themselves."""
+    if opening.spare is not None:
+        early = open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes, tell=tell)
+        opening.tally.add(early)
+    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
+    if opening.spare is not None:
+        opening.spare.left = max(0.0, opening.spare.left) + MOST_LATE_VISITS
+    for number, (name, own) in enumerate(owners.items()):
+        # where mixed placements only tie they are not recommended, so they are not searched for
+        ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
+        found = own if not mixes and top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
+        tell(f"refinements of {name}", len(opening.late[name]), found.best_s)
+        opening.later(name, found, 1 / (len(owners) - number))
+    for own in owners.values():
+        opening.misfit(own)
+    return unrefined
+
+
+@dataclass
+class _Telling:
+    """Says how far a search is, at most every two seconds. It decides nothing."""
+
+    say: Callable[[str], None]
+    last_s: float = field(default_factory=lambda: time.monotonic())
+
+    def __call__(self, what: str, left: int, best_s: float) -> None:
+        if time.monotonic() - self.last_s > 2.0:
+            self.last_s = time.monotonic()
+            best = "nothing fits so far" if best_s == float("inf") else f"best so far {format_seconds(best_s)}"
+            self.say(f"{what}: {left} parts left, {best}")
 
 
 def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:

@@ -722,7 +722,7 @@ class Members:
 
 
 FEWEST_OF_A_FAMILY = 3
-"""Outlines that are opened until one has a plan that fits, whatever is left to spend: the answer shows the best of each family."""
+"""Outlines of a family that are opened, whatever is left to spend, until one has a plan that fits: an answer shows it."""
 
 UNLIKELY = 0.1
 """Of the best step so far: an outline whose estimate is so much longer is not opened."""
@@ -736,12 +736,14 @@ def open_one_by_one(
     opened: Callable[[str, list[Node], Incumbents], None],
     *,
     rivals: bool,
+    tell: Callable[[str, int, float], None],
 ) -> Tally:
     """Open the parts of all families, and count the plans of those that were not opened.
 
     Args:
         parts: by family. owners: the best plans of each family so far. together: of all families. spare: what may be spent.
-        opened: opens parts of a family. rivals: whether a family is left that can no longer be faster than another one.
+        opened: opens parts of a family. tell: hears which family is opened, how many parts are left and the best step so far.
+        rivals: whether a family is left that can no longer be faster than another one.
     """
     queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
@@ -759,6 +761,7 @@ def open_one_by_one(
             left.append((bound_s, family, node))
             continue
         opened_of[name] += 1
+        tell(name, len(queue) - opened_of.total(), together.best_s)
         opened(name, [node], family)
         if family is not together:
             together.steps_s.update(family.steps_s)
