@@ -99,7 +99,7 @@ def plan(
 
     >>> answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=1024, devices=4, strategy="dp")
     >>> answer.chosen.plan.summary()
-    'dp pp=1 dp=4 tp=1 mb=1x256 zero3 buckets=2.02MiB'
+    'dp pp=1 dp=4 tp=1 mb=1x256 zero3'
     >>> answer.assumed["training.precision"], answer.fits
     ('fp32', True)
     >>> list(answer.table().columns[:4])

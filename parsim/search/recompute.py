@@ -18,7 +18,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import prices_of
 from parsim.search.memory_floor import SOME, WHOLE, kept_together, least_kept, recompute_of
-from parsim.search.space import is_small
+from parsim.search.space import is_large, is_small
 from parsim.search.stages import Segments, is_long, place_excess_bytes, place_over_bytes, within_stages
 from parsim.work import BY_OPERATOR_PART, Phase
 
@@ -215,7 +215,7 @@ def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     yield replace(plan, recompute=FULL)
     if any(component.selective is not None for component in problem.model.components):
         yield replace(plan, recompute=SELECTIVE)
-    if is_small(problem):
+    if not is_large(problem):
         names = backwards_of(problem, plan)
         for some in (names[1:], names[:-2], names[1:-2]):
             if some:

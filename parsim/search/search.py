@@ -182,21 +182,27 @@ def search(
     elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     shown = ranked[:top] if top is not None else first_of_each(ranked, lambda entry: entry.plan.strategy)
-    simplest = simplest_tie(problem, judged, steps.of) if shown[0].fits else shown[0]
-    if simplest.plan.program != shown[0].plan.program:
+    fastest = shown[0]
+    simplest = simplest_tie(problem, judged, steps.of) if fastest.fits else fastest
+    if simplest.plan.program != fastest.plan.program:
         own = [entry.plan.strategy == simplest.plan.strategy for entry in shown]
         shown = [simplest if own and top is None else entry for own, entry in zip(own, shown, strict=True)]
         shown = sorted(shown if simplest in shown else [*shown, simplest], key=_rank)
     risky = min((entry for entry in judged if not entry.safe and entry.fits), key=_rank, default=None)
-    is_faster = risky is not None and shown[0].safe and not is_tie(shown[0].step_s, risky.step_s)
-    entries = [*shown, risky] if risky is not None and is_faster else shown
+    is_faster = risky is not None and fastest.safe and not is_tie(fastest.step_s, risky.step_s)
+    before = (
+        [] if shown[0].plan.program == fastest.plan.program else [fastest]
+    )  # it may have lost its family's place to the simplest
+    entries = [*before, *shown, risky] if risky is not None and is_faster else [*before, *shown]
     evaluations = _with_intervals(problem, _evaluated(problem, entries, steps), samples, simplest.plan.program)
-    candidates = evaluations[: len(shown)]
-    chosen = candidates[0] if candidates[0].result.fits else None
+    candidates = evaluations[len(before) : len(before) + len(shown)]
+    chosen = evaluations[0] if fastest.fits else None
     recommended = next(one for one in candidates if one.result.plan.program == simplest.plan.program) if chosen else None
     if mixes and chosen is not None:
         named = replace(chosen, result=_result_named(chosen, "adaptive"))
-        recommended = named if recommended is chosen else recommended
+        recommended = (
+            named if recommended is not None and recommended.result.plan.program == named.result.plan.program else recommended
+        )
         chosen = named
     return Search(
         candidates=candidates,
