@@ -200,9 +200,8 @@ def search(
     recommended = next(one for one in candidates if one.result.plan.program == simplest.plan.program) if chosen else None
     if mixes and chosen is not None:
         named = replace(chosen, result=_result_named(chosen, "adaptive"))
-        recommended = (
-            named if recommended is not None and recommended.result.plan.program == named.result.plan.program else recommended
-        )
+        if recommended is not None and recommended.result.plan.program == named.result.plan.program:
+            recommended = named
         chosen = named
     return Search(
         candidates=candidates,
