@@ -74,7 +74,12 @@ def _problem(asked: Asked) -> PlanningProblem:
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        numerics=Numerics(precision="fp16" if asked.scaled else asked.precision, optimizer=asked.optimizer),
+        numerics=Numerics(
+            precision="fp16" if asked.scaled else asked.precision,
+            optimizer=asked.optimizer,
+            gradient_dtype="fp32" if asked.full_gradients else "",
+            master_weights=asked.master_weights,
+        ),
     )
 
 

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
-from experiments.published.rules import Framework, micro_of, recompute_of
+from experiments.published.rules import Rule, micro_of, recompute_of
 from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.names import NAMED
 from parsim.model.catalogue.names import named as model_named
-from parsim.model.catalogue.sublayers import Shape
+from parsim.model.catalogue.sublayers import LLAMA, Shape
 
 BERT_SEQ = 512
+BINNED = re.compile(r"binned lengths", re.IGNORECASE)
+BINNED_SHARE = 288 / 512
+"""Of the longest sequence, where batches of like lengths are padded to a multiple of 64: MLPerf's BERT sees 255 tokens of 512
+on average of the same corpus, and half a bin is padding."""
 
 
 class CannotExpressError(Exception):
@@ -67,11 +72,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """recompute: "full", "selective", "half" or "none". sequence: sequence parallelism. zero: stage of divided states."""
+    """recompute: "full", "selective", "half" or "none". sequence: sequence parallelism. zero: stage of divided states.
+
+    group: replicas over which they are divided (hybrid sharding); 0: all.
+    """
 
     recompute: str
     sequence: bool
     zero: int
+    group: int = 0
 
 
 @dataclass(slots=True)
@@ -87,11 +96,36 @@ class Notes:
         return value
 
 
+def seq_of(row: Row, framework: Rule, causal: bool, notes: Notes) -> int:
+    """Tokens of a sample."""
+    seq = row.seq or notes.assume("seq", framework.seq if causal else BERT_SEQ)
+    if BINNED.search(row.notes):
+        return notes.assume("padded tokens of a sample, of batches of like lengths,", round(seq * BINNED_SHARE))
+    return seq
+
+
 PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
-OTHER_MODELS = re.compile(
-    r"(?<![a-z])(?:(?:by|[mb])?t5|ul2|mamba|nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]3[-_ ](?!\d+b))", re.IGNORECASE
+OTHER_MODELS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"(?<![a-z])(?:(?:by|[mb])?t5|ul2|whisper|bart|nllb)", "an encoder with a decoder"),
+        (r"(?<![a-z])(?:mamba|nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]3[-_ ](?!\d+b))", "a state space model"),
+        (r"diffusion|(?<![a-z])(?:sdxl|flux|dit|imagen)(?![a-z])|u-?net", "a diffusion or segmentation network"),
+        (r"(?<![a-z])(?:dlrm|dcn|ncf|wide ?(?:and|&) ?deep)", "a recommender of embedding tables"),
+        (
+            r"(?<![a-z])(?:rnn|gnmt|e?lstm|jasper|tacotron|waveglow|fastpitch|hi-?fi-?gan|wav2vec)",
+            "a recurrent or speech network",
+        ),
+        (r"(?<![a-z])(?:r-?gat|gnn|graph)", "a network of graphs"),
+        (
+            r"(?<![a-z])(?:vit|clip|ssd)(?![a-z])|(?<![a-z])(?:swin|vgg|efficientnet|efficientdet|mobilenet|densenet|yolo)",
+            "a network of images",
+        ),
+    )
 )
-"""Encoders with decoders, and state space models. Nemotron 3 8B of 2023 is a transformer, Nemotron 3 Nano of 2025 is none."""
+"""Models that are no transformer of tokens alone, by name. Nemotron 3 8B of 2023 is one, Nemotron 3 Nano of 2025 is none."""
+TOKENS = re.compile(r"tok|seq|flop|mfu|hfu", re.IGNORECASE)
+"""In a unit that only a transformer of tokens has."""
 MIXTURES = re.compile(r"(?<![a-z])moe(?![a-z])|experts|mixtral|\d+x\d+(?:\.\d+)?b|[-_ ]a\d+(?:\.\d+)?b", re.IGNORECASE)
 
 
@@ -104,7 +138,7 @@ def shape_of_name(name: str) -> Shape | None:
     return replace(model.shape, layers=int(reduced[1]), dense_layers=min(model.shape.dense_layers, 1))
 
 
-def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
+def shape_of(row: Row, framework: Rule, notes: Notes) -> Shape:
     """The shape that the row names or states.
 
     Raises:
@@ -112,28 +146,20 @@ def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
     """
     named = shape_of_name(row.model)
     if PART_TUNED.search(row.model) or PART_TUNED.search(row.notes):
-        raise CannotExpressError(f"{row.model}: fine-tuning of a part of the parameters is not expressed")
-    if OTHER_MODELS.search(row.model):
-        raise CannotExpressError(f"{row.model}: no decoder-only transformer")
-    if named is None and row.hidden is None:
-        raise CannotExpressError(f"the shape of {row.model!r} is not known and the row does not state it")
-    stated = re.search(r"vocab (\d[\d,]*)", row.notes)
+        raise CannotExpressError(
+            f"{row.model}: fine-tuning of a part of the parameters is not expressed: adapters beside frozen weights"
+        )
+    other = next((kind for pattern, kind in OTHER_MODELS if pattern.search(row.model)), "")
+    if other and (named is None or not named.causal):
+        raise CannotExpressError(f"{row.model} is {other}, no decoder-only transformer; parsim has no shape of it")
+    stated = re.search(r"vocab(?:ulary)?(?: size)?[ =:]*(\d[\d,]*)", row.notes, re.IGNORECASE)
     vocab = int(stated[1].replace(",", "")) if stated else 0
     if named is None:
         if MIXTURES.search(row.model) or (row.ep or 1) > 1:
             raise CannotExpressError(
                 f"{row.model}: a mixture of experts, of which the row does not state how many and how wide"
             )
-        hidden = row.hidden or 1
-        usual = framework.heads if framework.heads and hidden % framework.heads == 0 else _usual_heads(hidden)
-        heads = row.heads or notes.assume("heads", usual)
-        layers = row.layers or (notes.assume("layers", max(1, round(row.params / (12 * hidden**2)))) if row.params else 0)
-        if not layers:
-            raise CannotExpressError(f"the layers of {row.model!r} are not known")
-        encoder = re.match(r"(?:megatron[-_ ])?bert", row.model, re.IGNORECASE) is not None
-        padded = 250880 if row.id.startswith("bloom") else 30522 if encoder else 51200
-        notes.assumed.append(f"vocabulary {padded}")
-        return Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=vocab or padded, causal=not encoder)
+        return _by_sizes(row, framework, vocab, notes) if row.hidden else _by_parameters(row, vocab, notes)
     if "sft" in row.model.lower() or "sft performance" in row.notes.lower():
         notes.lacks.append("fine-tuning as pre-training: attention sees all of a sample")
     if re.search(r"w/ ?mtp|with mtp", row.model, re.IGNORECASE):
@@ -142,6 +168,72 @@ def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
         notes.lacks.append("Muon, priced as Adam")
     found = replace(named, layers=row.layers or named.layers, vocab=vocab or named.vocab)
     return _widened(found, row, notes)
+
+
+ENCODER = re.compile(r"(?:megatron[-_ ])?(?:ro|de)?bert", re.IGNORECASE)
+GATED = re.compile(r"llama|gemma|qwen|mistral|yi-|vicuna|alpaca|internlm|olmo|smol|deepseek|baichuan|danube", re.IGNORECASE)
+ALIKE = 0.1
+"""By which a shape's parameters may differ from the stated ones: names round them, and count embeddings or not."""
+
+
+def _by_sizes(row: Row, framework: Rule, vocab: int, notes: Notes) -> Shape:
+    """A shape of no known name from its stated sizes; where its parameters are stated too, they decide its MLP."""
+    hidden = row.hidden or 1
+    usual = framework.heads if framework.heads and hidden % framework.heads == 0 else _usual_heads(hidden)
+    heads = row.heads or notes.assume("heads", usual)
+    layers = row.layers or (notes.assume("layers", max(1, round(row.params / (12 * hidden**2)))) if row.params else 0)
+    if not layers:
+        raise CannotExpressError(f"the layers of {row.model!r} are not known")
+    encoder = ENCODER.match(row.model) is not None
+    if not vocab:
+        padded = 250880 if row.id.startswith("bloom") else 30522 if encoder else 51200
+        vocab = notes.assume("vocabulary", padded)
+    shape = Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=vocab, causal=not encoder)
+    plain = layers * 12 * hidden**2
+    if (
+        not row.params
+        or abs(math.log((plain + vocab * hidden) / row.params)) < ALIKE
+        or abs(math.log(plain / row.params)) < ALIKE
+    ):
+        return shape
+    gated = GATED.search(row.model) is not None
+    arms = 3 if gated else 2
+    tied = not gated or row.params < 2e9  # larger models of this kind keep an output matrix of their own
+    left = row.params - (1 if tied else 2) * vocab * hidden - layers * 4 * hidden**2
+    ffn = round(left / (layers * arms * hidden) / 128) * 128
+    if not 128 <= ffn <= 16 * hidden:
+        notes.assumed.append(
+            f"a plain GPT of {(plain + vocab * hidden) / 1e9:.3g}B parameters, where {row.params / 1e9:.3g}B are stated"
+        )
+        return shape
+    notes.assumed.append(f"an MLP of {ffn} with {arms} products, by the stated {row.params / 1e9:.3g}B parameters")
+    return replace(shape, ffn=ffn, **((LLAMA | {"tied": tied}) if gated else {}))
+
+
+def _by_parameters(row: Row, vocab: int, notes: Notes) -> Shape:
+    """The known dense shape nearest to the stated parameters, with as many layers more or fewer as they differ by."""
+    if not row.params:
+        raise CannotExpressError(f"the shape of {row.model!r} is not known, and the row states neither sizes nor parameters")
+    if not (row.seq or row.layers or row.heads or TOKENS.search(row.unit)):
+        raise CannotExpressError(
+            f"{row.model!r} is not known, and nothing but its {row.params / 1e9:.3g}B parameters is stated: neither tokens nor "
+            "layers, so it need not be a transformer"
+        )
+    dense = [
+        model.shape for model in NAMED.values() if model.shape is not None and not model.shape.experts and model.shape.causal
+    ]
+    nearest = min(dense, key=lambda shape: abs(math.log(_parameters(shape) / row.params)))
+    embedded = nearest.vocab * nearest.hidden * (1 if nearest.tied else 2)
+    layers = max(1, round(nearest.layers * (row.params - embedded) / max(1, _parameters(nearest) - embedded)))
+    notes.assumed.append(f"shape of {nearest.name} with {layers} layers, by the stated {row.params / 1e9:.3g}B parameters")
+    return replace(nearest, name=row.model, layers=row.layers or layers, vocab=vocab or nearest.vocab)
+
+
+def _parameters(shape: Shape) -> int:
+    """Of a dense shape, without norms and biases."""
+    attention = 2 * shape.hidden * shape.dim * (shape.heads + shape.keys)
+    mlp = (3 if shape.gated else 2) * shape.hidden * shape.inner
+    return shape.layers * (attention + mlp) + shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
 
 def _widened(named: Shape, row: Row, notes: Notes) -> Shape:
@@ -164,7 +256,7 @@ def _usual_heads(hidden: int) -> int:
     return min(fitting, key=lambda heads: abs(hidden / heads - 128)) if fitting else max(1, hidden // 128)
 
 
-def split_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> Split:
+def split_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: Notes) -> Split:
     """The axes of a row.
 
     Raises:
@@ -196,7 +288,7 @@ def split_of(row: Row, framework: Framework, shape: Shape, machine: Machine, not
 MOST_TENSOR_WAYS = 8
 
 
-def _ways_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> tuple[int, int]:
+def _ways_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: Notes) -> tuple[int, int]:
     """tp and pp, one or both of which are not stated: what the stated axes leave, else the framework's recipe, else by size."""
     if row.gpus is not None and row.dp is not None:
         left = max(1, row.gpus // (row.dp * (row.cp or 1)))
@@ -236,7 +328,7 @@ def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple
     return tp, pp
 
 
-def batch_of(row: Row, framework: Framework, shape: Shape, split: Split, seq: int, notes: Notes) -> Batch:
+def batch_of(row: Row, framework: Rule, shape: Shape, split: Split, seq: int, notes: Notes) -> Batch:
     """The batch of a row, rounded to what its replicas and microbatches divide.
 
     Raises:
@@ -292,7 +384,32 @@ def stage_of(text: str) -> int | None:
 INTERLEAVED = re.compile(r"(?<!non-)(?<!not )(?<!no )(?<!without )(?<!before the )interleaved", re.IGNORECASE)
 
 
-def states_of(row: Row, framework: Framework, split: Split, recompute_more: str, notes: Notes) -> States:
+HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
+OFFLOADED = re.compile(r"(?<!no )(?<!without )offload", re.IGNORECASE)
+PURE_HALF = re.compile(r"pure bf16|no fp32 master|without (?:fp32 )?master|optimi[sz]er (?:states? )?in bf16", re.IGNORECASE)
+EIGHT_BIT = re.compile(r"8[- ]bit", re.IGNORECASE)
+
+
+def masters_of(row: Row, precision: str, notes: Notes) -> bool:
+    """Whether the optimizer keeps weights in fp32; what it keeps otherwise is noted."""
+    if EIGHT_BIT.search(row.notes):
+        notes.lacks.append("optimizer states of 8 bits, held as wider ones")
+    if OFFLOADED.search(row.notes) or OFFLOADED.search(row.zero):
+        notes.lacks.append("offload to the host: neither its time nor what it spares")
+    return not (precision == "bf16" and PURE_HALF.search(row.notes))
+
+
+def _group_of(row: Row, split: Split, per_node: int, notes: Notes) -> int:
+    """Replicas over which hybrid sharding divides states: those of a node; 0 where all do."""
+    if not (HYBRID.search(row.zero) or HYBRID.search(row.notes)):
+        return 0
+    group = math.gcd(split.dp, max(1, per_node // split.tp))
+    if group in (1, split.dp):
+        return 0
+    return notes.assume("states divided over the replicas of a node,", group)
+
+
+def states_of(row: Row, framework: Rule, split: Split, per_node: int, recompute_more: str, notes: Notes) -> States:
     """Recomputation, sequence parallelism and ZeRO. recompute_more: taken instead of a recomputation that is not stated."""
     recompute, stated = recompute_of(row, framework)
     if recompute_more and not stated:
@@ -310,7 +427,9 @@ def states_of(row: Row, framework: Framework, split: Split, recompute_more: str,
         notes.lacks.append(f"ZeRO 1 over all replicas, not over {group[1]}")
     if zero == 3 and split.pp > 1:
         zero = notes.assume("parameters whole for a step under the pipeline, as ZeRO", 1)
-    return States(recompute=recompute, sequence=sequence, zero=zero)
+    return States(
+        recompute=recompute, sequence=sequence, zero=zero, group=_group_of(row, split, per_node, notes) if zero else 0
+    )
 
 
 def expert_ways_of(row: Row, shape: Shape, split: Split, zero: int, notes: Notes) -> int:
@@ -327,7 +446,7 @@ def expert_ways_of(row: Row, shape: Shape, split: Split, zero: int, notes: Notes
     return ways
 
 
-def chunks_of(row: Row, framework: Framework, shape: Shape, split: Split, batch: Batch, notes: Notes) -> int:
+def chunks_of(row: Row, framework: Rule, shape: Shape, split: Split, batch: Batch, notes: Notes) -> int:
     """Chunks per rank of an interleaved order; 1 without one."""
     pp, microbatches = split.pp, batch.per_replica // batch.micro
     if pp == 1:
@@ -356,7 +475,7 @@ def usual_chunks(depth: int, layers: int, pp: int) -> int:
     return next(even, min(depth, most))
 
 
-def precision_of(row: Row, framework: Framework, notes: Notes) -> str:
+def precision_of(row: Row, framework: Rule, notes: Notes) -> str:
     """ "nvfp4", "fp8", "bf16", "tf32" or "fp32"; the framework's where the row states none, or with a question mark."""
     text = row.precision.lower()
     if "nvfp4" in text:

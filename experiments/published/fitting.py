@@ -1,15 +1,25 @@
-"""Factors and intervals from the errors of other rows: fitted, held out by source, and whether they hold."""
+"""What rows err by, as a sum of effects: of the chip, the framework with its version, and kinds of models.
+
+    log(measured / predicted) = sum of effects of the row + effect of its source + noise
+
+Every effect is drawn from a normal distribution of its kind with mean 0 (`PRIORS`), so an effect that few sources show is near
+0, and a GPU with three rows takes what its chip has shown. A source counts once: its rows share an effect of their own, which
+is not known for a new source. So the interval of a new source has the spread of sources, the noise of rows and what is not
+known of the effects (best linear unbiased prediction; Robinson 1991). Rows far off weigh less (Huber).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
 
-from experiments.published.intervals import Ends, ends_of, reach_of, spread_of
-from experiments.published.predict import Facts, Predicted, key_of
+import numpy as np
+
+from experiments.published.predict import Facts, Predicted
+from parsim.costs.published import NOISE, SHARE, Effects, class_of, features_of, noise_of
+from parsim.numeric import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,147 +28,133 @@ class Judged:
 
     predicted: Predicted
     log_error: float
-    key: str
     group: str
     source: str
 
-
-def facts_of(row: Judged) -> Facts:
-    """Of the question; a judged row has one."""
-    assert row.predicted.facts is not None
-    return row.predicted.facts
-
-
-PRIOR_ROWS = 4
-PRIOR_SOURCES = 1
-STATED_SOURCES = 3
+    @property
+    def facts(self) -> Facts:
+        """Of the question; a judged row has one."""
+        assert self.predicted.facts is not None
+        return self.predicted.facts
 
 
-def _informative(rows: Sequence[Judged]) -> list[Judged]:
-    """Rows whose errors say most of a GPU, by GPU and precision.
-
-    Where at least three sources have rows on one node, only these count: there is no network and hardly a split. Else, where
-    three have complete rows, only those: what a rule assumes says little of a GPU. Else all.
-    """
-    one_node: dict[str, set[str]] = defaultdict(set)
-    stated: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if facts_of(row).one_node:
-            one_node[row.key].add(row.source)
-        if row.predicted.row.complete:
-            stated[row.key].add(row.source)
-
-    def counts(row: Judged) -> bool:
-        if len(one_node[row.key]) >= STATED_SOURCES:
-            return facts_of(row).one_node
-        return row.predicted.row.complete or len(stated[row.key]) < STATED_SOURCES
-
-    return [row for row in rows if counts(row)]
+PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.2}
+"""Standard deviation of the effects of a kind, of log seconds; the kind is what stands before the colon of a name. Effects of a
+precision, of a board, and of a framework on a chip were tried and make rows of other sources worse."""
+SOURCE_SIGMA = 0.07
+HUBER = 2.0
+"""Standard deviations from which on a row weighs less."""
+PASSES = 6
 
 
-def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
-    """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
-
-    A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
-    shrunk towards no factor as if one more source had shown none. Not all rows count (`_informative`).
-    """
-    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in _informative(rows):
-        by_source[row.key][row.source].append(row.log_error)
-    found = {}
-    for key, sources in by_source.items():
-        weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
-        total = sum(weight * median(errors) for weight, errors in zip(weights, sources.values(), strict=True))
-        found[key] = (-total / (sum(weights) + PRIOR_SOURCES / 2), len(sources))
-    return found
+def fitted(rows: Sequence[Judged]) -> Effects:
+    """Effects, their covariance, and the ends of intervals from how the rows of every source lie when it is held out."""
+    return replace(_effects(rows), ends=interval_ends(rows, held_out(rows)))
 
 
-FEW_ROWS = 8
+def _effects(rows: Sequence[Judged]) -> Effects:
+    features = [features_of(row.facts.run) for row in rows]
+    shown: dict[str, set[str]] = defaultdict(set)
+    for row, own in zip(rows, features, strict=True):
+        for name in own:
+            shown[name].add(row.source)
+    names = sorted(shown)
+    sources = sorted({row.source for row in rows})
+    column = {name: number for number, name in enumerate([*names, *(f"source {name}" for name in sources)])}
+    matrix = np.zeros((len(rows), len(column)))
+    for number, (row, own) in enumerate(zip(rows, features, strict=True)):
+        matrix[number, [*(column[name] for name in own), column[f"source {row.source}"]]] = 1.0
+    error = np.array([-row.log_error for row in rows])
+    noise = np.array([noise_of(row.facts.run) for row in rows])
+    prior = np.array([PRIORS[name.split(":")[0]] for name in names] + [SOURCE_SIGMA] * len(sources))
+    weight = np.ones(len(rows))
+    for _ in range(PASSES):
+        precision = matrix.T @ (matrix * (weight / noise**2)[:, None]) + np.diag(prior**-2)
+        covariance = np.linalg.inv(precision)
+        mean = covariance @ (matrix.T @ (error * weight / noise**2))
+        weight = np.minimum(1.0, HUBER * noise / np.maximum(np.abs(error - matrix @ mean), 1e-9))
+    kept = len(names)
+    return Effects(
+        names=tuple(names),
+        mean=dict(zip(names, mean[:kept].tolist(), strict=True)),
+        covariance=covariance[:kept, :kept],
+        priors=dict(PRIORS),
+        source_sigma=SOURCE_SIGMA,
+        sources={name: len(shown[name]) for name in names},
+        ends={},
+    )
 
 
-END_ROWS = 19
-LEVELS = (("place", END_ROWS), ("kind", FEW_ROWS), ("framework", FEW_ROWS), ("family", FEW_ROWS))
-"""What rows have in common, the most first, and how many of them a spread needs."""
-
-
-def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
-    """The rows that have the most in common with it, all where these are few."""
-    for name, least in LEVELS:
-        found = [other for other in others if getattr(facts_of(other), name) == getattr(facts_of(row), name)]
-        if len(found) >= least:
-            return found
-    return list(others)
-
-
-def _distances(rows: Sequence[Judged], errors: Mapping[str, float]) -> dict[str, float]:
-    """By row how many scales of the others like it lie between their middle and its error."""
-    found = {}
-    for row in rows:
-        others = _like(row, [other for other in rows if other is not row])
-        spread = spread_of(_errors(others, errors) or [0.0])
-        found[row.predicted.row.id] = spread.scales_away(errors[row.predicted.row.id])
-    return found
-
-
-def _errors(rows: Sequence[Judged], errors: Mapping[str, float]) -> list[float]:
-    return [errors[row.predicted.row.id] for row in rows]
-
-
-def _ends(
-    alike: Sequence[Judged],
-    complete: bool,
-    errors: Mapping[str, float],
-    rows: Sequence[Judged],
-    distances: Mapping[str, float],
-) -> Ends:
-    """From rows that have the most in common with one that is complete or not.
-
-    Where enough of them are as complete as it, they also say how many of their scales hold most of them. Else all `rows` that
-    are as complete do, by their `distances`.
-    """
-    own = _errors([row for row in alike if row.predicted.row.complete == complete], errors)
-    if len(own) >= END_ROWS:
-        spread = spread_of(own)
-        return ends_of(spread, reach_of([spread.scales_away(error) for error in own], spread))
-    spread = spread_of(_errors(alike, errors) or [0.0])
-    away = [distances[row.predicted.row.id] for row in rows if row.predicted.row.complete == complete]
-    return ends_of(spread, reach_of(away or [0.0], spread))
-
-
-def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
-    """By place and by kind of row, complete or not, the ends of its interval, from the errors that its factor leaves."""
-    errors = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
-    distances = _distances(rows, errors)
-    found: dict[str, Ends] = {}
-    for row in rows:
-        facts = facts_of(row)
-        same = [other for other in rows if facts_of(other).kind == facts.kind]
-        for complete in {other.predicted.row.complete for other in rows}:
-            names = [(facts.place, _like(row, rows))] + ([(facts.kind, same)] if len(same) >= FEW_ROWS else [])
-            for name, alike in names:
-                if key_of(name, complete) not in found:
-                    found[key_of(name, complete)] = _ends(alike, complete, errors, rows, distances)
-    return found
-
-
-def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
-    """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
-    found = {}
-    distances = _distances(rows, outside)
-    for row in rows:
-        name = row.predicted.row.id
-        others = [other for other in rows if other is not row]
-        low, high = _ends(_like(row, others), row.predicted.row.complete, outside, others, distances)
-        found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
-    return found
-
-
-def held_out(rows: Sequence[Judged]) -> dict[str, float]:
-    """By row the log error with factors fitted on all other sources."""
+def held_out(rows: Sequence[Judged]) -> dict[str, tuple[float, float]]:
+    """By row the median and the standard deviation of log(measured / predicted), from the rows of all other sources."""
     found = {}
     for source in {row.source for row in rows}:
-        factors = fitted_factors([row for row in rows if row.source != source])
+        effects = _effects([row for row in rows if row.source != source])
+        found |= {row.predicted.row.id: effects.of(row.facts.run) for row in rows if row.source == source}
+    return found
+
+
+def score_of(row: Judged, medians: Mapping[str, tuple[float, float]]) -> float:
+    """Standard deviations that a row's log(measured / predicted) lies from its median."""
+    median, sigma = medians[row.predicted.row.id]
+    return (-row.log_error - median) / sigma
+
+
+FEW_ROWS = 20
+
+
+def interval_ends(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) -> dict[str, Ends]:
+    """By class the ends of its interval in standard deviations; of classes with few rows, from all rows."""
+    found = {}
+    for name in NOISE:
+        alike = [row for row in rows if class_of(row.facts.run) == name]
+        if len(alike) < FEW_ROWS:
+            alike = list(rows)
+        found[name] = ends_of(np.array([score_of(row, medians) for row in alike]), [row.source for row in alike])
+    return found
+
+
+def covered(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) -> dict[str, tuple[bool, float]]:
+    """By row whether its measurement lies in the interval of the other sources, and the interval's width over the median."""
+    found = {}
+    for source in {row.source for row in rows}:
+        ends = interval_ends([row for row in rows if row.source != source], medians)
         for row in rows:
             if row.source == source:
-                found[row.predicted.row.id] = row.log_error + factors.get(row.key, (0.0, 0))[0]
+                (low, high), name = ends[class_of(row.facts.run)], row.predicted.row.id
+                width = math.exp(high * medians[name][1]) - math.exp(low * medians[name][1])
+                found[name] = (low <= score_of(row, medians) <= high, width)
     return found
+
+
+Ends = tuple[float, float]
+WHOLE_ROWS = 4
+"""Rows of a source beyond which it hardly weighs more."""
+LEAST = 0.3
+"""Standard deviations that an interval reaches to either side at least."""
+
+
+def ends_of(scores: Floats, sources: Sequence[str]) -> Ends:
+    """The shortest interval of standard scores that holds `SHARE` of the rows, a source of n rows weighing n / (n + 4).
+
+    Args:
+        scores: of held-out rows, at least one, in standard deviations from their medians. sources: of each row.
+    """
+    count = {name: sources.count(name) for name in set(sources)}
+    order = np.argsort(scores)
+    ordered = scores[order]
+    weights = np.array([1.0 / (count[name] + WHOLE_ROWS) for name in sources])[order]
+    total = np.concatenate(([0.0], np.cumsum(weights)))
+    best = (float(ordered[0]), float(ordered[-1]))
+    for first in range(len(ordered)):
+        last = int(np.searchsorted(total, total[first] + SHARE * total[-1], side="left")) - 1
+        if last >= len(ordered):
+            break
+        if ordered[last] - ordered[first] < best[1] - best[0]:
+            best = (float(ordered[first]), float(ordered[last]))
+    return min(best[0], -LEAST), max(best[1], LEAST)
+
+
+def relative(log_error: float) -> float:
+    """A logarithm as a relative error."""
+    return math.exp(log_error) - 1

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from experiments.published import rules
 from experiments.published.blanks import CannotExpressError, Notes, half_of, precision_of
-from experiments.published.machines import Machine, chip_of, cluster_of, machine_of
+from experiments.published.machines import Machine, cluster_of, machine_of
 from experiments.published.question import Asked
 from experiments.published.rows import Row
 from parsim.hardware.parts import load_gpu
@@ -165,7 +165,7 @@ def image_question(row: Row, network: ImageNetwork) -> Asked:
     peaks = load_gpu(machine.gpu).peak_flop_per_s
     return Asked(
         row=row,
-        framework=rules.Framework(name=f"{framework.name} images", recompute="none", clip=False, optimizer="sgd_momentum"),
+        framework=replace(rules.rule(rules.UNKNOWN), name=f"{framework.name} images", clip=False, optimizer="sgd_momentum"),
         shape=None,
         model=model,
         plan=plan,
@@ -178,7 +178,7 @@ def image_question(row: Row, network: ImageNetwork) -> Asked:
         recompute="none",
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
-        chip=chip_of(machine),
+        part=machine.gpu,
         per_node=machine.per_node,
         peak_flop_per_s=peaks.get(precision, peaks["amp_fp16"]).value,
     )
@@ -199,7 +199,7 @@ def _batch_of(row: Row, gpus: int, notes: Notes) -> int:
 def _precision_of(row: Row, framework: Framework, machine: Machine, notes: Notes) -> str:
     """By parsim's name."""
     peaks = load_gpu(machine.gpu).peak_flop_per_s
-    stated = precision_of(row, rules.Framework(name=framework.name, precision="fp32"), notes)
+    stated = precision_of(row, replace(rules.rule(rules.UNKNOWN), name=framework.name, precision="fp32"), notes)
     if stated == "tf32" and "tf32" not in peaks:
         stated = "fp32"
         notes.assumed.append("fp32, since the GPU has no TF32")

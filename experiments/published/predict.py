@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
@@ -29,52 +27,23 @@ from experiments.published.images import LACKS_SIGMA, image_question, loading_s,
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
+from parsim.costs.published import NOTHING_LEARNT, Learnt, PublishedRun, learnt_of
 from parsim.errors import ParsimError
 
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
-Z90 = 1.6448536
 MEMORY_SIGMA = 0.05
 """Of a predicted peak."""
-
-UNKNOWN_SIGMA = 0.12
-"""Of a framework or a GPU of which no run was seen, beside the spreads of the parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster.
-
-    divided_nodes: a pipeline whose tensor groups leave room in a node, so that groups of replicas share network cards.
-    one_node: all GPUs are in one, so no network and hardly a split plays a part.
-    """
+    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster. run: what effects it has."""
 
     model: str
-    gpu: str
-    framework: str
     gpus: int
     tokens: int
-    precision: str
     rate: bool
-    complete: bool
-    experts: bool = False
-    divided_nodes: bool = False
-    one_node: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Rows whose errors are alike: a framework, with models of experts and divided nodes apart."""
-        apart = ", experts" if self.experts else ", divided nodes" if self.divided_nodes else ""
-        return self.framework + apart
-
-    @property
-    def place(self) -> str:
-        """The same on one type of GPU."""
-        return f"{self.kind} on {self.gpu}"
-
-    @property
-    def family(self) -> str:
-        """Frameworks of one name in several years: Megatron-LM."""
-        return self.framework.split()[0]
+    run: PublishedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,27 +87,13 @@ class Predicted:
         }
 
 
-FILLED = ", blanks filled"
-
-
-def key_of(name: str, complete: bool) -> str:
-    """Of the ends of an interval in fitted.json: those of rows with blanks are apart."""
-    return name if complete else name + FILLED
-
-
 def _text(number: float | None) -> str:
     return "" if number is None else f"{number:.6g}"
 
 
-def fitted() -> Mapping[str, Any]:
-    """What `run.py` fitted: factors per GPU and precision, ends of intervals per kind of row. Empty before the first run."""
-    path = Path(__file__).parent / "fitted.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
+def _question_that_fits(row: Row, without: str, known: bool) -> tuple[Asked, Answer]:
     """Where the micro-batch is not stated and the plan would not fit, the next smaller one that divides a replica's samples."""
-    asked, found = _with_recomputation_that_fits(row, without)
+    asked, found = _with_recomputation_that_fits(row, without, known)
     replica = asked.batch // asked.plan.mesh.dp
     micro = 0
     for size in range(replica // asked.plan.microbatches - 1, 0, -1):
@@ -146,13 +101,13 @@ def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
             break
         if replica % size == 0:
             micro = size
-            asked, found = _with_recomputation_that_fits(replace(row, micro_batch=micro), without)
+            asked, found = _with_recomputation_that_fits(replace(row, micro_batch=micro), without, known)
     if micro:
         asked = replace(asked, assumed=(*asked.assumed, f"micro-batch {micro}, the largest that fits"))
     return asked, found
 
 
-def _with_recomputation_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
+def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[Asked, Answer]:
     """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all.
 
     A framework that spares layers keeps so much less, and takes the time of the plan without.
@@ -165,63 +120,48 @@ def _with_recomputation_that_fits(row: Row, without: str) -> tuple[Asked, Answer
             text = f"the host decodes {asked.batch / loading:.0f} images/s, fewer than the GPUs take"
             asked, found = replace(asked, assumed=(*asked.assumed, text)), replace(found, step_s=loading)
         return asked, found
-    asked = question_of(row, without=without)
+    asked = question_of(row, without=without, known=known)
     found, lacks = answer(asked), asked.lacks
     for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
             break
         if asked.framework.spares_layers:
-            found = with_memory_of(found, question_of(row, more, without=without))
+            found = with_memory_of(found, question_of(row, more, without=without, known=known))
             text = f"activations of {share} layers are on the host or made again by single modules, at no cost"
             asked = replace(asked, lacks=(*lacks, text))
             continue
-        asked = question_of(row, more, without=without)
+        asked = question_of(row, more, without=without, known=known)
         found = answer(asked)
     return asked, found
 
 
-def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
+def predict(row: Row, without: str = "", raw: bool = False, known: bool = True) -> Predicted:
     """The prediction for one row. Never raises for a row.
 
     Args:
         row: of a file of published runs. without: a piece to leave out (`question_of`). raw: without fitted factors.
     """
     try:
-        asked, found = _question_that_fits(row, without)
-        known = {} if raw else fitted()
-        gpu = asked.chip
-        key, factors = f"{gpu} {asked.precision}", known.get("factors", {})
-        factor = factors.get(key, 1.0)
+        asked, found = _question_that_fits(row, without, known)
         facts = Facts(
             model=asked.name,
-            gpu=gpu,
-            framework=asked.framework.name,
             gpus=asked.gpus,
             tokens=asked.batch * asked.seq,
-            precision=asked.precision,
             rate=larger_is_faster(asked),
-            complete=row.complete,
-            experts=asked.shape is not None and bool(asked.shape.experts),
-            divided_nodes=asked.plan.mesh.pp > 1 and asked.plan.mesh.tp < asked.per_node,
-            one_node=asked.gpus <= asked.per_node,
+            run=run_of(asked),
         )
-        half = Z90 * math.hypot(found.sigma, UNKNOWN_SIGMA)
-        ends = known.get("intervals", {})
-        names = (key_of(name, row.complete) for name in (facts.place, facts.kind, facts.framework))
-        low, high = next((ends[name] for name in names if name in ends), (-half, half))
-        if key not in factors:
-            low, high = min(low, -half), max(high, half)
-        steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
+        learnt = NOTHING_LEARNT if raw else learnt_of(facts.run)
+        steps = [learnt.factor * found.step_s * end for end in (1.0, learnt.low, learnt.high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(
             row=row,
-            why=_why(asked, found),
+            why=_why(asked, found, learnt),
             facts=facts,
             answer=found,
             value=value,
             p05=min(ends),
             p95=max(ends),
-            factor=factor,
+            factor=learnt.factor,
         )
     except (CannotExpressError, ParsimError) as error:
         return Predicted(row=row, why=f"cannot be expressed: {error}")
@@ -229,20 +169,36 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         return Predicted(row=row, why=f"cannot be expressed: {type(error).__name__}: {error}")
 
 
-def _why(asked: Asked, found: Answer) -> str:
+def run_of(asked: Asked) -> PublishedRun:
+    """What effects of published runs a question has."""
+    return PublishedRun(
+        gpu=asked.part,
+        precision=asked.precision,
+        framework=asked.framework.name,
+        until=asked.framework.until,
+        experts=asked.shape is not None and bool(asked.shape.experts),
+        encoder=asked.shape is not None and not asked.shape.causal,
+        images=asked.shape is None,
+        complete=asked.row.complete,
+    )
+
+
+def _why(asked: Asked, found: Answer, learnt: Learnt) -> str:
     parts = [f"{asked.framework.name}: {asked.plan.summary().split(' [')[0]}, {asked.precision}"]
     if asked.assumed:
         parts.append("assumed " + ", ".join(asked.assumed))
     if asked.lacks:
         parts.append("left out or simplified: " + ", ".join(asked.lacks))
+    if learnt.text:
+        parts.append(f"seconds times {learnt.factor:.3f} ({learnt.text})")
     if found.peak_bytes > found.limit_bytes:
         parts.append(found.line)
     return "; ".join(parts)
 
 
-def predict_all(rows: Sequence[Row], jobs: int, without: str = "", raw: bool = False) -> list[Predicted]:
+def predict_all(rows: Sequence[Row], jobs: int, without: str = "", raw: bool = False, known: bool = True) -> list[Predicted]:
     """All rows, in order, by so many processes."""
-    one = partial(predict, without=without, raw=raw)
+    one = partial(predict, without=without, raw=raw, known=known)
     if jobs <= 1 or len(rows) < 2 * jobs:
         return [one(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: str(rows[number].model))

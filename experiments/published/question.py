@@ -10,7 +10,6 @@ from functools import partial
 from itertools import accumulate
 
 from experiments.published.blanks import (
-    BERT_SEQ,
     Batch,
     CannotExpressError,
     Notes,
@@ -21,16 +20,19 @@ from experiments.published.blanks import (
     chunks_of,
     expert_ways_of,
     half_of,
+    masters_of,
     precision_of,
+    seq_of,
     shape_of,
     split_of,
     states_of,
 )
 from experiments.published.machines import chip_of, cluster_of, machine_of
 from experiments.published.rows import Row
-from experiments.published.rules import WITHOUT, Framework, framework_of
+from experiments.published.rules import WITHOUT, Rule, rule_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.sublayers import TORCH_SOFTMAX_ARRAYS, SamplePart, Shape, softmax_is_fused
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import number_format
@@ -39,6 +41,7 @@ from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import BY_OPERATOR, Plan
 from parsim.plans.stages import stages_of
+from parsim.search.by_hand import framework_switches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class Given:
     """A row with its blanks filled. ep: ways of expert parallelism. chunks: of an interleaved order, per rank."""
 
     row: Row
-    framework: Framework
+    framework: Rule
     shape: Shape
     split: Split
     batch: Batch
@@ -63,7 +66,7 @@ def plan_of(model: Model, given: Given) -> Plan:
     """
     split, framework, zero = given.split, given.framework, given.states.zero
     stages = _stages(model, given)
-    mesh = Mesh(pp=split.pp, dp=split.dp, tp=split.tp, cp=split.cp, ep=given.ep)
+    mesh = Mesh(pp=split.pp, dp=split.dp, tp=split.tp, cp=split.cp, ep=given.ep, dp_shard=given.states.group)
     copies = mesh.copies
     order = "interleaved" if given.chunks > 1 else "1f1b"
     names = [component.name for component in model.components]
@@ -89,13 +92,8 @@ def plan_of(model: Model, given: Given) -> Plan:
         zero_stage=zero if copies > 1 else 0,
         recompute=again,
         segments=segments,
-        blocking_transfers=framework.blocking_transfers and split.pp > 1,
-        scatter_gather=framework.scatter_gather and split.pp > 1 and split.tp > 1,
-        backward_prefetch=framework.backward_prefetch or zero != 3 or copies == 1,
-        tensor_overlap=framework.tensor_overlap and given.states.sequence and split.tp > 1,
-        tensor_backward_overlap=framework.tensor_backward_overlap and split.tp > 1,
+        **framework_switches(framework, mesh, zero) | ({} if given.states.sequence else {"tensor_overlap": False}),
         clip_gradients=framework.clip,
-        gather_ahead=framework.gather_ahead and zero == 1 and copies > 1,
     )
 
 
@@ -176,13 +174,14 @@ class Asked:
     """Attributes:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
     scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
+    full_gradients: beside weights in bf16 gradients are kept in fp32.
     shape, seq, batch, gpus, recompute: of the run itself; a network of images has no shape, and seq 1.
     assumed: what the row does not say. lacks: what is left out.
     peak_flop_per_s: of one GPU in that precision, dense.
     """
 
     row: Row
-    framework: Framework
+    framework: Rule
     shape: Shape | None
     model: Model
     plan: Plan
@@ -196,7 +195,9 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     scaled: bool = False
-    chip: str = ""
+    full_gradients: bool = False
+    master_weights: bool = True
+    part: str = ""
     per_node: int = 8
     peak_flop_per_s: float = 0.0
 
@@ -213,35 +214,33 @@ class Asked:
         return self.shape
 
 
-def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
+def question_of(row: Row, recompute_more: str = "", without: str = "", *, known: bool = True) -> Asked:
     """The question of a row.
 
     Args:
         row: of a file of published runs.
         recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit.
-        without: a key of `rules.WITHOUT`, to see what that piece is worth.
+        without: a key of `rules.WITHOUT`, to see what that piece is worth. known: the framework of the row, else none.
 
     Raises:
         CannotExpressError: with the reason.
     """
     check_sizes(row)
-    framework = framework_of(row)
+    framework = rule_of(row, known=known)
     if without:
         framework = WITHOUT[without](framework)
     notes = Notes()
     notes.assumed += [f"{column} is no whole number above 0 and counts as blank" for column in row.unread]
     machine = machine_of(row)
-    if machine is not None and not framework.host:
-        machine = replace(machine, launch_s=0.0)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = shape_of(row, framework, notes)
-    seq = row.seq or notes.assume("seq", framework.seq if shape.causal else BERT_SEQ)
+    seq = seq_of(row, framework, shape.causal, notes)
     split = split_of(row, framework, shape, machine, notes)
     if machine.guessed and split.gpus > machine.per_node:
         notes.assumed.append(f"network of {machine.cards} x {machine.gbit:g} Gb/s per node")
     batch = batch_of(row, framework, shape, split, seq, notes)
-    states = states_of(row, framework, split, recompute_more, notes)
+    states = states_of(row, framework, split, machine.per_node, recompute_more, notes)
     expert_ways = expert_ways_of(row, shape, split, states.zero, notes)
     if seq % split.cp:
         raise CannotExpressError(f"seq {seq} does not divide over cp {split.cp}")
@@ -270,23 +269,29 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         row=row, framework=framework, shape=shape, split=split, batch=batch, states=states, ep=expert_ways, chunks=chunks
     )
     plan = plan_of(model, given)
+    masters = masters_of(row, precision, notes)
+    launches = 0.0 if framework.graphs else framework.launches
     return Asked(
         row=row,
         framework=framework,
         shape=shape,
         model=model,
         plan=plan,
-        cluster=cluster_of(machine, plan.world_size),
+        cluster=hosted(cluster_of(machine, plan.world_size), launches=launches, step_s=framework.step_s),
         precision=precision,
         optimizer=framework.optimizer,
         seq=seq,
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
+        full_gradients=precision in ("bf16", "fp8", "nvfp4")
+        and half_of(row.precision) == "bf16"
+        and (framework.full_gradients or framework.bf16_gradients > 0),
+        master_weights=masters,
         scaled=framework.scales_fp16 and precision == "bf16" and half_of(row.precision) == "fp16",
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
-        chip=chip_of(machine),
+        part=machine.gpu,
         per_node=machine.per_node,
         peak_flop_per_s=peaks.get(precision, peaks["amp_fp16"]).value,
     )

@@ -24,6 +24,7 @@ class Row:
     zero: str = ""
     notes: str = ""
     source: str = ""
+    source_key: str = ""
     params: float | None = None
     gpus: int | None = None
     layers: int | None = None

@@ -1,10 +1,10 @@
 """How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
 
-    python -m experiments.published.run --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
+    python -m experiments.published.run --rows TRAINING.csv MORE.csv [--quick] [--json] [--only REGEX] [--keep FILE]
 
-Predicts every row (`predict.py`). Each source is judged by factors that were fitted on the rows of the other sources, at most
-one per GPU type and precision (cross-validation over sources). Writes results.json and fitted.json beside this file. The rows
-themselves are not part of the repository.
+Predicts every row twice (`predict.py`): with its framework, and as if nothing said which it is. Each source is judged by
+effects that were fitted on the rows of all other sources. Writes results.json beside this file, and the effects of all rows to
+parsim/costs/published.json, by which answers are corrected. The rows themselves are not part of the repository.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pickle
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -25,11 +26,12 @@ import numpy as np
 from scipy.stats import rankdata
 
 from experiments.common.catalogue import record
-from experiments.published.fitting import Judged, covered, fitted_factors, held_out, interval_ends
+from experiments.published.fitting import Judged, covered, fitted, held_out, relative
 from experiments.published.judge import tables
 from experiments.published.predict import Predicted, predict_all
 from experiments.published.rows import Row, read_rows
 from experiments.published.rules import WITHOUT
+from parsim.costs import published
 from parsim.files import write_atomically
 
 HERE = Path(__file__).parent
@@ -64,59 +66,40 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
         if entry.value is None or row.value is None or entry.facts is None or any(word in row.notes for word in NOT_JUDGED):
             continue
         ratio = row.value / entry.value if entry.facts.rate else entry.value / row.value
-        gpu = entry.facts.gpu
-        place = f"{row.id}@{gpu}"
+        place = f"{row.id}@{entry.facts.run.gpu.split('-')[0].upper()}"
         group = next(name for name, pattern in GROUPS.items() if re.search(pattern, place))
-        found.append(
-            Judged(
-                predicted=entry,
-                log_error=math.log(ratio),
-                key=f"{gpu} {entry.facts.precision}",
-                group=group,
-                source=row.source.split(":")[0].split("@")[0].strip() or row.prefix,  # one repository or paper
-            )
-        )
+        source = row.source_key or row.source.split(":")[0].split("@")[0].strip() or row.prefix  # one repository or paper
+        found.append(Judged(predicted=entry, log_error=math.log(ratio), group=group, source=source))
     return found
 
 
-def relative(log_error: float) -> float:
-    """A logarithm as a relative error."""
-    return math.exp(log_error) - 1
-
-
 def summary(
-    rows: Sequence[Judged],
-    outside: Mapping[str, float],
-    factors: Mapping[str, tuple[float, int]],
-    intervals: Mapping[str, tuple[bool, float]],
+    rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]], intervals: Mapping[str, tuple[bool, float]]
 ) -> dict[str, Any]:
-    """The numbers of a group of rows, in per cent."""
+    """The numbers of a group of rows, in per cent: without effects, and with those of other sources."""
     if not rows:
         return {}
     raw = [row.log_error for row in rows]
-    own = [row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows]
-    held = [outside[row.predicted.row.id] for row in rows]
-    shift = -median(raw)
-    inside = [intervals[row.predicted.row.id][0] for row in rows]
-    widths = [intervals[row.predicted.row.id][1] for row in rows]
-    percent = 100.0
-
-    def error(values: Sequence[float]) -> float:
-        return percent * mean(abs(relative(value)) for value in values)
-
+    held = [row.log_error + medians[row.predicted.row.id][0] for row in rows]
+    inside = [intervals[row.predicted.row.id] for row in rows]
     return {
         "rows": len(rows),
-        "mean_error": error(raw),
-        "median_error": percent * median(abs(relative(value)) for value in raw),
-        "bias": percent * mean(relative(value) for value in raw),
-        "one_factor": error([value + shift for value in raw]),
-        "gpu_factor": error(own),
-        "held_out": error(held),
-        "coverage": percent * mean(inside),
-        "width": percent * median(widths),
+        "sources": len({row.source for row in rows}),
+        "mean_error": _mean_error(raw),
+        "bias": 100 * mean(relative(value) for value in raw),
+        "one_factor": _mean_error([value - median(raw) for value in raw]),
+        "held_out": _mean_error(held),
+        "held_out_median": 100 * median(abs(relative(value)) for value in held),
+        "held_out_bias": 100 * mean(relative(value) for value in held),
+        "coverage": 100 * mean(holds for holds, _ in inside),
+        "width": 100 * median(width for _, width in inside),
         "does_not_fit": sum(1 for row in rows if (row.predicted.fit_probability or 0.0) < 0.5),
         "spearman": spearman(rows),
     }
+
+
+def _mean_error(logs: Sequence[float]) -> float:
+    return 100 * mean(abs(relative(value)) for value in logs)
 
 
 def spearman(rows: Sequence[Judged]) -> float | None:
@@ -142,27 +125,48 @@ def spearman(rows: Sequence[Judged]) -> float | None:
     return mean(found) if found else None
 
 
-def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
-    """The whole document."""
+def tables_of(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Figures of all rows, of complete ones, and by group, source and framework."""
+    medians = held_out(rows)
+    intervals = covered(rows, medians)
+
+    def by(key: Callable[[Judged], str]) -> dict[str, Any]:
+        groups: dict[str, list[Judged]] = defaultdict(list)
+        for row in rows:
+            groups[key(row)].append(row)
+        return {name: summary(groups[name], medians, intervals) for name in sorted(groups)}
+
+    return {
+        "all": summary(rows, medians, intervals),
+        "complete": summary([row for row in rows if row.predicted.row.complete], medians, intervals),
+        "groups": by(lambda row: row.group),
+        "by_source": by(lambda row: row.source),
+        "by_framework": by(lambda row: row.predicted.why.split(":")[0]),
+        "by_chip": by(lambda row: row.facts.run.chip),
+        "held_out": {row.predicted.row.id: _held_out_error(row, medians) for row in rows},
+    }
+
+
+def _held_out_error(row: Judged, medians: Mapping[str, tuple[float, float]]) -> float:
+    return round(100 * relative(row.log_error + medians[row.predicted.row.id][0]), 2)
+
+
+def results(predictions: Sequence[Predicted], unknown: Sequence[Predicted]) -> dict[str, Any]:
+    """The whole document, from predictions of all rows without effects: with their frameworks, and without any."""
     rows = judged(predictions)
-    factors, outside = fitted_factors(rows), held_out(rows)
-    intervals = covered(rows, outside)
-    groups: dict[str, list[Judged]] = defaultdict(list)
-    for row in rows:
-        groups[row.group].append(row)
-    worst = sorted(rows, key=lambda row: -abs(row.log_error))[:25]
+    found = tables_of(rows)
+    worst = sorted(rows, key=lambda row: -abs(found["held_out"][row.predicted.row.id]))[:25]
     return {
         "rows": len(predictions),
         "judged": len(rows),
-        "all": summary(rows, outside, factors, intervals),
-        "complete": summary([row for row in rows if row.predicted.row.complete], outside, factors, intervals),
-        "groups": {name: summary(groups[name], outside, factors, intervals) for name in GROUPS if groups[name]},
-        "factors": {key: {"factor": math.exp(value), "sources": count} for key, (value, count) in sorted(factors.items())},
+        **found,
+        "unknown": tables_of(judged(unknown)),
+        "effects": {name: list(entry) for name, entry in _shown_effects(rows).items()},
         "worst": [
             {
                 "id": row.predicted.row.id,
                 "error": 100 * relative(row.log_error),
-                "held_out": 100 * relative(outside[row.predicted.row.id]),
+                "held_out": found["held_out"][row.predicted.row.id],
                 "why": row.predicted.why,
             }
             for row in worst
@@ -173,15 +177,19 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
-def write(predictions: Sequence[Predicted], document: Mapping[str, Any]) -> None:
-    """fitted.json and results.json beside this file, from predictions of all rows without factors."""
-    rows = judged(predictions)
-    factors = fitted_factors(rows)
-    fitted = {
-        "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
-        "intervals": {name: [round(end, 4) for end in ends] for name, ends in sorted(interval_ends(rows, factors).items())},
-    }
-    (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
+def _shown_effects(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+    """By name the factor on seconds and the number of sources."""
+    effects = fitted(rows)
+    return {name: (math.exp(effects.mean[name]), effects.sources[name]) for name in effects.names}
+
+
+def write(predictions: Sequence[Predicted], unknown: Sequence[Predicted], document: Mapping[str, Any]) -> None:
+    """published.json of the package and results.json beside this file."""
+    fits = {name: fitted(judged(entries)).to_dict() for name, entries in (("known", predictions), ("unknown", unknown))}
+    sources = sorted({row.source for row in judged(predictions)})
+    command = "python -m experiments.published.run --rows FILES"
+    text = json.dumps({"command": command, "sources": sources, "fits": fits}, separators=(",", ":"))
+    Path(published.__file__).with_name("published.json").write_text(text.replace('],"', '],\n"') + "\n")
     record("published", document)
 
 
@@ -239,24 +247,25 @@ def worth(rows: Sequence[Row], pieces: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def predictions_of(rows: Sequence[Row], options: argparse.Namespace) -> list[Predicted]:
-    """Of all rows without factors; with `--keep` they are kept as they come, and a run that was stopped goes on."""
+def predictions_of(rows: Sequence[Row], options: argparse.Namespace, *, known: bool) -> list[Predicted]:
+    """Of all rows without effects; with `--keep` they are kept as they come, and a run that was stopped goes on."""
+    predict = partial(predict_all, jobs=options.jobs, without=options.without, raw=True, known=known)
     if options.keep is None:
-        return predict_all(rows, options.jobs, options.without, raw=True)
-    known: dict[str, Predicted] = pickle.loads(options.keep.read_bytes()) if options.keep.is_file() else {}
-    missing = [row for row in rows if row.id not in known]
+        return predict(rows)
+    path = options.keep.with_suffix(".known" if known else ".unknown")
+    kept: dict[str, Predicted] = pickle.loads(path.read_bytes()) if path.is_file() else {}
+    missing = [row for row in rows if row.id not in kept]
     for begin in range(0, len(missing), KEPT_AT_ONCE):
-        part = missing[begin : begin + KEPT_AT_ONCE]
-        known |= {entry.row.id: entry for entry in predict_all(part, options.jobs, options.without, raw=True)}
-        content = pickle.dumps(known)
-        write_atomically(options.keep, lambda file, content=content: file.write(content))
-    return [known[row.id] for row in rows]
+        kept |= {entry.row.id: entry for entry in predict(missing[begin : begin + KEPT_AT_ONCE])}
+        content = pickle.dumps(kept)
+        write_atomically(path, lambda file, content=content: file.write(content))
+    return [kept[row.id] for row in rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
+    parser.add_argument("--rows", type=Path, nargs="+", required=True, help="csv files of published runs")
     parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
     parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
     parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; no results are written")
@@ -267,10 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="keep predictions here (pickled), and go on from it; of this source alone")
     parser.add_argument("--json", action="store_true", help="print results.json")
     options = parser.parse_args(arguments)
-    if not options.rows.is_file():
-        print(f"no file {options.rows}; give a csv file of published runs with --rows", file=sys.stderr)
+    if absent := [path for path in options.rows if not path.is_file()]:
+        print(f"no file {absent[0]}; give csv files of published runs with --rows", file=sys.stderr)
         return 1
-    rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
+    rows = [row for path in options.rows for row in read_rows(path) if re.search(options.only, row.id)]
     if options.worth:
         path = HERE / "worth.json"
         known = json.loads(path.read_text()) if options.without and path.is_file() else {}
@@ -279,10 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.quick:
         rows = rows[::10]
-    predictions = predictions_of(rows, options)
-    document = results(predictions)
+    predictions, unknown = (predictions_of(rows, options, known=known) for known in (True, False))
+    document = results(predictions, unknown)
     if not options.quick and options.only == "." and not options.without:
-        write(predictions, document)
+        write(predictions, unknown, document)
     print(json.dumps(document, indent=1) if options.json else tables(document)["groups of rows"])
     return 0
 

@@ -15,6 +15,7 @@ from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
 from parsim.costs.loading import UnmeasuredLoading
+from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, PublishedRun, learnt_of
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
 from parsim.execute.job import with_update_groups
@@ -23,10 +24,12 @@ from parsim.files import cache_folder, parse_json, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
+from parsim.hardware.parts import load_gpu, shipped_gpus
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
-from parsim.model.catalogue.names import is_transformer
-from parsim.model.formats import recorded_weights
+from parsim.model.catalogue.frameworks import hosted
+from parsim.model.catalogue.names import is_transformer, shape_of
+from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
@@ -83,10 +86,11 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         model=model,
         cluster=cluster,
         global_batch=training.global_batch,
-        numerics=training.numerics,
+        numerics=numerics_of(config),
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
+        learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         fit_probability=plan.fit_probability or FIT_PROBABILITY,
@@ -104,23 +108,44 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     )
 
 
+HALVES = dict.fromkeys(("fp16", "amp_fp16", "amp_bf16"), "bf16")
+"""Precisions whose products take as long as those in bf16."""
+
+
+def _learnt_of(config: Question) -> Learnt:
+    """What published runs say of the question; nothing but of transformers by name on shipped GPUs of one kind."""
+    framework = config.software.row
+    gpu = "" if config.cluster.gpu is None else load_gpu(config.cluster.gpu).name
+    if gpu not in shipped_gpus() or not is_transformer(config.model.name) or config.source.model is not None:
+        return NOTHING_LEARNT
+    shape = shape_of(config.model.name, dict(config.model.args))
+    precision = config.training.precision
+    return learnt_of(
+        PublishedRun(
+            gpu=gpu,
+            precision=HALVES.get(precision, precision),
+            framework=UNKNOWN if framework is None else framework.name,
+            until=0 if framework is None else framework.until,
+            experts=bool(shape.experts),
+            encoder=not shape.causal,
+        )
+    )
+
+
 def with_launches(cluster: Cluster, config: Question) -> Cluster:
-    """The cluster whose hosts launch kernels as the software does.
+    """The cluster whose hosts launch kernels, and work between steps, as the software has it.
 
     Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
     """
-    host, times = cluster.profile.host, config.software.launches
-    if times == 1.0:
-        return cluster
-    if host is None or not host.launch_s:
-        if config.software.cuda_graphs:
-            raise ConfigError(
-                "software.cuda_graphs = true takes away what the host takes for each kernel, which "
-                f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
-            )
-        return cluster
-    host = host.model_copy(update={"launch_s": times * host.launch_s})
-    return replace(cluster, profile=cluster.profile.model_copy(update={"host": host}))
+    host, software = cluster.profile.host, config.software
+    if host is not None and host.launch_s:
+        return hosted(cluster, launches=software.launches, step_s=0.0 if software.row is None else software.row.step_s)
+    if software.cuda_graphs:
+        raise ConfigError(
+            "software.cuda_graphs = true takes away what the host takes for each kernel, which "
+            f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
+        )
+    return cluster
 
 
 def routing_of(config: Question) -> ExpertRouting:
@@ -128,6 +153,14 @@ def routing_of(config: Question) -> ExpertRouting:
     return replace(
         config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
+
+
+def numerics_of(config: Question) -> Numerics:
+    """The numbers of [training], with gradients as the framework keeps them where the question does not say."""
+    numerics, framework = config.training.numerics, config.software.row
+    if framework is None or not framework.full_gradients or numerics.gradient_dtype or not numerics.is_half:
+        return numerics
+    return replace(numerics, gradient_dtype="fp32")
 
 
 def as_software_runs(model: Model, config: Question) -> Model:

@@ -207,6 +207,11 @@ def _question_of_recipe(
 ) -> Question:
     """The question that a file of Megatron-LM, NeMo or torchtitan asks; what is given beside it counts more."""
     recipe = read_recipe(path)
+    given = changes_of(settings, overrides).get("model", {})
+    given = given.get("args", {}) if isinstance(given, Mapping) else {}
+    if lacking := [(key, why) for key, why in recipe.missing.items() if key not in given]:
+        hint = " ".join(f"--set model.args.{key}=N" for key, _ in lacking)
+        raise ConfigError(f"{path}: {recipe.framework}: {'; '.join(why for _, why in lacking)}, or give {hint}")
     if cluster is None:
         starts = f"starts {recipe.processes} processes and " if recipe.processes else ""
         count = recipe.processes or 64

@@ -4,7 +4,8 @@
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
     CPU: (base * core sharing + host overhead) * speed factor * update * correction / scale + post-wait
-    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * update * correction / scale + post-wait
+    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * published runs * update * correction / scale
+         + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
 device's: it changes what the device computes, and nothing of the host's or the links'. The host's overhead is part of what the
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections, updates_of
+from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
@@ -81,7 +83,7 @@ class PriceContext:
         corrections: factors that the running job has shown. scale: of a question of what would be.
         loading_is_current: loading was measured at the machine's present speed.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
-        after_wait: this work comes right after such a wait.
+        after_wait: this work comes right after such a wait. learnt: of published runs.
     """
 
     core_sharing: float
@@ -96,6 +98,7 @@ class PriceContext:
     after_wait: bool = False
     scale: HardwareScale = AS_IT_IS
     loading_is_current: bool = False
+    learnt: Learnt = NOTHING_LEARNT
 
 
 def price_context(
@@ -106,6 +109,7 @@ def price_context(
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
     scale: HardwareScale = AS_IT_IS,
     loading_is_current: bool = False,
+    learnt: Learnt = NOTHING_LEARNT,
 ) -> PriceContext:
     """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
@@ -127,6 +131,7 @@ def price_context(
         corrections=corrections,
         scale=scale,
         loading_is_current=loading_is_current,
+        learnt=learnt,
         post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
@@ -229,6 +234,11 @@ def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
     return Term("speed factor", "times", context.speed, "measured", SINCE)
 
 
+def _published_runs(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.learnt.factor
+    return None if factor == 1.0 else Term("published runs", "times", factor, "fitted", context.learnt.text)
+
+
 def _update(subject: Subject, context: PriceContext) -> Term | None:
     factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
     return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
@@ -289,6 +299,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         term=_speed_factor,
         sentence="A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs).",
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="published runs",
+        applies_to=EVERYTHING,
+        term=_published_runs,
+        sentence="Published training runs took longer, or less, than operators and links say, by chip and by framework.",
+        source="`parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on",
     ),
     Adjustment(
         name="update",

@@ -20,6 +20,7 @@ from parsim.costs.loading import (
     host_path,
 )
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
@@ -56,6 +57,7 @@ class Costs:
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
         scale: how many times as fast computation and links would be.
         loading: of a dataset of the user's own, as it was timed; None: the profile prices it.
+        learnt: of published runs.
     """
 
     model: Model
@@ -67,6 +69,7 @@ class Costs:
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
     loading: MeasuredLoading | None = None
+    learnt: Learnt = NOTHING_LEARNT
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -144,6 +147,7 @@ class Costs:
             corrections=self.corrections,
             scale=self.scale,
             loading_is_current=self.loading is not None,
+            learnt=self.learnt,
         )
 
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:

@@ -322,7 +322,10 @@ def import_trace(
     if trace.no_shapes:
         warnings.append(trace.no_shapes)
     if ledger.utilisation is not None and ledger.slow_kernels_s is not None and ledger.slow_kernels_s < 0:
-        warnings.append(f"kernels are faster than the peak of {peak_text}: the precision is another one; give --precision")
+        warnings.append(
+            f"kernels are faster than the peak of {peak_text}: the precision is another one (--precision), or a "
+            "causal attention counts whole, as the trace does not say that it is causal"
+        )
     tables = [_ledger_table(ledger, peak_text), _kernel_table(ledger)]
     if predicted is not None:
         if predicted.on_gpu != trace.on_gpu:
@@ -455,6 +458,7 @@ def _ledger_table(ledger: TraceLedger, peak_text: str) -> ReportTable:
 HELPS = {
     "compute": "faster kernels (larger batches, tensor cores, torch.compile), or more devices",
     "slow kernels": "larger batches, tensor cores (a lower precision, sizes that 64 divides)",
+    "uncounted products": "a trace with record_shapes=True of the same step in eager mode, which counts them",
     "other kernels": "fusion (torch.compile), a fused optimizer",
     "exposed communication": "overlap with computation, larger buckets, faster links, fewer messages",
     "exposed copies": "pinned memory, prefetching",

@@ -7,8 +7,8 @@ counted.
 
 The arithmetic of an operator follows from the shapes of its inputs (`record_shapes=True`): products, convolutions and
 attention, nearly all arithmetic of a network. A multiply-add counts as 2. Other operators do no counted arithmetic, and their
-time is reported as such. Leaves out: transposed convolutions, whose positions are counted as those of plain ones; and causal
-masks, which let a kernel skip half of the products of an attention.
+time is reported as such. A causal attention counts half, where the concrete inputs say so; sequences of one packed array count
+as equally long. Leaves out: transposed convolutions, whose positions are counted as those of plain ones.
 
 Source: github pytorch/kineto, libkineto/src/output_json.cpp (keys of the events); traces written by torch 2.13 here.
 """
@@ -403,18 +403,38 @@ def _convolution_backward(dims: InputShapes, args: Mapping[str, Any]) -> float:
     return 2.0 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * wanted
 
 
-def _attention(first: int, products: float) -> _Rule:
-    """[batch, heads, queries, width]: scores and values, two products (five in the backward)."""
+def _grouped_product(dims: InputShapes, args: Mapping[str, Any]) -> float:
+    """[tokens, k] times [groups, k, n], each token in one group; [m, tokens] times [tokens, n]; or one product per group."""
+    a, b = dims[0], dims[1]
+    if len(a) == len(b) or len(a) < 2:
+        return _product(0)(dims, args)
+    return 0.0 if (len(a), len(b)) != (2, 3) or a[1] != b[1] else 2.0 * math.prod(a) * b[2]
+
+
+def _attention(first: int, products: float, causal: int, *, sequence: int = 2) -> _Rule:
+    """Scores and values, two products (five in the backward), of queries and keys from the input `first` on.
+
+    causal: place of the flag among the concrete inputs. sequence: axis of the tokens: 2 of [batch, heads, tokens, width], 1 of
+    [batch, tokens, heads, width]. Three axes are packed sequences [tokens, heads, width], whose ends follow the values.
+    """
 
     def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
         q, k = dims[first], dims[first + 1]
-        return 0.0 if len(q) != 4 or len(k) != 4 else products * 2.0 * math.prod(q) * k[2]
+        concrete = _concrete(args)
+        share = 0.5 if len(concrete) > causal and str(concrete[causal]).lower() == "true" else 1.0
+        if len(q) == len(k) == 4:
+            return share * products * 2.0 * math.prod(q) * k[sequence]
+        ends = [shape for shape in dims[first + 3 :] if len(shape) == 1 and shape[0] > 1]
+        if sequence == 1 and len(q) == len(k) == 3 and ends:
+            return share * products * 2.0 * math.prod(q) * k[0] / (ends[0][0] - 1)
+        return 0.0
 
     return flop
 
 
 _FLOP: Mapping[str, _Rule] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_product),
     **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
     **{
         f"aten::{library}convolution{suffix}": _convolution
@@ -422,15 +442,35 @@ _FLOP: Mapping[str, _Rule] = {
     },
     "aten::convolution_backward": _convolution_backward,
     **{
-        f"aten::_scaled_dot_product_{kind}": _attention(*row)
-        for name, device in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
-        for kind, row in {
-            f"{name}_attention{device}": (0, 2.0),
-            f"{name}_attention{device}_backward": (1, 5.0),
-        }.items()
+        f"aten::_scaled_dot_product_{name}_attention{rest}": rule
+        for name, device, forward, backward in (
+            ("flash", "", 4, 11),
+            ("efficient", "", 6, 11),
+            ("cudnn", "", 6, 14),
+            ("flash", "_for_cpu", 4, 7),
+        )
+        for rest, rule in (
+            (device, _attention(0, 2.0, forward)),
+            (f"{device}_backward", _attention(1, 5.0, backward)),
+        )
     },
+    "aten::_flash_attention_forward": _attention(0, 2.0, 8, sequence=1),
+    "aten::_flash_attention_backward": _attention(1, 5.0, 11, sequence=1),
+    "flash_attn::_flash_attn_forward": _attention(0, 2.0, 5, sequence=1),
+    "flash_attn::_flash_attn_backward": _attention(1, 5.0, 11, sequence=1),
+    "flash_attn::_flash_attn_varlen_forward": _attention(0, 2.0, 9, sequence=1),
+    "flash_attn::_flash_attn_varlen_backward": _attention(1, 5.0, 15, sequence=1),
 }
 """The counted operators. The outermost one counts: `aten::convolution` and not what it calls."""
+
+
+PRODUCTS = re.compile(
+    r"gemm|nvjet|cutlass|Cijk_|xmma|cublas|conv(olution|2d|3d)?_?(fwd|fprop|dgrad|wgrad|bprop)|implicit_convolve|"
+    r"flash_(fwd|bwd)|fmha|triton_\w*?_?(mm|bmm|addmm|baddbmm|convolution|attention)(_|\b)",
+    re.IGNORECASE,
+)
+"""Names of kernels that multiply matrices: of cuBLAS, CUTLASS, rocBLAS, cuDNN, flash attention and Triton. Where no operator
+with shapes launched one, as inside a compiled region, its arithmetic is not known."""
 
 
 def flop_of(name: str, args: object) -> float | None:

@@ -10,7 +10,8 @@ At every moment of the recorded steps the rank is in the first of these that hol
     idle                    nothing runs although it was launched (it waits for the device), or nothing tells why
 
 Compute is divided by the arithmetic behind it: `ideal` is that arithmetic at the device's peak; `slow kernels` is what kernels
-with arithmetic take beyond; `other kernels` have none counted (norms, activations, optimizer: bound by memory). On a CPU a
+with arithmetic take beyond; `uncounted products` are kernels that multiply matrices by their name, whose shapes no operator
+tells; `other kernels` have none (norms, activations, optimizer: bound by memory). On a CPU a
 gap between operators is the interpreter's: `launch gaps`.
 
 Arithmetic is counted as executed, recomputation included. So `utilisation` is the hardware FLOP utilisation; it equals the MFU
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from parsim.formats.kineto import KINDS, Trace
+from parsim.formats.kineto import KINDS, PRODUCTS, Trace
 from parsim.numeric import Bools, Floats
 from parsim.predict.breakdown import covered_until, union
 
@@ -45,6 +46,8 @@ class KernelTotal:
 class TraceLedger:
     """Seconds of the mean step. `ideal_s`, `slow_kernels_s`: None without recorded shapes or a known peak.
 
+    With `uncounted_s` above 0 the arithmetic of a step is more than `flop`, and the utilisation higher.
+
     Attributes:
         step_s: the sum of compute_s, the exposed, loading, gaps and idle. communication_busy_s counts hidden communication too.
         flop: of a step. utilisation: flop / (step_s * peak). top: the kernels that take longest.
@@ -63,6 +66,7 @@ class TraceLedger:
     ideal_s: float | None
     slow_kernels_s: float | None
     other_kernels_s: float | None
+    uncounted_s: float
     top: tuple[KernelTotal, ...]
 
     @property
@@ -77,6 +81,7 @@ class TraceLedger:
             compute = [
                 ("ideal: arithmetic at the peak", self.ideal_s),
                 ("slow kernels: arithmetic below the peak", self.slow_kernels_s),
+                *([("uncounted products: shapes not recorded", self.uncounted_s)] if self.uncounted_s else []),
                 ("other kernels: no counted arithmetic", self.other_kernels_s),
             ]
         return [
@@ -111,13 +116,17 @@ def ledger_of(trace: Trace, peak_flop_per_s: float | None) -> TraceLedger:
     compute_s = float(lengths[computing].sum()) / steps
     flop = float(rows.flop.sum()) / steps
     ideal = slow = other = None
+    uncounted = 0.0
     if peak_flop_per_s is not None and not trace.no_shapes and flop > 0:
         # Kernels may overlap: time with arithmetic counts as such, and the ideal cannot exceed it.
         arithmetic = _covers(trace, compute & (rows.flop > 0), edges)
         with_flop_s = float(lengths[arithmetic].sum()) / steps
         ideal = flop / peak_flop_per_s
         slow = with_flop_s - ideal
-        other = compute_s - with_flop_s
+        named = np.array([bool(PRODUCTS.search(name)) for name in rows.names], dtype=bool)
+        products = _covers(trace, compute & named[rows.name] & (rows.flop == 0), edges) & ~arithmetic
+        uncounted = float(lengths[products].sum()) / steps if trace.on_gpu else 0.0
+        other = max(0.0, compute_s - with_flop_s - uncounted)
     return TraceLedger(
         step_s=trace.step_s,
         compute_s=compute_s,
@@ -132,6 +141,7 @@ def ledger_of(trace: Trace, peak_flop_per_s: float | None) -> TraceLedger:
         ideal_s=ideal,
         slow_kernels_s=slow,
         other_kernels_s=other,
+        uncounted_s=uncounted,
         top=_top(trace, compute, peak_flop_per_s),
     )
 

@@ -16,10 +16,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError, MissingDependencyError
+from parsim.errors import ConfigError
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.recipe import SCRIPTS, YAML, PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
+from parsim.formats.nanotron import is_nanotron
+from parsim.formats.recipe import (
+    SCRIPTS,
+    YAML,
+    PlannedRecipe,
+    Recipe,
+    Transformer,
+    read_back,
+    transformer_of,
+    whole_number,
+    yaml_table,
+)
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL
 from parsim.model.catalogue.sublayers import MODULES
@@ -137,7 +148,7 @@ def _flatten(node: Mapping[str, Any], into: dict[str, Any], seen: list[int] | No
         if isinstance(value, Mapping):
             _flatten(value, into, seen)
         elif not (isinstance(value, str) and "${" in value):
-            into.setdefault(str(key).replace("_", "-"), value)
+            into.setdefault(str(key).lstrip("-").replace("_", "-"), value)  # Megatron's own tests write the dashes
 
 
 def _nemo_words(options: dict[str, list[str]]) -> None:
@@ -222,8 +233,12 @@ class _Options:
 def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
     options = _Options(framework, words)
     recipe = Recipe(framework=framework, args=_shape(options))
+    if "vocab" not in recipe.args:
+        recipe.missing["vocab"] = "the size of the vocabulary follows from a tokenizer file; add --vocab-size N"
     args, training = recipe.args, recipe.training
-    args["seq"] = options.number("seq-length")
+    if not (seq := options.number("seq-length", 0)):
+        recipe.missing["seq"] = "--seq-length is missing; add it"
+    args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
         setattr(recipe, axis, options.number(name, 1))
     recipe.micro_batch = options.number("micro-batch-size", 1)
@@ -286,8 +301,6 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
-    if not vocab:
-        raise ConfigError(f"{options.framework}: the size of the vocabulary follows from a tokenizer file; add --vocab-size N")
     step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
     args |= {
         "layers": layers,
@@ -298,6 +311,8 @@ def _shape(options: _Options) -> dict[str, Any]:
         "rotary": rotary,
         "vocab": math.ceil(vocab / step) * step,
     }
+    if not vocab:
+        del args["vocab"]
     if not rotary and (positions := options.number("max-position-embeddings", 0)):
         args["positions"] = positions
     if head_dim := options.number("kv-channels", 0):
@@ -316,7 +331,6 @@ def _shape(options: _Options) -> dict[str, Any]:
     if options.flag("multi-latent-attention"):
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
-        args["query_rank"] = args["query_rank"] or hidden
     return args
 
 
@@ -640,19 +654,7 @@ LISTS = (".args", ".txt")
 def _read(source: SourceFile) -> Recipe:
     if source.path.suffix not in YAML:
         return read_script(source.text)
-    try:
-        import yaml  # type: ignore[import-untyped,unused-ignore]
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
-        ) from error
-    try:
-        document = yaml.safe_load(source.text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
-    if not isinstance(document, dict):
-        raise ConfigError("it holds no table of keys")
-    return read_yaml(document)
+    return read_yaml(yaml_table(source))
 
 
 FORMATS = {
@@ -661,7 +663,8 @@ FORMATS = {
         tool=NAME,
         reads="recipe",
         sniff=lambda source: (
-            source.path.suffix in (*SCRIPTS, *YAML) or (source.path.suffix in LISTS and "--num-layers" in source.text)
+            (source.path.suffix in (*SCRIPTS, *YAML) and not is_nanotron(source))
+            or (source.path.suffix in LISTS and "--num-layers" in source.text)
         ),
         read=_read,
         writes="recipe",

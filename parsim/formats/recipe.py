@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError, first_few
+from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text
 from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, sequence_of, shape_of
@@ -45,6 +45,7 @@ class Recipe:
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
         optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
+        missing: arguments of the model that the file does not say and --set may, with what to add.
         taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
         with what it does instead. ignored: keys that change neither. unknown: keys that parsim does not know.
     """
@@ -69,6 +70,7 @@ class Recipe:
     processes: int = 0
     optimizer_offload: bool = False
     offloaded_layers: int = 0
+    missing: dict[str, str] = field(default_factory=dict)
     taken: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -176,6 +178,27 @@ def whole_number(framework: str, key: str, value: object) -> int:
     if number != int(number) or number < 0:
         raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number >= 0")
     return int(number)
+
+
+def yaml_table(source: SourceFile) -> dict[str, Any]:
+    """The document of a YAML file.
+
+    Raises:
+        ConfigError: it is not YAML, or no table. MissingDependencyError: without PyYAML.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
+        ) from error
+    try:
+        document = yaml.safe_load(source.text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("it holds no table of keys")
+    return document
 
 
 def is_framework_file(path: Path) -> bool:

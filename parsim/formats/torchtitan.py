@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ FLAVORS = {
     ("llama2", "7B"): "llama2-7b",
     ("llama2", "13B"): "llama2-13b",
     ("llama2", "70B"): "llama2-70b",
+    ("deepseek_v3", "16B"): "deepseek-v2-lite",
     ("deepseek_v3", "236B"): "deepseek-v2",
     ("deepseek_v3", "671B"): "deepseek-v3",
+    ("qwen3", "0.6B"): "qwen3-0.6b",
+    ("qwen3", "1.7B"): "qwen3-1.7b",
+    ("qwen3", "4B"): "qwen3-4b",
     ("qwen3", "8B"): "qwen3-8b",
     ("qwen3", "14B"): "qwen3-14b",
     ("qwen3", "32B"): "qwen3-32b",
@@ -36,6 +41,16 @@ FLAVORS = {
 
 AXES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 """How keys of degrees begin, by axis of the mesh."""
+OLDER_TABLES = ("training", "experimental")
+"""That held the keys of [parallelism] before it was a table of its own (releases of 2024)."""
+PARALLELISM = re.compile(
+    r"(tensor|pipeline|context|expert|data)_parallel|enable_async_tensor_parallel|enable_compiled_autograd"
+)
+OLDER_NAMES = {
+    "data_parallel_degree": "data_parallel_shard_degree",
+    "fp8_linear": "enable_float8_linear",
+    "enable_fp8_linear": "enable_float8_linear",
+}
 
 SCHEDULES: dict[str, tuple[str, int]] = {
     "1F1B": ("1f1b", 1),
@@ -80,6 +95,7 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
+    flat = _newer(flat)
     name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
     if model is None and named(f"{name}-{flavor}") is None:
@@ -95,9 +111,13 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
 
     recipe.args["seq"] = number("training.seq_len", 2048)
     recipe.micro_batch = number("training.local_batch_size", 0) or number("training.batch_size", 8)
-    recipe.tp = number(f"parallelism.{AXES['tp']}_degree", 1) or number(f"training.{AXES['tp']}_degree", 1)
-    for axis in ("pp", "cp", "ep"):
-        setattr(recipe, axis, number(f"parallelism.{AXES[axis]}_degree", 1))
+    for axis, key in AXES.items():
+        setattr(recipe, axis, number(f"parallelism.{key}_degree", 1))
+    if number("parallelism.expert_tensor_parallel_degree", 1) not in (1, recipe.tp):
+        raise ConfigError(
+            f"{NAME}: expert_tensor_parallel_degree = {flat['parallelism.expert_tensor_parallel_degree']} is neither 1 nor "
+            f"tensor_parallel_degree ({recipe.tp}); set it to one of them"
+        )
     _read_data_parallel(flat, number, recipe)
     if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)
@@ -127,14 +147,35 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
                 recipe.ignored.append(key)
         elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
             recipe.ignored.append(key)
+        elif key.endswith("_degree") and value != 1:
+            raise ConfigError(
+                f"{NAME}: {key} = {value!r} is a degree of parallelism that parsim does not know; drop it, or set it to 1"
+            )
         else:
             recipe.unknown.append(key)
     return recipe
 
 
+def _newer(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of older releases by the names and tables of newer ones. Raises ConfigError where both stand and differ."""
+    moved: dict[str, Any] = {}
+    for key, value in flat.items():
+        table, _, name = key.partition(".")
+        newer = OLDER_NAMES.get(name, name)
+        if table in OLDER_TABLES and PARALLELISM.match(newer):
+            newer = f"parallelism.{newer}"
+        elif table in OLDER_TABLES and newer != name:
+            newer = f"float8.{newer}"
+        else:
+            newer = key
+        if moved.setdefault(newer, value) != value:
+            raise ConfigError(f"{NAME}: {newer} is both {moved[newer]!r} and {value!r} ({key}); keep one")
+    return moved
+
+
 def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
     """FSDP over the shard degree, replicated by the other; -1 takes all that is left."""
-    shard = flat.get("parallelism.data_parallel_shard_degree", flat.get("training.data_parallel_shard_degree", -1))
+    shard = flat.get("parallelism.data_parallel_shard_degree", -1)
     replicate = number("parallelism.data_parallel_replicate_degree", 1)
     recipe.taken["parallelism.data_parallel_shard_degree"] = shard
     recipe.zero = 0 if shard == 1 else 3
@@ -153,6 +194,8 @@ def _read_pipeline(flat: Mapping[str, Any], number: Callable[[str, int], int], r
     micro = number("parallelism.pipeline_parallel_microbatch_size", 0)
     if recipe.pp == 1:
         return
+    if count := number("parallelism.pipeline_parallel_microbatches", 0):  # releases of 2024 count them
+        micro = max(1, recipe.micro_batch // count)
     recipe.taken["parallelism.pipeline_parallel_schedule"] = schedule
     recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
     orders = {name.lower(): row for name, row in SCHEDULES.items()}

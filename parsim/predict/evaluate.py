@@ -256,9 +256,9 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         folding, compiled, estimates = nearly
     columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
-    floor_s = costs.reading_floor_s((unit.work, unit.rank) for unit in columns.units)
+    floor_s = costs.reading_floor_s((unit.work, unit.rank) for unit in columns.units.kinds)
     measured = problem.cluster.profile.overlap is not None
-    works = [unit.work for unit in columns.units] if measured else []
+    works = columns.units.each([unit.work for unit in columns.units.kinds]) if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
     if not is_one_step(plan):
         period = mixing_period(problem, layout, folding=folding)
@@ -318,16 +318,22 @@ def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
     """The evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
 
+    Where published runs have shown how far such answers lie from measurements (`problem.learnt`), the interval is theirs.
+
     If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
     (`parsim.engines.noise`). No `samples` keep the median alone.
     """
     result = replace(evaluation.result, reason=reason)
     if samples:
         median = result.step_s.median
-        times = sampled_steps_s(evaluation, samples) * (median / evaluation.steady_s)
+        learnt = problem.learnt
+        if learnt.text:
+            uncorrected = Interval(median=median, p05=median * learnt.low, p95=median * learnt.high)
+        else:
+            uncorrected = Interval.of(median, sampled_steps_s(evaluation, samples) * (median / evaluation.steady_s))
         correction = IntervalCorrection(
             correction=problem.history.correction,
-            uncorrected=Interval.of(median, times),
+            uncorrected=uncorrected,
             notes=problem.history.notes,
         )
         interval = correction.corrected

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import ceil
 from statistics import NormalDist
@@ -50,7 +50,6 @@ from parsim.model.formats import FULL_BYTES, Numerics, number_format
 from parsim.model.model import Model
 from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions
-from parsim.program.buckets import Bucket
 from parsim.program.lifetimes import (
     HeldMoments,
     KeptActivations,
@@ -414,24 +413,21 @@ def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[
     """
     layout = kept.layout
 
-    def held(bucket: Bucket, stage: int, divided_from: int) -> int:
-        if stage >= divided_from:
-            return bucket.padded_bytes // len(bucket.group)
-        return bucket.padded_bytes if stage else bucket.size_bytes
-
-    stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
-    frozen = 0
+    parameters, gradients, divided = 0, 0, 1
+    for bucket in layout.rank_buckets(rank):
+        ranks = len(bucket.group)
+        stage = layout.zero_stage(bucket.family, ranks)
+        size = bucket.family.padded_bytes(ranks) if stage else bucket.size_bytes
+        parameters += size // ranks if stage >= 3 else size
+        gradients += size // ranks if stage >= 2 else size
+        divided = max(divided, ranks) if stage >= 3 else divided
     if len(layout.model.trainable_parameters) < len(layout.model.parameters):
-        frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
+        parameters += sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
     spared = 0.0
     if numerics.weight_dtype:
-        divided = max((len(bucket.group) for bucket, stage in stages if stage >= 3), default=1)
         elements = sum(_low_elements(kept.component(name)) for name in layout.rank_components(rank))
         spared = elements * (numerics.format.weight_bytes - numerics.format.element_bytes) / divided
-    return {
-        "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages) - spared,
-        "gradients": numerics.gradient_bytes(sum(held(bucket, stage, 2) for bucket, stage in stages)),
-    }
+    return {"parameters": parameters - spared, "gradients": numerics.gradient_bytes(gradients)}
 
 
 def _low_elements(component: Component) -> float:
@@ -450,8 +446,7 @@ class Moment(NamedTuple):
     whole_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentMoments:
+class ComponentMoments(NamedTuple):
     """One component of one microbatch on a rank, bytes.
 
     Attributes:
@@ -492,6 +487,68 @@ class ComponentMoments:
         return max(again, self.moment(level, microbatch, self.phase))
 
 
+class ComponentSizes(NamedTuple):
+    """What of `ComponentMoments` components have in common that are of one `KeptActivations.memory_kind`, bytes.
+
+    Attributes: as there, without what its neighbours keep, what waits beside it and what was made before. again_bytes: made by
+        the second forward. forward_beside: values that wait count in its forward. copied: casts that its forward makes.
+    """
+
+    forward: float
+    forward_beside: bool
+    second: float
+    backward: float
+    handed: float
+    phase: Phase
+    first_half: float | None
+    waits: float | None
+    only_weights: bool
+    largest_bytes: int
+
+
+def _component_sizes(here: RankValues, name: str, copied: int) -> ComponentSizes:
+    """`copied`: bytes of its casts."""
+    layout, kept = here.layout, here.kept
+    component, samples, gradients = kept.component(name), layout.local_samples(name), here.gradients_of(name)
+    forward_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
+    # the backward was counted when it was traced, or has the gradients of the largest operator: of its input, output and
+    # parameters, before these are added to their bucket
+    peaks = component.backward_peaks or [(op.activation_bytes, op.parameter_bytes) for op in component.operators]
+    runs_backward = gradients.converted or not component.forward_peaks
+    backward = max(fullest_bytes(peaks, samples), gradients.converted) if runs_backward else 0.0
+    first_half = None if split is None else max(fullest_bytes(split.peaks, samples), gradients.converted)
+    again_bytes, second, forward, forward_beside = 0.0, 0.0, forward_peak, True
+    if layout.recomputes(name):
+        again = kept.again(name)
+        again_bytes = again.saved_bytes + copied
+        backward += again_bytes - again.released_bytes
+        if first_half is not None:
+            first_half += again_bytes - again.released_bytes
+        second = (forward_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted
+        forward, forward_beside = again.first_bytes, bool(again.first_bytes)
+    halved, only_weights = layout.is_halved(name), not layout.wants_input_gradient(name)
+    waits: float | None
+    if halved and split is not None:
+        waits = fullest_bytes([split.waiting], samples) + again_bytes
+    elif halved:
+        element_bytes = number_format(kept.precision).element_bytes
+        waits = max(gradients.wanted, _arrived_bytes(component, samples, element_bytes)) + again_bytes
+    else:
+        waits = gradients.wanted if only_weights else None
+    return ComponentSizes(
+        forward=forward,
+        forward_beside=forward_beside,
+        second=second,
+        backward=backward,
+        handed=gradients.handed,
+        phase=layout.gradient_phase(name),
+        first_half=first_half if halved else None,
+        waits=waits,
+        only_weights=only_weights,
+        largest_bytes=max((parameter.size_bytes for parameter in component.trainable_parameters), default=0),
+    )
+
+
 def _component_moments(
     here: RankValues,
     saved: Mapping[str, float],
@@ -504,8 +561,7 @@ def _component_moments(
     A recomputed one runs forward before its backward, beside the gradients of what it puts out, which have been converted by
     then.
     """
-    layout, kept = here.layout, here.kept
-    count = len(here.names)
+    layout, count = here.layout, len(here.names)
     values_beside, gradients_beside = (
         alive_bytes(lifetimes, count) for lifetimes in (here.waiting_values(), here.waiting_gradients())
     )
@@ -513,50 +569,27 @@ def _component_moments(
     whole_of: dict[str, dict[tuple[Phase, int], float]] = {}
     for (phase, name, microbatch), size in whole_bytes(layout, here.rank).items():
         whole_of.setdefault(name, {})[phase, microbatch] = size
-    element_bytes = number_format(kept.precision).element_bytes
     parts = []
     for number, name in enumerate(here.names):
-        component, samples = kept.component(name), layout.local_samples(name)
+        kind, counted = here.kept.memory_kind(name), partial(_component_sizes, here, name, copies[name])
+        sizes = counted() if kind is None else here.once(("sizes", kind), counted)
         made, made_back = made_before.get(name, (0.0, 0.0))
-        gradients, beside = here.gradients_of(name), gradients_beside[number] + made_back
-        forward_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
-        # the backward was counted when it was traced, or has the gradients of the largest operator: of its input, output and
-        # parameters, before these are added to their bucket
-        peaks = component.backward_peaks or [(op.activation_bytes, op.parameter_bytes) for op in component.operators]
-        runs_backward = gradients.converted or not component.forward_peaks
-        backward = max(fullest_bytes(peaks, samples), gradients.converted) if runs_backward else 0.0
-        first_half = None if split is None else max(fullest_bytes(split.peaks, samples), gradients.converted) + beside
-        again_bytes, second, forward = 0.0, 0.0, values_beside[number] + forward_peak
-        if layout.recomputes(name):
-            again = kept.again(name)
-            again_bytes = again.saved_bytes + copies[name]
-            backward += again_bytes - again.released_bytes
-            if first_half is not None:
-                first_half += again_bytes - again.released_bytes
-            second = (forward_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted + beside
-            forward = values_beside[number] + again.first_bytes if again.first_bytes else 0.0
+        beside = gradients_beside[number] + made_back
         kept_bytes = saved[name] + (0 if layout.recomputes(name) else copies[name]) + held_of.get(name, 0.0)
-        halved, only_weights = layout.is_halved(name), not layout.wants_input_gradient(name)
-        if halved and split is not None:
-            waits = fullest_bytes([split.waiting], samples) + again_bytes
-        elif halved:
-            waits = max(gradients.wanted, _arrived_bytes(component, samples, element_bytes)) + again_bytes
-        else:
-            waits = gradients.wanted if only_weights else -kept_bytes
         parts.append(
             ComponentMoments(
                 name=name,
                 kept=kept_bytes,
-                forward=forward + made,
-                second=second,
-                backward=max(backward + beside, converted_of.get(name, 0.0)),
-                handed=gradients.handed + beside,
+                forward=(values_beside[number] + sizes.forward if sizes.forward_beside else 0.0) + made,
+                second=sizes.second + beside if layout.recomputes(name) else 0.0,
+                backward=max(sizes.backward + beside, converted_of.get(name, 0.0)),
+                handed=sizes.handed + beside,
                 whole=whole_of.get(name, {}),
-                phase=layout.gradient_phase(name),
-                first_half=first_half if halved else None,
-                waits=waits,
-                only_weights=only_weights,
-                largest_bytes=max((parameter.size_bytes for parameter in component.trainable_parameters), default=0),
+                phase=sizes.phase,
+                first_half=None if sizes.first_half is None else sizes.first_half + beside,
+                waits=-kept_bytes if sizes.waits is None else sizes.waits,
+                only_weights=sizes.only_weights,
+                largest_bytes=sizes.largest_bytes,
             )
         )
     return parts

@@ -13,6 +13,7 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.history import NO_HISTORY, History
 from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
@@ -37,7 +38,7 @@ class _Divided:
 
 
 class InnerAxes(NamedTuple):
-    """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many such choices a search chooses."""
+    """What a model is divided by inside components (`Mesh.cp`, `Mesh.ep`), and among how many of ep a search chooses."""
 
     cp: int
     ep: int
@@ -65,7 +66,7 @@ class PlanningProblem(Remembering):
     update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
     scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
     safe_probability: with which that of a plan must that a search prefers; where no plan is so safe, `fit_probability` counts.
-    corrections: learnt from a run. scale: of hardware that would be faster.
+    corrections: learnt from a run. scale: of hardware that would be faster. learnt: of published runs of such models.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
         constraints: what else plans must keep.
@@ -89,6 +90,7 @@ class PlanningProblem(Remembering):
     safe_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
+    learnt: Learnt = NOTHING_LEARNT
     loading: OwnLoading | None = None
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
@@ -244,6 +246,7 @@ class PlanningProblem(Remembering):
                 ranks=ranks,
                 corrections=self.corrections,
                 scale=self.scale,
+                learnt=self.learnt,
                 loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
             alike = (

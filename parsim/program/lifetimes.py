@@ -33,13 +33,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.model.component import ALONE, Component, Value, share_of
 from parsim.model.formats import component_in, value_in
+from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, POINT_TO_POINT_HOPS, Hop, ValueLayout, conversion, hop_pairs
 from parsim.plans.pipeline import (
@@ -56,6 +57,7 @@ from parsim.program.buckets import Bucket
 from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.program.task import COMPUTE, RankTasks, Task
+from parsim.records import once
 from parsim.work import ClipGradients, Compute, OptimizerStep, Phase, SendRecv
 
 T = TypeVar("T")
@@ -138,7 +140,7 @@ class KeptActivations:
     layout: PlanIndex
     precision: str
     value_kinds: dict[Hashable, int] = field(default_factory=dict, compare=False)
-    """Numbers of kinds of values, as `RankValues` meets them."""
+    """Numbers of kinds of values and components, as they are met."""
     counted: dict[Hashable, Any] = field(default_factory=dict, compare=False)
     """What `RankValues` has counted of each kind of values and components."""
     _components: dict[str, Component] = field(default_factory=dict, compare=False)
@@ -257,9 +259,8 @@ class KeptActivations:
 
     def _alone(self, name: str) -> Component:
         """What a rank has of the component, as if nothing were recomputed."""
-        placement = self.layout.placement[name]
-        component = component_in(self.layout.model.component(name), self.precision)
-        return narrow(component, placement.rule, placement.ways).at_samples(self.layout.local_samples(name))
+        placement, samples = self.layout.placement[name], self.layout.local_samples(name)
+        return component_alone(self.layout.model, name, self.precision, placement.rule, placement.ways, samples)
 
     def _values_at(self, name: str) -> tuple[str, ...]:
         component = self.layout.model.component(name)
@@ -300,6 +301,32 @@ class KeptActivations:
             key = kind, tuple([size[value] for value in (*component.inputs, *component.outputs)]), views
             numbers[component.name] = kinds.setdefault(key, len(kinds))
         return numbers
+
+    def memory_kind(self, name: str) -> int | None:
+        """Equal for components of one kind that hold as much, and as much again where they run again; None: unlike others."""
+        if not self.kinds:
+            return None
+        component, again = self.component(name), None
+        if self._recomputes:
+            again = component.saved_activation_bytes, component.saved_fixed_bytes, component.backward_peaks
+            again = (*again, self.again(name) if self.layout.recomputes(name) else None)
+        key = "component", self.kinds[name], held_alike(self.layout.model, self._alone(name)), again
+        return self.value_kinds.setdefault(key, len(self.value_kinds))
+
+
+@once
+def component_alone(model: Model, name: str, precision: str, rule: str, ways: int, samples: int) -> Component:
+    """What a rank has of a component that computes so many samples of it, or a shard of it."""
+    return narrow(component_in(model.component(name), precision), rule, ways).at_samples(samples)
+
+
+@once
+def held_alike(model: Model, component: Component) -> int:
+    """A number, equal for what `component_alone` gives where it holds as much at every moment."""
+    peaks = component.forward_peaks, component.backward_peaks, component.split_backward
+    sizes = component.saved_activation_bytes, component.saved_fixed_bytes, component.cast_bytes, component.buffer_bytes
+    numbers = model.answers("held alike")
+    return cast(int, numbers.setdefault((peaks, sizes), len(numbers)))
 
 
 def _counts(name: str, value: Value) -> bool:
@@ -507,7 +534,7 @@ class RankValues:
         """The sizes at a component of the rank."""
         if not self.kept.kinds:
             return self._gradients_of(name)
-        return self._once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
+        return self.once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
 
     def _gradients_of(self, name: str) -> GradientSizes:
         layout, component = self.layout, self.layout.model.component(name)
@@ -569,7 +596,7 @@ class RankValues:
             if value.producer is None:
                 continue
             kind = self._kind(value)
-            size = self._copies(value) if kind is None else self._once(("held", kind), partial(self._copies, value))
+            size = self._copies(value) if kind is None else self.once(("held", kind), partial(self._copies, value))
             if size:
                 savers = [name for name in value.savers or () if name in self.place]
                 if len(savers) > 1 and savers[:1] == list(value.savers or ())[:1]:
@@ -720,11 +747,12 @@ class RankValues:
         if kind is None or value.producer is None:
             return count()
         begin = self.place[value.producer]
-        first, lifetimes = self._once((what, kind), lambda: (begin, count()))
+        first, lifetimes = self.once((what, kind), lambda: (begin, count()))
         move = begin - first
         return [Lifetime(value.name, life.born + move, life.freed + move, life.size_bytes) for life in lifetimes]
 
-    def _once(self, key: tuple[str, int], count: Callable[[], T]) -> T:
+    def once(self, key: tuple[str, int], count: Callable[[], T]) -> T:
+        """What is counted once for all of a kind."""
         counted: dict[Hashable, T] = self.kept.counted
         if key not in counted:
             counted[key] = count()

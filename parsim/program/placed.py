@@ -355,10 +355,10 @@ class PlacedModel:
         stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
         batch: dict[str, tuple[ValueLayout, ...]] = {}
         for value in self.values_at[stage]:
-            here = [reading.ends.value for reading in self.readings[value] if reading.stage == stage]
-            layouts = dict.fromkeys(layout for layout in here if shard in layout.holders(tp))
-            if self.stage_of_value[value] is None and layouts:
-                batch[value] = tuple(layouts)
+            if self.stage_of_value[value] is None:
+                here = [reading.ends.value for reading in self.readings[value] if reading.stage == stage]
+                if layouts := dict.fromkeys(layout for layout in here if shard in layout.holders(tp)):
+                    batch[value] = tuple(layouts)
         return batch
 
     def batch_ways(self, rank: int) -> int:

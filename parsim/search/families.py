@@ -14,7 +14,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.search.space import FEW_COMPONENTS, Node, is_small, meshes
+from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_small, meshes
 from parsim.search.tree import Members
 
 
@@ -98,12 +98,14 @@ def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None])
 
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     """Meshes with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
-    axis beside it adds little, and is left out where a model has many components. None where the constraints give tp, for then
-    all that can be cut is cut."""
+    axis beside it adds little, and is left out where a model has many components, as pieces of the sequence are. None where the
+    constraints give tp, for then all that can be cut is cut."""
     constraints = problem.constraints
     if constraints.tp is not None:
         return []
     few = len(problem.model.components) <= FEW_COMPONENTS
+    if inner_axes(problem)[0] > 1 and not few and constraints.cp is None:
+        return []
     return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (constraints.dp or 1))))
 
 

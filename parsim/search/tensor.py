@@ -245,7 +245,8 @@ def best_placement(
     solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
     placements = _named(every, solution.choice)
     recomputes = problem.recompute == AUTO and not is_small(problem)  # then it is made to fit by recomputation
-    if recomputes or mesh.size > mesh.tp or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+    several = mesh.pp > 1 or mesh.copies > 1
+    if recomputes or several or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
         return BestPlacement(solution, placements, limited)
     placing = converted(every, prices, microbatches)
     return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)

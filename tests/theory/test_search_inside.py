@@ -15,11 +15,18 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
+from parsim.search import space
 from parsim.search.search import search
 from parsim.search.space import divided_problems
+from parsim.search.tensor import best_placement
 from tests.machines import machine
 
 SIZES = {"hidden": 256, "layers": 2, "seq": 4096, "experts": 4, "expert_ffn": 8192, "vocab": 1024}
+
+
+@pytest.fixture(autouse=True)
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "FEWEST_TOKENS", 2048)
 
 
 def mixture(**sizes: int) -> Model:
@@ -84,3 +91,9 @@ def test_the_free_answer_is_the_best_of_those_asked_for_one_by_one(strategy: str
 def test_experts_are_divided_where_they_do_not_fit_whole() -> None:
     problem = replace(asked(2 * 2**30, cp=1, ep=1), zero_stage=0)
     assert search(problem, ("dp",), samples=0).chosen is None
+
+
+def test_placements_are_sought_within_memory_beside_pieces_of_the_sequence() -> None:
+    """What fits by its parts and not as a whole; each of the cp pieces has a copy of every tp shard."""
+    mesh = Mesh(cp=2, tp=2)
+    assert best_placement(asked(3 * 2**30).on(mesh), 1, mesh, zero_stage=0).placements is not None

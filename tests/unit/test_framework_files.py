@@ -225,7 +225,6 @@ def test_experts_of_megatron() -> None:
     ("text", "message"),
     [
         (SIZES.replace("--num-layers 4 ", ""), "--num-layers is missing"),
-        (SIZES.replace("--vocab-size 1000 ", ""), "add --vocab-size N"),
         (SIZES.replace("256", "wide"), "--hidden-size = 'wide' must be a whole number"),
         (SIZES.replace("256", "$HIDDEN"), "depends on a value that the file lacks"),
         (
@@ -294,3 +293,128 @@ def test_a_file_is_planned_as_it_is() -> None:
     assert any("unknown, may matter: training.a_new_switch" in line for line in answer.lines())
     with pytest.raises(ConfigError, match=r"does not say on which GPUs; add --gpus 16xh100-sxm"):
         parsim.plan(str(FILES / "pretrain_llama.sh"))
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"training": {"tensor_parallel_degree": 4}}, {"tensor_parallel_degree": 4}),
+        ({"experimental": {"pipeline_parallel_degree": 2}}, {"pipeline_parallel_degree": 2}),
+        ({"experimental": {"context_parallel_degree": 2}}, {"context_parallel_degree": 2}),
+        (
+            {"training": {"data_parallel_degree": 4, "tensor_parallel_degree": 2}},
+            {"data_parallel_shard_degree": 4, "tensor_parallel_degree": 2},
+        ),
+        ({"training": {"data_parallel_replicate_degree": 2}}, {"data_parallel_replicate_degree": 2}),
+    ],
+)
+def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
+    older: dict[str, dict[str, object]], newer: dict[str, object]
+) -> None:
+    small: dict[str, object] = {"local_batch_size": 1, "seq_len": 128}
+    tables = older | {"training": small | older.get("training", {})}
+    assert titan(**tables).settings(8) == titan(parallelism=newer).settings(8)
+
+
+def test_degrees_that_are_not_known_or_contradict_one_another_are_errors() -> None:
+    with pytest.raises(ConfigError, match=r"spectral_parallel_degree = 4 is a degree of parallelism that"):
+        titan(parallelism={"spectral_parallel_degree": 4})
+    with pytest.raises(ConfigError, match=r"parallelism.tensor_parallel_degree is both"):
+        titan(parallelism={"tensor_parallel_degree": 4}, experimental={"tensor_parallel_degree": 8})
+    with pytest.raises(ConfigError, match="expert_tensor_parallel_degree = 4 is neither 1 nor"):
+        titan(parallelism={"expert_tensor_parallel_degree": 4, "tensor_parallel_degree": 2})
+    assert titan(parallelism={"expert_tensor_parallel_degree": 1}).unknown == []
+
+
+def test_small_experts_of_torchtitan_are_known() -> None:
+    assert titan(model={"name": "deepseek_v3", "flavor": "16B"}).model == "deepseek-v2-lite"
+    assert titan(model={"name": "qwen3", "flavor": "0.6B"}).model == "qwen3-0.6b"
+
+
+def test_dashes_of_a_table_of_options_are_read_over(tmp_path: Path) -> None:
+    """As the YAML files of Megatron-LM's own tests have them."""
+    pytest.importorskip("yaml")
+    words = SIZES.split()
+    options = [f"  {name}: {value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    path = tmp_path / "model_config.yaml"
+    path.write_text("\n".join(["ENV_VARS:", "  SOMETHING: 1", "MODEL_ARGS:", *options, "  --swiglu: true", "  --bf16: true"]))
+    recipe = read_recipe(path)
+    same = read_script(f"{SIZES} --swiglu --bf16")
+    assert (recipe.args, recipe.training) == (same.args, same.training)
+
+
+def test_what_a_file_lacks_can_be_set_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "pretrain.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 1 pretrain_gpt.py " + SIZES.replace("--vocab-size 1000", "--tokenizer-model $FILE")
+    )
+    asked = {"cluster": "1xh100-sxm", "global_batch": 8}
+    with pytest.raises(ConfigError, match=r"vocabulary follows from a tokenizer.* or give --set model.args.vocab=N"):
+        parsim.plan(str(path), **asked)  # type: ignore[arg-type]
+    answer = parsim.plan(str(path), overrides=["model.args.vocab=1000"], **asked)  # type: ignore[arg-type]
+    assert answer.to_dict()["config_file"]["framework"] == "Megatron-LM"
+
+
+NANOTRON = """
+general:
+  run: x
+model:
+  dtype: bfloat16
+  make_vocab_size_divisible_by: 64
+  model_config:
+    {family}: true
+    hidden_size: 256
+    intermediate_size: 512
+    num_attention_heads: 8
+    num_hidden_layers: 4
+    num_key_value_heads: 2
+    tie_word_embeddings: true
+    vocab_size: 1000
+optimizer:
+  zero_stage: 1
+parallelism:
+  dp: 2
+  pp: 2
+  pp_engine: {engine}
+  tp: 2
+  tp_mode: ALL_REDUCE
+  {more}
+tokens:
+  batch_accumulation_per_replica: 4
+  micro_batch_size: 2
+  sequence_length: 128
+"""
+
+
+def nanotron(tmp_path: Path, family: str = "is_llama_config", engine: str = "1f1b", more: str = "") -> Recipe:
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(NANOTRON.format(family=family, engine=engine, more=more))
+    return read_recipe(path)
+
+
+def test_a_file_of_nanotron(tmp_path: Path) -> None:
+    recipe = nanotron(tmp_path, engine="afab")
+    settings = recipe.settings(8)
+    assert recipe.framework == "nanotron"
+    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 2}
+    assert (settings["training.global_batch"], settings["plan.microbatches"]) == (16, 4)
+    assert (settings["plan.zero_stage"], settings["plan.pipeline_order"]) == (1, "gpipe")
+    args = recipe.args
+    assert (args["layers"], args["hidden"], args["heads"], args["kv_heads"], args["ffn"]) == (4, 256, 8, 2, 512)
+    assert (args["vocab"], args["tied"], args["sequence_parallel"], args["seq"]) == (1024, True, False, 128)
+    assert (recipe.unknown, recipe.training["precision"]) == ([], "bf16")
+    assert nanotron(tmp_path, family="is_qwen2_config").args["qkv_bias"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"family": "is_starcoder2_config"}, "must have one of is_llama_config"),
+        ({"engine": "zbv"}, "pp_engine must be one of 1f1b"),
+        ({"more": "domino: 2"}, "parallelism.domino = 2 is a degree of parallelism that parsim does not know"),
+    ],
+)
+def test_files_of_nanotron_that_are_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        nanotron(tmp_path, **given)

@@ -18,7 +18,7 @@ from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import ImportedFileError
 from parsim.formats.deepspeed import read_deepspeed
-from parsim.formats.kineto import KINDS, read_kineto
+from parsim.formats.kineto import KINDS, flop_of, read_kineto
 from parsim.formats.ledger import ledger_of
 from parsim.formats.source import MOST_BYTES, SourceFile
 from parsim.formats.topology import read_topo_matrix
@@ -60,6 +60,72 @@ def test_the_ledger_of_a_gpu_is_exact() -> None:
     assert ledger.utilisation == pytest.approx(0.1)
     assert ledger.communication_busy_s == pytest.approx(250e-6)
     assert (trace.rank, trace.world_size, trace.number_type, trace.device) == (3, 8, "c10::BFloat16", "NVIDIA H100 80GB HBM3")
+
+
+def with_kernel(kernel: str, operator: str = "Torch-Compiled Region: 0/0", **args: object) -> Any:
+    """The trace of a GPU whose products are launched by another operator and have another name."""
+    document: Any = gpu_trace()
+    for event in document["traceEvents"]:
+        if event["name"] == "aten::mm":
+            event["name"] = operator
+            event["args"] = {key: value for key, value in event["args"].items() if not key.startswith("Input")} | args
+        elif event["name"] == "gemm":
+            event["name"] = kernel
+    document["traceEvents"].append(
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 5_000_100.0, "dur": 5.0}
+        | {"args": {"External id": 99, "Input Dims": [[8, 8], [8, 8]], "Input type": ["c10::BFloat16"] * 2}}
+    )
+    document["traceEvents"].append(
+        {"ph": "X", "cat": "kernel", "name": "gemm_small", "pid": 1, "tid": 7, "ts": 5_000_650.0, "dur": 1.0}
+        | {"args": {"External id": 99, "stream": 7, "correlation": 99}}
+    )
+    return document
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_product"),
+    [
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT128x192x64", True),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", True),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", True),
+        ("triton_tem_fused_mm_relu_3", True),
+        ("triton_mm", True),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128,128,64>>", True),
+        ("triton_poi_fused_add_norm_7", False),
+        ("triton_per_fused_native_layer_norm_summary_2", False),
+        ("void at::native::vectorized_elementwise_kernel<4>", False),
+        ("multi_tensor_apply_kernel", False),
+    ],
+)
+def test_a_product_whose_shapes_are_not_told_is_no_other_kernel(kernel: str, is_product: bool) -> None:
+    ledger = ledger_of(read_kineto(source(with_kernel(kernel))), 1e15)
+    assert ledger.uncounted_s == pytest.approx(400e-6 if is_product else 0.0, abs=1e-9)
+    assert sum(seconds for _, seconds in ledger.entries()) == pytest.approx(ledger.step_s)
+    assert ("uncounted products: shapes not recorded" in dict(ledger.entries())) == is_product
+
+
+FOUR_HEADS = [[2, 64, 4, 16], [2, 64, 2, 16], [2, 64, 2, 16]]
+WHOLE = 4.0 * 2 * 4 * 64 * 64 * 16
+PACKED = [[128, 4, 16], [128, 2, 16], [128, 2, 16], [3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "concrete", "flop"),
+    [
+        ("flash_attn::_flash_attn_forward", FOUR_HEADS, [], WHOLE),
+        ("flash_attn::_flash_attn_forward", FOUR_HEADS, ["", "", "", "0.", "0.25", "True"], WHOLE / 2),
+        ("flash_attn::_flash_attn_backward", [FOUR_HEADS[0], *FOUR_HEADS], [], 2.5 * WHOLE),
+        ("flash_attn::_flash_attn_varlen_forward", PACKED, [], WHOLE),
+        ("aten::_flash_attention_forward", FOUR_HEADS, [*[""] * 8, "True"], WHOLE / 2),
+        ("aten::_scaled_dot_product_flash_attention", [[2, 4, 64, 16]] * 3, ["", "", "", "0.", "False"], WHOLE),
+        ("aten::_scaled_dot_product_flash_attention", [[2, 4, 64, 16]] * 3, ["", "", "", "0.", "True"], WHOLE / 2),
+        ("aten::_grouped_mm", [[128, 32], [8, 32, 64], [8]], [], 2.0 * 128 * 32 * 64),
+        ("aten::_grouped_mm", [[32, 128], [128, 64], [8]], [], 2.0 * 128 * 32 * 64),
+        ("aten::_scaled_grouped_mm", [[8, 16, 32], [8, 32, 64]], [], 2.0 * 8 * 16 * 32 * 64),
+    ],
+)
+def test_attention_and_grouped_products_count(name: str, dims: list[object], concrete: list[str], flop: float) -> None:
+    assert flop_of(name, {"Input Dims": dims, "Concrete Inputs": concrete}) == flop
 
 
 def test_loading_is_told_from_other_launch_gaps() -> None:
@@ -111,7 +177,8 @@ def test_the_ledger_says_what_helps_against_its_largest_parts() -> None:
     names = [line.removeprefix("Against ").partition(":")[0] for line in _what_helps(ledger)]
     assert names == ["slow kernels", "other kernels", "exposed communication"]
     bare = ledger_of(read_kineto(source(gpu_trace())), None)
-    parts = {name.partition(":")[0] for some in (ledger, bare) for name, _ in some.entries()} - {"ideal"}
+    compiled = ledger_of(read_kineto(source(with_kernel("triton_mm"))), 1e15)
+    parts = {name.partition(":")[0] for some in (ledger, bare, compiled) for name, _ in some.entries()} - {"ideal"}
     assert parts == set(HELPS)
 
 

@@ -282,6 +282,48 @@ def test_sizes_give_the_model_that_transformers_builds(kind: str, tmp_path: Path
 
 @pytest.mark.hf
 @pytest.mark.slow
+def test_a_type_of_remote_code_over_an_architecture_of_transformers_is_that_architecture(tmp_path: Path) -> None:
+    """Kimi K2's configs name DeepseekV3ForCausalLM and a model_type that transformers has not."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1}
+    sizes |= {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 128}
+    counts = []
+    for kind in ("kimi_k2", "deepseek_v3"):
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps({"model_type": kind, "architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+        counts.append(load_model(ModelSpec(name=str(path), args=(("seq", 32),))).parameter_count)
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+def test_a_model_of_images_and_text_is_its_text_model_where_no_image_is_given(tmp_path: Path) -> None:
+    """Arithmetic is that of the text model alone; the weights of the vision tower are there, and nothing trains them."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "model_type": "qwen2_vl"}
+    seen = {
+        "qwen2_vl": {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "vision_config": vision,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+        "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
+    }
+    models = []
+    for kind, more in seen.items():
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
+        models.append(load_model(ModelSpec(name=str(tmp_path / f"{kind}.json"), args=(("seq", 32),))))
+    kinds = ("matmul", "attention")
+    assert flop(models[0], *kinds) == pytest.approx(flop(models[1], *kinds), rel=0.01)
+    assert any("visual" in note and "not trained" in note for note in models[0].assumptions)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row.config])
 def test_configs_give_the_published_parameters(name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

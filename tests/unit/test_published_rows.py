@@ -8,20 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import given as drawn
-from hypothesis import strategies as st
 
 from experiments.published import predict as predictor
 from experiments.published.answer import answer
 from experiments.published.blanks import usual_chunks
-from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
 from experiments.published.machines import machine_of
 from experiments.published.predict import COLUMNS, main, predict
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import in_unit
 from experiments.published.rows import number, row_of
-from experiments.published.rules import framework_of
+from experiments.published.rules import rule_of
 from parsim.costs.compute.formula import KernelModel, component_kernels
 from parsim.costs.compute.launches import ComputeRequest
 from parsim.errors import PlanError
@@ -197,39 +193,9 @@ def test_heads_that_a_row_does_not_state_are_those_of_its_framework() -> None:
 
 
 def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
-    bert = framework_of(row_of(row(id="nemo-launcher-x-1", model="BERT 4B")))
+    bert = rule_of(row_of(row(id="nemo-launcher-x-1", model="BERT 4B")))
     assert (bert.tp, bert.micro, bert.batch, bert.recompute) == (1, 8, 2048, "selective")
-    assert framework_of(row_of(row(id="nemo-launcher-x-1", model="GPT 175B"))).tp == 0
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@drawn(errors=st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=60))
-def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: list[float]) -> None:
-    spread = spread_of(errors)
-    reach = reach_of([spread.scales_away(error) for error in errors], spread)
-    low, high = ends_of(spread, reach)
-    assert low <= -NOISE < NOISE <= high
-    assert sum(low - 1e-9 <= -error <= high + 1e-9 for error in errors) >= 0.9 * len(errors) - 1e-9
-    assert ends_of(spread_of([-error for error in errors]), reach[::-1]) == pytest.approx((-high, -low))
-
-
-def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
-    errors = [-0.01 * number for number in range(40)]
-    spread = spread_of(errors)
-    low, high = ends_of(spread, reach_of([spread.scales_away(error) for error in [*errors, -2.0]], spread))
-    assert low == pytest.approx(-NOISE)
-    assert high == pytest.approx(0.37, abs=0.02)
-    skewed = spread_of([0.02, 0.01, 0.0, -0.2, -0.4])
-    assert (skewed.middle, skewed.below) == (0.0, NOISE)
-    assert skewed.above == pytest.approx(1.4826 * 0.2)
-
-
-def test_few_rows_are_all_held_for_the_one_to_come() -> None:
-    spread = spread_of([0.0, 0.1, -0.3])
-    assert reach_of([-3.0, 0.5, 4.0], spread) == (3.0, 4.0)
-    many = [0.1 * number for number in range(-50, 50)]
-    below, above = reach_of(many, spread)
-    assert sum(-below - 1e-9 <= away <= above + 1e-9 for away in many) == 91
+    assert rule_of(row_of(row(id="nemo-launcher-x-1", model="GPT 175B"))).tp == 0
 
 
 def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:

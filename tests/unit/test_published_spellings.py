@@ -14,7 +14,7 @@ from experiments.published.predict import predict
 from experiments.published.question import question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import read_rows, row_of
-from experiments.published.rules import MEGATRON_CORE, recompute_of
+from experiments.published.rules import recompute_of, rule
 from tests.published_row import row_with
 
 NAMED = {"layers": "", "hidden": "", "heads": ""}
@@ -235,7 +235,7 @@ def test_names_of_half_precision(text: str, scaled: bool) -> None:
     ],
 )
 def test_recomputation_as_sources_write_it(text: str, expected: str) -> None:
-    assert recompute_of(row(recompute=text), MEGATRON_CORE) == (expected or "none", bool(expected))
+    assert recompute_of(row(recompute=text), rule("megatron")) == (expected or "none", bool(expected))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_nemo_keeps_of_master_weights_what_bf16_lacks() -> None:
     """2 of 12 bytes of optimizer state per parameter: 70B was tuned on 16 H100 without data parallelism."""
     values = {"model": "LLAMA2-70B SFT", "hardware": "DGX-H100", "gpus": "16", "tp": "4", "pp": "4", "dp": "", "seq": "4096"}
     values |= {"global_batch": "32", "micro_batch": "1", "recompute": "", "precision": "fp8"}
-    spared, whole = (answer(asked(**NAMED, **values, id=name)) for name in ("nemo2407-x-1", "nemo-longseq-x-1"))
+    spared, whole = (answer(asked(**NAMED, **values, id=name)) for name in ("nemo2407-x-1", "megatron-x-1"))
     assert spared.step_s == whole.step_s
     assert spared.peak_bytes < spared.limit_bytes < whole.peak_bytes
     largest = 68.98e9 / 16

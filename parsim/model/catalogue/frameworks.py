@@ -1,7 +1,8 @@
 """What the software that trains does beside the products: one row per framework, with its source.
 
 A question names the framework of its training loop (`[software]` of a run file). The row fills in what the question leaves
-open: kernels, and switches of a plan by hand. Without a framework nothing is filled in, and the answer says so.
+open: kernels, switches of a plan by hand, and what its host adds. Without a framework nothing is filled in, and the answer
+says so.
 
 Leaves out: what a user of a framework turns on beside its defaults.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from parsim.errors import ModelError
+from parsim.hardware.cluster import Cluster
 from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
 from parsim.model.routing import Dispatcher, ExpertRouting
@@ -57,6 +59,7 @@ KERNELS: Registry[Software] = Registry(
         "fsdp-compiled": replace(COMPILED, gradient_arrays=3.0),
         "flash-1": FIRST_FLASH,
         "ddp": replace(EAGER, dropout=True),
+        "xla-unfused": replace(UNFUSED, bias_kernels=False, score_arrays=5.0),
         "llama3": replace(CORE, activation_saved=1.0),
     },
     error=ModelError,
@@ -86,9 +89,11 @@ class Framework:
         softmax_limits: its fused softmax takes some numbers of heads alone (`sublayers.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
+        full_gradients: beside weights in half precision it keeps gradients in fp32.
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
         graphs: its layers are launched as CUDA graphs.
-        launches: times as long as plain eager torch takes on the host for each kernel.
+        launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
+            which nothing of the plan runs.
         convolution: what it does with convolutional networks; None: nobody runs them with it.
     """
 
@@ -119,22 +124,19 @@ class Framework:
     softmax_limits: bool = False
     scales_fp16: bool = True
     bf16_gradients: float = 0.0
+    full_gradients: bool = False
     dispatcher: Dispatcher = "all_to_all"
     expert_overlap: bool = False
     delay_weight_gradients: bool = False
     graphs: bool = False
     launches: float = 1.0
+    step_s: float = 0.0
     convolution: ConvolutionSoftware | None = None
 
     @property
     def routing(self) -> ExpertRouting:
         """How its tokens reach experts."""
         return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
-
-    def software(self, *, compiled: bool = True) -> Software:
-        """The kernels of a layer."""
-        row = KERNELS[self.kernels_of(compiled)]
-        return replace(row, early_stop=True) if self.early_stop else row
 
     def kernels_of(self, compiled: bool) -> str:
         """The row of `KERNELS` with torch.compile or without."""
@@ -151,7 +153,7 @@ MEGATRON_2020 = Framework(
     scatter_gather=True,
     softmax_limits=True,
 )
-MEGATRON_OF_2021 = replace(MEGATRON_2020, until=2021, bf16_gradients=5.0)
+MEGATRON_OF_2021 = replace(MEGATRON_2020, until=2021, bf16_gradients=5.0, full_gradients=True)
 """In bf16 a microbatch's gradients are added to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
 turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
 MEGATRON_2022 = replace(
@@ -170,12 +172,19 @@ MEGATRON_CORE = Framework(
     gather_ahead=True,
     scatter_gather=True,
     tensor_overlap=True,
+    full_gradients=True,
+    step_s=0.022,
 )
+"""Per step: Llama 3.1 8B on 64 to 512 Blackwell GPUs (MLPerf v5.1) lacks 10 to 22 ms, on one node nothing.
+
+accumulate_allreduce_grads_in_fp32 is on in bf16 (megatron/training/arguments.py). Of the peaks that SimuMax measured of dense
+models, those predicted without fp32 gradients are up to 27% too small, and with them within 5%."""
 NEMO = replace(
     MEGATRON_CORE,
     name="nemo",
     source="NVIDIA/NeMo megatron_base_model.py, setup_optimization: store_param_remainders in bf16, from 24.07",
     remainders=True,
+    full_gradients=False,
     earlier=(
         replace(
             MEGATRON_CORE,
@@ -194,13 +203,15 @@ BRIDGE = replace(
     source="NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs @00919dcf1fe1, @01b2977e518f, @042641823051",
     earlier=(),
     spares_layers=True,
+    full_gradients=False,
     dispatcher="hybridep",
     graphs=True,
 )
 """Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
 of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
 (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
-FSDP), and never run whole layers again. Both are taken to cost nothing."""
+FSDP), and never run whole layers again. Both are taken to cost nothing. Its recipes for performance, and
+NeMo's, set grad_reduce_in_fp32 = False."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_OF_2021,
     name="megatron-deepspeed",
@@ -252,6 +263,8 @@ EXAMPLES = replace(
     source="NVIDIA/DeepLearningExamples PyTorch/Classification/ConvNets/configs.yml @097c7ff917b7: nhwc under AMP alone",
     clip=False,
     convolution=ConvolutionSoftware(channels_last=True),
+    kernels="unfused-attention",
+    uncompiled="",
 )
 MXNET_2020 = Framework(
     name="mxnet",
@@ -274,8 +287,13 @@ DEEPSPEED = Framework(
     name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
 )
 TRAINER = replace(
-    DEEPSPEED, name="hf-trainer", source="transformers.Trainer: eager modules, gradient checkpointing by layer", zero=0
+    DEEPSPEED,
+    name="hf-trainer",
+    source="transformers.Trainer: eager modules, gradient checkpointing by layer",
+    zero=0,
+    launches=20.0,
 )
+"""Host: Qwen's table of full fine-tuning has 2.2 s for 8 microbatches of 512 and of 1,024 tokens alike, 11 ms per layer."""
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
 MAXTEXT = replace(
     FSDP,
@@ -287,6 +305,23 @@ MAXTEXT = replace(
 )
 INTERNEVO = Framework(
     name="internevo", source="InternLM/InternEvo with FlashAttention 1", kernels="flash-1", zero=1, bucket_bytes=512 * 2**20
+)
+
+TENSORFLOW = replace(
+    DDP,
+    name="tensorflow",
+    source="NVIDIA/DeepLearningExamples TensorFlow2 BERT: XLA, LAMB, attention not fused",
+    kernels="xla-unfused",
+    uncompiled="",
+)
+MLPERF = replace(
+    DDP,
+    name="mlperf",
+    source="mlcommons/training_results, NVIDIA's BERT: fused attention and norms, CUDA graphs, distributed LAMB",
+    kernels="fused",
+    uncompiled="",
+    bucket_bytes=2**40,
+    graphs=True,
 )
 
 FRAMEWORKS: Registry[Framework] = Registry(
@@ -311,6 +346,8 @@ FRAMEWORKS: Registry[Framework] = Registry(
             MAXTEXT,
             replace(MAXTEXT, name="jax", source="XLA compiles the whole step, as in MaxText"),
             INTERNEVO,
+            TENSORFLOW,
+            MLPERF,
         )
     },
     error=ModelError,
@@ -328,3 +365,12 @@ def framework_of(name: str, year: int | None = None) -> Framework:
     if year is None:
         return row
     return next((version for version in row.earlier if year <= version.until), row)
+
+
+def hosted(cluster: Cluster, *, launches: float, step_s: float) -> Cluster:
+    """The cluster whose hosts launch kernels, and work between steps, as a framework does (`Framework`); itself if as usual."""
+    host, between_s = cluster.profile.host, step_s if cluster.network is not None else 0.0
+    if host is None or not host.launch_s or (launches == 1.0 and not between_s):
+        return cluster
+    changed = host.model_copy(update={"launch_s": launches * host.launch_s, "step_s": host.step_s + between_s})
+    return replace(cluster, profile=cluster.profile.model_copy(update={"host": changed}))

@@ -83,6 +83,12 @@ def _speech_and_text(config: Any, seq: int) -> tuple[ModelInput, ...]:
 NEXT_OF_DECODER = "the next token of every position of the decoder"
 KINDS = (
     HeadKind(name="causal language model", lists=("CAUSAL_LM",), inputs=_tokens, targets="the next token of every position"),
+    HeadKind(
+        name="image and text to text",
+        lists=("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+        inputs=_tokens,
+        targets="the next token of every position of a text without images",
+    ),
     HeadKind(name="masked language model", lists=("MASKED_LM",), inputs=_tokens, targets="a token for every position"),
     HeadKind(name="speech to text", lists=("SPEECH_SEQ_2_SEQ",), inputs=_speech_and_text, targets=NEXT_OF_DECODER),
     HeadKind(
@@ -389,7 +395,11 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
     document = read_config(spec)
     path, architecture = spec.name, str(document["architectures"][0])
     transformers = _transformers(Path(path))
+    own = document["model_type"] in transformers.CONFIG_MAPPING
+    stands_for = getattr(transformers, architecture, None) if architecture.isidentifier() and not own else None
     try:
+        if stands_for is not None:  # a model_type of remote code, over an architecture that transformers has
+            document = {**document, "model_type": stands_for.config_class.model_type}
         config = transformers.AutoConfig.for_model(**document)
     except Exception as error:
         if isinstance(error, ValueError | KeyError) and document["model_type"] not in transformers.CONFIG_MAPPING:

@@ -66,6 +66,11 @@ def _qwen3(name: str, *sizes: int, **rest: Any) -> Shape:
     return llama(name, *sizes, qk_norm=True, head_dim=128, **rest)
 
 
+def _gemma(name: str, *sizes: int, head_dim: int = 256, vocab: int = 256000) -> Shape:
+    """Leaves out: norms behind attention and MLP, and that every second or sixth layer alone attends to all keys."""
+    return llama(name, *sizes, vocab, head_dim=head_dim, tied=True)
+
+
 def _nemotron(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 0, head_dim: int = 0) -> Shape:
     return Shape(
         name=name,
@@ -91,8 +96,8 @@ def _oss(name: str, layers: int, experts: int) -> Shape:
     return llama(name, layers, 2880, 64, 8, 2880, 201088, experts=experts, active=4, expert_ffn=2880, head_dim=64, **biases)
 
 
-def _latent(name: str, *sizes: int, **rest: Any) -> Shape:
-    return llama(name, *sizes, head_dim=128, key_rank=512, rope_dim=64, query_rank=1536, **rest)
+def _latent(name: str, *sizes: int, query_rank: int = 1536, **rest: Any) -> Shape:
+    return llama(name, *sizes, head_dim=128, key_rank=512, rope_dim=64, query_rank=query_rank, **rest)
 
 
 def _experts(experts: int, active: int, expert_ffn: int) -> dict[str, int]:
@@ -179,9 +184,25 @@ NAMED: dict[str, NamedModel] = {
     "qwen2-0.5b": _row(_qwen("Qwen2 0.5B", 24, 896, 14, 2, 4864, 151936, tied=True), 4096, "nemo:qwen2.py", 494_032_768),
     "qwen2-1.5b": _row(_qwen("Qwen2 1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True), 4096, "nemo:qwen2.py", 1_543_714_304),
     "qwen2-7b": _row(_qwen("Qwen2 7B", 28, 3584, 28, 4, 18944, 152064), 4096, "nemo:qwen2.py", 7_615_616_512),
+    "qwen-1.8b": _row(_qwen("Qwen 1.8B", 24, 2048, 16, 16, 5504, 151936), 2048, "hf:Qwen/Qwen-1_8B config.json"),
+    "qwen-7b": _row(_qwen("Qwen 7B", 32, 4096, 32, 32, 11008, 151936), 2048, "hf:Qwen/Qwen-7B config.json"),
+    "qwen-14b": _row(_qwen("Qwen 14B", 40, 5120, 40, 40, 13696, 152064), 2048, "hf:Qwen/Qwen-14B config.json"),
+    "qwen-72b": _row(_qwen("Qwen 72B", 80, 8192, 64, 64, 24576, 152064), 2048, "hf:Qwen/Qwen-72B config.json"),
+    "gemma-2b": _row(_gemma("Gemma 2B", 18, 2048, 8, 1, 16384), 8192, "hf:GemmaConfig", 2_506_172_416),
+    "gemma-7b": _row(_gemma("Gemma 7B", 28, 3072, 16, 16, 24576), 8192, "hf:GemmaConfig", 8_537_680_896),
+    "gemma2-2b": _row(_gemma("Gemma 2 2B", 26, 2304, 8, 4, 9216), 8192, "hf:Gemma2Config"),
+    "gemma2-9b": _row(_gemma("Gemma 2 9B", 42, 3584, 16, 8, 14336), 8192, "hf:Gemma2Config"),
+    "gemma2-27b": _row(_gemma("Gemma 2 27B", 46, 4608, 32, 16, 36864, head_dim=128), 8192, "hf:Gemma2Config"),
+    "gemma3-1b": _row(_gemma("Gemma 3 1B", 26, 1152, 4, 1, 6912, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-4b": _row(_gemma("Gemma 3 4B", 34, 2560, 8, 4, 10240, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-12b": _row(_gemma("Gemma 3 12B", 48, 3840, 16, 8, 15360, vocab=262144), 8192, "hf:Gemma3Config"),
+    "gemma3-27b": _row(_gemma("Gemma 3 27B", 62, 5376, 32, 16, 21504, head_dim=128, vocab=262144), 8192, "hf:Gemma3Config"),
     "qwen2-14b": _row(_qwen("Qwen2 14B", 48, 5120, 40, 8, 13824, 152064), 4096, "nemo:qwen2.py", 14_770_033_664),
     "qwen2-32b": _row(_qwen("Qwen2 32B", 64, 5120, 40, 8, 27648, 152064), 4096, "nemo:qwen2.py", 32_763_876_352),
     "qwen2-72b": _row(_qwen("Qwen2 72B", 80, 8192, 64, 8, 29568, 152064), 4096, "nemo:qwen2.py", 72_706_203_648),
+    "qwen3-0.6b": _row(_qwen3("Qwen3 0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True), 4096, "titan:qwen3", 596_049_920),
+    "qwen3-1.7b": _row(_qwen3("Qwen3 1.7B", 28, 2048, 16, 8, 6144, 151936, tied=True), 4096, "titan:qwen3", 1_720_574_976),
+    "qwen3-4b": _row(_qwen3("Qwen3 4B", 36, 2560, 32, 8, 9728, 151936, tied=True), 4096, "titan:qwen3", 4_022_468_096),
     "qwen3-8b": _row(_qwen3("Qwen3 8B", 36, 4096, 32, 8, 12288, 151936), 4096, "titan:qwen3", 8_190_735_360),
     "qwen3-14b": _row(_qwen3("Qwen3 14B", 40, 5120, 40, 8, 17408, 151936), 4096, "titan:qwen3", 14_768_307_200),
     "qwen3-32b": _row(_qwen3("Qwen3 32B", 64, 5120, 64, 8, 25600, 151936), 4096, "titan:qwen3", 32_762_123_264),
@@ -199,6 +220,24 @@ NAMED: dict[str, NamedModel] = {
     ),
     "gpt-oss-20b": _row(_oss("gpt-oss 20B", 24, 32), 4096, "hf:GptOssConfig, fewer layers and experts", 20_914_757_184),
     "gpt-oss-120b": _row(_oss("gpt-oss 120B", 36, 128), 4096, "hf:GptOssConfig", 116_829_156_672),
+    "deepseek-v2-lite": _row(
+        _latent(
+            "DeepSeek V2 Lite",
+            27,
+            2048,
+            16,
+            16,
+            10944,
+            102400,
+            query_rank=0,
+            dense_layers=1,
+            shared_ffn=2816,
+            **_experts(64, 6, 1408),
+        ),
+        4096,
+        "titan:deepseek_v3",
+        15_706_484_224,
+    ),
     "deepseek-v2": _row(
         _latent("DeepSeek V2", 60, 5120, 128, 128, 12288, 102400, dense_layers=1, shared_ffn=3072, **_experts(160, 6, 1536)),
         4096,
@@ -255,6 +294,7 @@ ALIASES: dict[str, str] = {
     "code-llama-34b": "codellama-34b",
     "deepseek-v3-671b": "deepseek-v3",
     "deepseek-v2-236b": "deepseek-v2",
+    "deepseek-v2-16b": "deepseek-v2-lite",
     "vit-l/16": "vit-l-16",
     "vit-h/14": "vit-h-14",
 }
@@ -293,7 +333,7 @@ SIZES = {field.name: field.type for field in fields(Shape) if field.name != "nam
 
 def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
-    text = re.sub(r"\s*\(.*\)$", "", name.lower())
+    text = re.sub(r"^[\w-]+/", "", re.sub(r"\s*\(.*\)$", "", name.lower()))  # the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
     text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
@@ -301,6 +341,8 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gpt-?3-?(?=\d)", "gpt3-", text)
     text = re.sub(r"^qwen-?2\.5-", "qwen2-", text)
     text = re.sub(r"^qwen-(?=\d)", "qwen", text)
+    text = re.sub(r"^qwen(?:1\.5-|-)?(?=(?:1\.8|7|14|72)b)", "qwen-", text)
+    text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
     text = re.sub(r"-(lora|sft|base|instruct|pretrain.*)$", "", text)

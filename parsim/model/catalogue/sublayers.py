@@ -47,7 +47,7 @@ class Shape:
         embedding_norm: a norm behind the embedding. sinks: a learned score per head.
         experts: of a mixture; active: that each token visits; expert_ffn: of one. shared_ffn: of experts that all tokens visit.
         expert_bias: of experts and router. dense_layers: first layers without experts.
-        query_rank, key_rank, rope_dim: of multi-head latent attention; 0: none.
+        query_rank, key_rank, rope_dim: of multi-head latent attention; 0: none (queries straight from the stream).
         causal: a query sees no later key.
     """
 
@@ -506,13 +506,14 @@ def _entering_norm(layer: Layer, name: str) -> None:
 
 
 def _latent_products(layer: Layer) -> None:
-    """Multi-head latent attention: low-rank queries, and keys and values from one latent array."""
+    """Multi-head latent attention: queries, of low rank or not, and keys and values from one latent array."""
     shape, part = layer.shape, layer.part
     n, h, d = part.tokens, shape.hidden, shape.dim
-    layer.linear("q_down", n, shape.query_rank, h, split="")
-    layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
+    if shape.query_rank:
+        layer.linear("q_down", n, shape.query_rank, h, split="")
+        layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
     begin = len(layer.operators)
-    layer.linear("q_up", n, shape.heads * (d + shape.rope_dim), shape.query_rank, split="column")
+    layer.linear("q_up", n, shape.heads * (d + shape.rope_dim), shape.query_rank or h, split="column")
     layer.repeat("mla_up_proj", layer.since(begin), part.element_bytes * n * shape.heads * (d + shape.rope_dim), divided=True)
     layer.linear("kv_down", n, shape.key_rank + shape.rope_dim, h, split="")
     layer.norm("kv_norm", n, shape.key_rank, divided=False, kind="rms")

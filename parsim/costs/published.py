@@ -1,0 +1,203 @@
+"""What published training runs took over what prices say, and how far runs of other sources lie from that.
+
+    log(measured / predicted) = sum of the effects of a run + effect of its source + noise
+
+The effects are of the chip (boards of one chip are one silicon), the framework and its version, and kinds of models.
+`python -m experiments.published.run` fits them on given rows and writes `published.json`; that experiment judges them on
+sources which they were not fitted on. An answer multiplies every price by the effects' median, as a term of its own. Its
+interval is that of a source that nobody has seen: sources differ, so do their rows, and effects are not quite known.
+
+Causes: clocks under training loads differ from those in tables of operators; libraries become faster with the years; hosts
+take time that no kernel has. Effects do not say which. Leaves out: models without a transformer's shape, and CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from parsim.numeric import Floats
+
+SHARE = 0.92
+"""Of the held-out rows that intervals hold, so that those of most groups of rows hold 90%."""
+UNKNOWN = "unknown"
+STEP = 1e-6
+"""To which covariances are rounded in the file."""
+
+CHIPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Volta", ("v100",)),
+    ("Ampere", ("a100", "a800", "a30")),
+    ("Hopper", ("h100", "h200", "h800", "h20", "gh200")),
+    ("Blackwell", ("b200", "b300", "gb200", "gb300")),
+    ("CDNA 3", ("mi300x", "mi325x")),
+    ("CDNA 4", ("mi350x", "mi355x")),
+    ("graphics", ("a10", "a10g", "a40", "l4", "l40s", "t4", "rtx")),
+)
+"""Boards of one silicon, or of one kind, by the first word of a part's name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """What effects are looked up by.
+
+    Attributes:
+        gpu: a part by name. precision: "bf16", "tf32", "fp8", ... framework: a row of
+        `parsim.model.catalogue.frameworks`; "unknown" without one. until: the last year of its version; 0: the current one.
+        experts: the model has some. encoder: queries see all keys. images: it is a convolutional network.
+        complete: nothing of the split, the batch or recomputation was assumed.
+    """
+
+    gpu: str
+    precision: str
+    framework: str = UNKNOWN
+    until: int = 0
+    experts: bool = False
+    encoder: bool = False
+    images: bool = False
+    complete: bool = True
+
+    @property
+    def chip(self) -> str:
+        """The silicon; the part's own name where it is of none that is listed."""
+        first = self.gpu.split("-")[0]
+        return next((chip for chip, boards in CHIPS if first in boards), first)
+
+
+def features_of(run: PublishedRun) -> tuple[str, ...]:
+    """Names of the effects that a run has: the kind, a colon, and whose."""
+    if run.images:
+        return (f"kind:images on {run.chip}", f"kind:images by {run.framework}")
+    found = [f"chip:{run.chip}"]
+    if run.framework != UNKNOWN:
+        found += [f"framework:{run.framework}", f"framework:{run.framework} {run.until or 'now'}"]
+    found += [f"kind:experts on {run.chip}"] if run.experts else []
+    found += [f"kind:encoder {run.precision}"] if run.encoder else []
+    return tuple(found)
+
+
+def class_of(run: PublishedRun) -> str:
+    """Runs whose errors spread alike."""
+    if run.images:
+        return "images"
+    kind = "experts" if run.experts else "encoder" if run.encoder else "dense"
+    return kind if run.complete else f"{kind}, assumed"
+
+
+NOISE: Mapping[str, float] = {
+    "dense": 0.05,
+    "dense, assumed": 0.14,
+    "encoder": 0.15,
+    "encoder, assumed": 0.15,
+    "images": 0.10,
+    "experts": 0.25,
+    "experts, assumed": 0.25,
+}
+"""Standard deviation of rows of one source, by class; of log seconds."""
+UNKNOWN_NOISE = 2.0
+"""Times as much where the framework is not known."""
+
+
+def noise_of(run: PublishedRun) -> float:
+    """Standard deviation of a row's log seconds around the effects and its source."""
+    return NOISE[class_of(run)] * (UNKNOWN_NOISE if run.framework == UNKNOWN else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effects:
+    """Effects by name, with their covariance.
+
+    Attributes:
+        mean: of log seconds. names: in the order of the covariance. priors: standard deviation of an effect that no row
+        shows, by its kind. source_sigma: of sources. sources: that show each. ends: by class, of standard scores.
+    """
+
+    names: tuple[str, ...]
+    mean: Mapping[str, float]
+    covariance: Floats
+    priors: Mapping[str, float]
+    source_sigma: float
+    sources: Mapping[str, int]
+    ends: Mapping[str, tuple[float, float]]
+
+    def of(self, run: PublishedRun) -> tuple[float, float]:
+        """Median and standard deviation of log(measured / predicted) of a run of a new source."""
+        names = features_of(run)
+        known = [self.names.index(name) for name in names if name in self.mean]
+        unseen = sum(self.priors[name.split(":")[0]] ** 2 for name in names if name not in self.mean)
+        variance = float(self.covariance[np.ix_(known, known)].sum()) + unseen + self.source_sigma**2 + noise_of(run) ** 2
+        return sum(self.mean.get(name, 0.0) for name in names), math.sqrt(variance)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        lower = self.covariance[np.tril_indices(len(self.names))]
+        return {
+            "effects": {name: [round(self.mean[name], 4), self.sources[name]] for name in self.names},
+            "priors": dict(self.priors),
+            "source_sigma": self.source_sigma,
+            "ends": {name: [round(end, 3) for end in ends] for name, ends in self.ends.items()},
+            "covariance": [round(value / STEP) for value in lower.tolist()],
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Effects:
+        """What `to_dict` gave."""
+        names = tuple(document["effects"])
+        covariance = np.zeros((len(names), len(names)))
+        rows, columns = np.tril_indices(len(names))
+        covariance[rows, columns] = covariance[columns, rows] = STEP * np.array(document["covariance"])
+        return cls(
+            names=names,
+            mean={name: entry[0] for name, entry in document["effects"].items()},
+            covariance=covariance,
+            priors=document["priors"],
+            source_sigma=document["source_sigma"],
+            sources={name: entry[1] for name, entry in document["effects"].items()},
+            ends={name: (low, high) for name, (low, high) in document["ends"].items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """What published runs say of one run.
+
+    Attributes:
+        factor: of seconds. low, high: over the factored median, the ends of a 90% interval. text: for people.
+    """
+
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    text: str = ""
+
+
+NOTHING_LEARNT = Learnt()
+
+
+@lru_cache(maxsize=1)
+def published_effects() -> Mapping[str, Effects]:
+    """Those that come with the package, by "known" and "unknown" framework."""
+    document = json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))
+    return {name: Effects.from_dict(entry) for name, entry in document["fits"].items()}
+
+
+def learnt_of(run: PublishedRun, effects: Mapping[str, Effects] | None = None) -> Learnt:
+    """What the shipped effects, or others, say of a run of a source that nobody has seen."""
+    fit = (effects or published_effects())["unknown" if run.framework == UNKNOWN else "known"]
+    median, sigma = fit.of(run)
+    low, high = fit.ends[class_of(run)]
+    shown = [name for name in features_of(run) if fit.sources.get(name)]
+    sources = ", ".join(f"{name.split(':')[1]} ({fit.sources[name]})" for name in shown)
+    framework = "framework unknown" if run.framework == UNKNOWN else f"by {run.framework}"
+    return Learnt(
+        factor=math.exp(median),
+        low=math.exp(low * sigma),
+        high=math.exp(high * sigma),
+        text=f"published runs, {framework}; sources: {sources or 'of other chips'}",
+    )
