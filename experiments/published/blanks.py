@@ -105,10 +105,27 @@ def seq_of(row: Row, framework: Rule, causal: bool, notes: Notes) -> int:
 
 
 PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
-OTHER_MODELS = re.compile(
-    r"(?<![a-z])(?:(?:by|[mb])?t5|ul2|mamba|nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]3[-_ ](?!\d+b))", re.IGNORECASE
+OTHER_MODELS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"(?<![a-z])(?:(?:by|[mb])?t5|ul2|whisper|bart|nllb)", "an encoder with a decoder"),
+        (r"(?<![a-z])(?:mamba|nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]3[-_ ](?!\d+b))", "a state space model"),
+        (r"diffusion|(?<![a-z])(?:sdxl|flux|dit|imagen)(?![a-z])|u-?net", "a diffusion or segmentation network"),
+        (r"(?<![a-z])(?:dlrm|dcn|ncf|wide ?(?:and|&) ?deep)", "a recommender of embedding tables"),
+        (
+            r"(?<![a-z])(?:rnn|gnmt|e?lstm|jasper|tacotron|waveglow|fastpitch|hi-?fi-?gan|wav2vec)",
+            "a recurrent or speech network",
+        ),
+        (r"(?<![a-z])(?:r-?gat|gnn|graph)", "a network of graphs"),
+        (
+            r"(?<![a-z])(?:vit|clip|ssd)(?![a-z])|(?<![a-z])(?:swin|vgg|efficientnet|efficientdet|mobilenet|densenet|yolo)",
+            "a network of images",
+        ),
+    )
 )
-"""Encoders with decoders, and state space models. Nemotron 3 8B of 2023 is a transformer, Nemotron 3 Nano of 2025 is none."""
+"""Models that are no transformer of tokens alone, by name. Nemotron 3 8B of 2023 is one, Nemotron 3 Nano of 2025 is none."""
+TOKENS = re.compile(r"tok|seq|flop|mfu|hfu", re.IGNORECASE)
+"""In a unit that only a transformer of tokens has."""
 MIXTURES = re.compile(r"(?<![a-z])moe(?![a-z])|experts|mixtral|\d+x\d+(?:\.\d+)?b|[-_ ]a\d+(?:\.\d+)?b", re.IGNORECASE)
 
 
@@ -129,9 +146,12 @@ def shape_of(row: Row, framework: Rule, notes: Notes) -> Shape:
     """
     named = shape_of_name(row.model)
     if PART_TUNED.search(row.model) or PART_TUNED.search(row.notes):
-        raise CannotExpressError(f"{row.model}: fine-tuning of a part of the parameters is not expressed")
-    if OTHER_MODELS.search(row.model):
-        raise CannotExpressError(f"{row.model}: no decoder-only transformer")
+        raise CannotExpressError(
+            f"{row.model}: fine-tuning of a part of the parameters is not expressed: adapters beside frozen weights"
+        )
+    other = next((kind for pattern, kind in OTHER_MODELS if pattern.search(row.model)), "")
+    if other and (named is None or not named.causal):
+        raise CannotExpressError(f"{row.model} is {other}, no decoder-only transformer; parsim has no shape of it")
     stated = re.search(r"vocab(?:ulary)?(?: size)?[ =:]*(\d[\d,]*)", row.notes, re.IGNORECASE)
     vocab = int(stated[1].replace(",", "")) if stated else 0
     if named is None:
@@ -194,6 +214,11 @@ def _by_parameters(row: Row, vocab: int, notes: Notes) -> Shape:
     """The known dense shape nearest to the stated parameters, with as many layers more or fewer as they differ by."""
     if not row.params:
         raise CannotExpressError(f"the shape of {row.model!r} is not known, and the row states neither sizes nor parameters")
+    if not (row.seq or row.layers or row.heads or TOKENS.search(row.unit)):
+        raise CannotExpressError(
+            f"{row.model!r} is not known, and nothing but its {row.params / 1e9:.3g}B parameters is stated: neither tokens nor "
+            "layers, so it need not be a transformer"
+        )
     dense = [
         model.shape for model in NAMED.values() if model.shape is not None and not model.shape.experts and model.shape.causal
     ]

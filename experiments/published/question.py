@@ -174,6 +174,7 @@ class Asked:
     """Attributes:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
     scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
+    full_gradients: beside weights in bf16 gradients are kept in fp32.
     shape, seq, batch, gpus, recompute: of the run itself; a network of images has no shape, and seq 1.
     assumed: what the row does not say. lacks: what is left out.
     peak_flop_per_s: of one GPU in that precision, dense.
@@ -194,6 +195,7 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     scaled: bool = False
+    full_gradients: bool = False
     master_weights: bool = True
     part: str = ""
     per_node: int = 8
@@ -282,6 +284,9 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
+        full_gradients=precision in ("bf16", "fp8", "nvfp4")
+        and half_of(row.precision) == "bf16"
+        and (framework.full_gradients or framework.bf16_gradients > 0),
         master_weights=masters,
         scaled=framework.scales_fp16 and precision == "bf16" and half_of(row.precision) == "fp16",
         assumed=tuple(notes.assumed),

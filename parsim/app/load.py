@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.catalogue.transformer import BALANCED
-from parsim.model.formats import recorded_weights
+from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
@@ -38,7 +39,7 @@ from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
-from parsim.predict.memory import Scored
+from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
@@ -86,14 +87,15 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         model=model,
         cluster=cluster,
         global_batch=training.global_batch,
-        numerics=training.numerics,
+        numerics=numerics_of(config),
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
         learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
-        fit_probability=plan.fit_probability,
+        fit_probability=plan.fit_probability or FIT_PROBABILITY,
+        safe_probability=plan.fit_probability or SAFE_PROBABILITY,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
         inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
@@ -165,6 +167,14 @@ def routing_of(config: Question) -> ExpertRouting:
     return replace(
         config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
+
+
+def numerics_of(config: Question) -> Numerics:
+    """The numbers of [training], with gradients as the framework keeps them where the question does not say."""
+    numerics, framework = config.training.numerics, config.software.row
+    if framework is None or not framework.full_gradients or numerics.gradient_dtype or not numerics.is_half:
+        return numerics
+    return replace(numerics, gradient_dtype="fp32")
 
 
 def as_software_runs(model: Model, config: Question) -> Model:
@@ -291,11 +301,13 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     )
 
 
-def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
+def search_plans(
+    problem: PlanningProblem, config: Question, *, top: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
     if problem.constraints.synchronisation.is_relaxed:
         return relaxed_search(problem, (config.plan.strategy,), top=top)
-    return search(problem, (config.plan.strategy,), top=top)
+    return search(problem, (config.plan.strategy,), top=top, say=say)
 
 
 # cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.

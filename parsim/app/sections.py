@@ -75,8 +75,9 @@ class TrainingSection(TrainingRecipe):
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     state_dtype: Literal["fp32", "bf16", "fp16", "fp8", "int8"] | None = None
     """Of the optimizer's state; left out: as wide as the weights that it updates. For memory, and priced as if left out."""
-    gradient_dtype: Literal["fp32"] | None = None
-    """With weights in half precision: gradients are added up in fp32; left out: in the width of the weights. For memory."""
+    gradient_dtype: Literal["fp32", "bf16"] | None = None
+    """In which gradients of weights in half precision are added up; left out: as the framework of [software] does, or in the
+    width of the weights. For memory."""
     weight_dtype: Literal["fp8"] | None = None
     """With precision = "fp8": products keep their weights in 8 bits alone; left out: in 16 bits. For memory."""
     groups: dict[

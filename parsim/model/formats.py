@@ -163,7 +163,8 @@ class Numerics:
         master_weights: of weights stored in half precision the optimizer updates copies in fp32.
         ema: it keeps a moving average of the weights.
         state_dtype: of the optimizer's state, a row of STATE_BYTES; "": as wide as the weights that it updates.
-        gradient_dtype: "fp32" where gradients of weights in half precision are added up in fp32; "": as wide as the weights.
+        gradient_dtype: "fp32" where gradients of weights in half precision are added up in fp32; "bf16", "": as wide as the
+            weights.
         weight_dtype: "fp8" where products in fp8 keep their weights in it alone, and no copy in 16 bits.
 
     Raises:
@@ -185,6 +186,11 @@ class Numerics:
     def format(self) -> NumberFormat:
         return number_format(self.precision)
 
+    @property
+    def is_half(self) -> bool:
+        """Whether weights are stored in half precision."""
+        return self.format.weight_bytes < FULL_BYTES
+
     def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
         """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
 
@@ -193,20 +199,20 @@ class Numerics:
         where these are not in fp32.
         """
         row, width = OPTIMIZERS[optimizer or self.optimizer], self.format.weight_bytes
-        is_full = width >= FULL_BYTES or self.master_weights
+        is_full = not self.is_half or self.master_weights
         state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
         averages = FULL_BYTES if self.ema else 0
         if not is_full:
             state, temporary, averages = (size * width // FULL_BYTES for size in (state, temporary, averages))
         if self.state_dtype:
             state = len(row.states) * STATE_BYTES[self.state_dtype]
-        if not is_full or width >= FULL_BYTES:
+        if not is_full or not self.is_half:
             return state + averages, temporary
-        return state + averages + FULL_BYTES, temporary + (0 if self.gradient_dtype else FULL_BYTES)
+        return state + averages + FULL_BYTES, temporary + (0 if self.gradient_dtype == "fp32" else FULL_BYTES)
 
     def gradient_bytes(self, weight_bytes: float) -> float:
         """Of the gradients of weights that take so much."""
-        return weight_bytes * (FULL_BYTES / self.format.weight_bytes if self.gradient_dtype else 1)
+        return weight_bytes * (FULL_BYTES / self.format.weight_bytes if self.gradient_dtype == "fp32" else 1)
 
 
 DEFAULT_NUMERICS = Numerics()

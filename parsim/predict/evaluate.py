@@ -256,9 +256,9 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         folding, compiled, estimates = nearly
     columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
-    floor_s = costs.reading_floor_s((unit.work, unit.rank) for unit in columns.units)
+    floor_s = costs.reading_floor_s((unit.work, unit.rank) for unit in columns.units.kinds)
     measured = problem.cluster.profile.overlap is not None
-    works = [unit.work for unit in columns.units] if measured else []
+    works = columns.units.each([unit.work for unit in columns.units.kinds]) if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
     if not is_one_step(plan):
         period = mixing_period(problem, layout, folding=folding)

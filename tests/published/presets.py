@@ -42,6 +42,8 @@ def recipe_of(preset: Preset) -> Recipe:
     number = {key: int(preset[key]) for key in ("tp", "pp", "cp", "ep", "chunks", "micro_batch", "zero", "offloaded_layers")}
     low = preset["precision"] == "fp8"
     args: dict[str, object] = {"seq": int(preset["seq"]), "sequence_parallel": True, "fp8_casts": low}
+    if preset.get("layers"):
+        args["layers"] = int(preset["layers"])
     if preset["framework"] in FUSED_LOSS:
         args["loss"] = "fused"
     kind, _, modules = preset["recompute"].partition(":")
@@ -55,6 +57,7 @@ def recipe_of(preset: Preset) -> Recipe:
             "global_batch": int(preset["global_batch"]),
             "precision": "bf16" if preset["precision"] == "fp16" else preset["precision"],  # as many bytes
             "optimizer": "adamw_fused",
+            **({"gradient_dtype": preset["gradients"]} if preset.get("gradients") else {}),
         },
         recompute="first" if kind == "block" else kind,
         every=int(modules) if kind == "block" else 2,

@@ -76,3 +76,44 @@ def test_a_plan_for_a_preset_says_that_it_fits_and_for_a_larger_one_that_it_does
     answer = parsim.plan("llama3-405b", cluster="128xh100-sxm", global_batch=16, settings=asked)
     assert answer.fits
     assert len(answer.chosen.plan.segments) == 126
+
+
+MEASURED = {
+    "llama3-70b 12 layers tp8": ("llama3-70b", 12, 4096, 8, 1, 1, 28.29),
+    "llama3-70b 12 layers pp2 dp4": ("llama3-70b", 12, 4096, 1, 2, 1, 66.55),
+    "llama3-405b 4 layers tp4 dp2": ("llama3-405b", 4, 4096, 4, 1, 1, 52.89),
+    "llama3-70b 12 layers tp2 cp4": ("llama3-70b", 12, 32768, 2, 1, 4, 68.43),
+    "llama3-405b 4 layers tp2 cp4": ("llama3-405b", 4, 32768, 2, 1, 4, 87.03),
+    "llama3-405b 4 layers cp8": ("llama3-405b", 4, 32768, 1, 1, 8, 139.22),
+    "llama3-70b 12 layers cp8": ("llama3-70b", 12, 131072, 1, 1, 8, 147.99),
+    "llama3-405b 4 layers tp2 cp4 128k": ("llama3-405b", 4, 131072, 2, 1, 4, 118.13),
+}
+"""Model, layers, tokens, tp, pp, cp, and the peak of Megatron-Core's allocations on eight B200, GiB: MooreThreads/SimuMax
+docs/b200/b200_release_v1.2_summary.json @4dcaae513ba7. One sample at a time, a distributed optimizer, no recomputation."""
+
+
+@pytest.mark.parametrize("name", some_quick(MEASURED, "llama3-70b 12 layers tp8", "llama3-405b 4 layers cp8"))
+def test_measured_peaks_of_megatron_core(name: str) -> None:
+    model, layers, seq, tp, pp, cp, measured_gib = MEASURED[name]
+    dp = 8 // (tp * pp * cp)
+    preset = {
+        "framework": "megatron-lm",
+        "model": model,
+        "gpu": "b200",
+        "gpus": "8",
+        "seq": str(seq),
+        "tp": str(tp),
+        "pp": str(pp),
+        "cp": str(cp),
+        "ep": "1",
+        "chunks": "1",
+        "micro_batch": "1",
+        "layers": str(layers),
+        "global_batch": str(8 * dp),
+        "precision": "bf16",
+        "zero": "1",
+        "recompute": "none",
+        "offloaded_layers": "0",
+    }
+    tensors = sum(fullest(preset).tensor_lines.values()) / 2**30
+    assert tensors == pytest.approx(measured_gib, rel=0.08)

@@ -299,6 +299,31 @@ def test_a_type_of_remote_code_over_an_architecture_of_transformers_is_that_arch
 
 @pytest.mark.hf
 @pytest.mark.slow
+def test_a_model_of_images_and_text_is_its_text_model_where_no_image_is_given(tmp_path: Path) -> None:
+    """Arithmetic is that of the text model alone; the weights of the vision tower are there, and nothing trains them."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "model_type": "qwen2_vl"}
+    seen = {
+        "qwen2_vl": {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "vision_config": vision,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+        "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
+    }
+    models = []
+    for kind, more in seen.items():
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
+        models.append(load_model(ModelSpec(name=str(tmp_path / f"{kind}.json"), args=(("seq", 32),))))
+    kinds = ("matmul", "attention")
+    assert flop(models[0], *kinds) == pytest.approx(flop(models[1], *kinds), rel=0.01)
+    assert any("visual" in note and "not trained" in note for note in models[0].assumptions)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row.config])
 def test_configs_give_the_published_parameters(name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -75,6 +75,24 @@ def test_a_detector_is_answered_and_says_what_is_left_out() -> None:
     assert "as in NVIDIA's implementations" in found.why
 
 
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("Stable Diffusion v2", "a diffusion"),
+        ("EfficientNet-B4", "a network of images"),
+        ("DLRM", "a recommender"),
+        ("RNN-T", "a recurrent"),
+        ("Whisper large", "an encoder with a decoder"),
+        ("Thinker 2000", "need not be a transformer"),
+    ],
+)
+def test_a_model_of_another_kind_is_no_gpt_of_its_parameters(model: str, kind: str) -> None:
+    """Their parameters are stated, and no shape is: a dense GPT of as many would be an answer to another question."""
+    value, why = predicted(model=model, params="865e6", unit="samples/s")
+    assert value is None
+    assert kind in why
+
+
 def test_a_host_that_decodes_binds_the_gpus() -> None:
     """40 cores of a DGX-1 feed eight V100s no faster than 8,200 images/s, and one V100 as fast as it takes them."""
     row = {"hardware": "V100-SXM2-16GB, DGX-1", "notes": "DLE PyTorch", "id": "dle-1"}

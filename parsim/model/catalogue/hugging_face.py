@@ -83,6 +83,12 @@ def _speech_and_text(config: Any, seq: int) -> tuple[ModelInput, ...]:
 NEXT_OF_DECODER = "the next token of every position of the decoder"
 KINDS = (
     HeadKind(name="causal language model", lists=("CAUSAL_LM",), inputs=_tokens, targets="the next token of every position"),
+    HeadKind(
+        name="image and text to text",
+        lists=("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
+        inputs=_tokens,
+        targets="the next token of every position of a text without images",
+    ),
     HeadKind(name="masked language model", lists=("MASKED_LM",), inputs=_tokens, targets="a token for every position"),
     HeadKind(name="speech to text", lists=("SPEECH_SEQ_2_SEQ",), inputs=_speech_and_text, targets=NEXT_OF_DECODER),
     HeadKind(
