@@ -12,6 +12,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "parsim").rglob("*.py")) + sorted((ROOT / "calibration").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -267,6 +269,27 @@ def test_cli_starts_light() -> None:
 
 def test_planning_needs_no_torch() -> None:
     assert loaded_by("import " + ", ".join(TORCH_FREE)).isdisjoint({"torch", "transformers"})
+
+
+def loaded_with(module: str) -> set[str]:
+    """All that is imported when a module is loaded, by itself or by what it imports."""
+    loaded, waiting = {module}, [module]
+    while waiting:
+        for edge in imports(MODULES[waiting.pop()]):
+            if not edge.in_function and not edge.for_types and edge.target not in loaded:
+                loaded.add(edge.target)
+                waiting += [edge.target] if edge.target in MODULES else []
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [("parsim.app.functions", ("scipy",)), ("parsim.execute.worker", ("scipy", "simpy", "numba", "parsim.search"))],
+)
+def test_only_what_is_needed_is_loaded(module: str, unwanted: tuple[str, ...]) -> None:
+    """Solvers are for the few questions that solve something; a rank searches only where training may change its plan."""
+    wrong = sorted(name for name in loaded_with(module) if name.startswith(unwanted))
+    assert not wrong, f"loading {module} loads {', '.join(wrong)}"
 
 
 def exported_names(module: ast.Module) -> list[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
-from parsim.predict.memory import Scored
+from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
@@ -92,7 +93,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
-        fit_probability=plan.fit_probability,
+        fit_probability=plan.fit_probability or FIT_PROBABILITY,
+        safe_probability=plan.fit_probability or SAFE_PROBABILITY,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
         inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
@@ -285,11 +287,13 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     )
 
 
-def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
+def search_plans(
+    problem: PlanningProblem, config: Question, *, top: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
     if problem.constraints.synchronisation.is_relaxed:
         return relaxed_search(problem, (config.plan.strategy,), top=top)
-    return search(problem, (config.plan.strategy,), top=top)
+    return search(problem, (config.plan.strategy,), top=top, say=say)
 
 
 # cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.

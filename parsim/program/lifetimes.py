@@ -306,11 +306,11 @@ class KeptActivations:
         """Equal for components of one kind that hold as much, and as much again where they run again; None: unlike others."""
         if not self.kinds:
             return None
-        component, again = self.component(name), None
+        changed: Hashable = None
         if self._recomputes:
-            again = component.saved_activation_bytes, component.saved_fixed_bytes, component.backward_peaks
-            again = (*again, self.again(name) if self.layout.recomputes(name) else None)
-        key = "component", self.kinds[name], held_alike(self.layout.model, self._alone(name)), again
+            component, again = self.component(name), self.again(name) if self.layout.recomputes(name) else None
+            changed = component.saved_activation_bytes, component.saved_fixed_bytes, component.backward_peaks, again
+        key = "component", self.kinds[name], held_alike(self.layout.model, self._alone(name)), changed
         return self.value_kinds.setdefault(key, len(self.value_kinds))
 
 
