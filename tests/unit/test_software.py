@@ -13,6 +13,7 @@ from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
 from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.load import load_model
 from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -88,6 +89,17 @@ def test_compiled_and_attention_choose_the_kernels() -> None:
     ]
     assert kernels[0].norm_arrays < kernels[1].norm_arrays
     assert [software.flash for software in kernels] == [True, True, False]
+
+
+def test_selective_recomputation_of_torchtitan_keeps_the_outputs_of_products() -> None:
+    """Its policy by operator, and no second forward that stops early and keeps a layer's input alone."""
+    named = [
+        question(software__framework=framework, plan__recompute="selective").model_spec
+        for framework in ("torchtitan", "megatron")
+    ]
+    kept = [load_model(spec).component("h.0").selective for spec in named]
+    assert all(selective is not None and selective.kept[0] > 0 for selective in kept)
+    assert kept[0] == kept[1]
 
 
 def test_what_the_model_states_counts_more_than_the_framework() -> None:
