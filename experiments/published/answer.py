@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.published.question import Asked
 from parsim.costs.draws import medians_s
+from parsim.costs.published import Learnt
 from parsim.engines.program import mean_step_s
 from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
@@ -18,6 +19,8 @@ from parsim.predict.problem import PlanningProblem
 
 REMAINDERS = 2 / 12
 """Of the optimizer state of 12 bytes per parameter, where master weights are kept as what 16 bits lack of them."""
+
+RAW = Learnt(text="prices that effects are fitted on")
 
 FEW = 6
 """Microbatches beyond the depth of the pipeline that are simulated; a step is affine in them once the pipeline is full."""
@@ -83,6 +86,7 @@ def _problem(asked: Asked) -> PlanningProblem:
             state_dtype=asked.kept.state_dtype,
             gradient_dtype="fp32" if asked.full_gradients else "",
         ),
+        learnt=RAW,
     )
 
 

@@ -4,8 +4,8 @@
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
     CPU: (base * core sharing + host overhead) * speed factor * update * correction / scale + post-wait
-    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * published runs * update * correction / scale
-         + post-wait
+    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * published runs * slowest device * update
+         * correction / scale + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
 device's: it changes what the device computes, and nothing of the host's or the links'. The host's overhead is part of what the
@@ -17,8 +17,9 @@ seconds are scaled by the speed factor alone. Effects on a step rather than on a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
@@ -69,6 +70,46 @@ class Subject(NamedTuple):
     so_far_s: float
 
 
+SLOWEST = "slowest device"
+DEVICE_SIGMA_UNSURE = 0.5
+"""Relative spread of a published `device_sigma`: clusters vary between 3 and 9% (Sinha et al., SC 2022)."""
+PUBLISHED_GPUS = 64
+"""Of a usual run among those that `parsim.costs.published` was fitted on: the expected maximum of theirs in the mean."""
+
+
+def expected_maximum(draws: int) -> float:
+    """Mean of the largest of so many independent standard normals, within 5%.
+
+    Source: Blom 1958, Statistical Estimates and Transformed Beta-Variables: N^-1((n - 3/8) / (n + 1/4)).
+    """
+    return NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
+
+
+class SlowestDevice(NamedTuple):
+    """How many times as long the slowest device computes as one of the middle, and the relative spread of that."""
+
+    factor: float = 1.0
+    sigma: float = 0.0
+
+
+ALL_ALIKE = SlowestDevice()
+
+
+def slowest_device(cluster: Cluster, learnt: Learnt) -> SlowestDevice:
+    """Of all devices of a cluster, used or not, so that a price does not depend on the plan.
+
+    What published runs took holds for the slowest of `PUBLISHED_GPUS`: beside their effects the factor is relative to that.
+    Leaves out: that stages of a pipeline with slack hide it, and that slow nodes come and go.
+    """
+    noise = cluster.profile.noise
+    if noise is None or noise.device_sigma is None:
+        return ALL_ALIKE
+    sigma = noise.device_sigma.value
+    counted = 1.0 + sigma * expected_maximum(PUBLISHED_GPUS) if learnt.text else 1.0
+    factor = (1.0 + sigma * expected_maximum(cluster.size)) / counted
+    return SlowestDevice(factor, DEVICE_SIGMA_UNSURE * abs(factor - 1.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceContext:
     """The numbers that adjustments read: of one profile, one number of ranks, one run.
@@ -83,7 +124,8 @@ class PriceContext:
         corrections: factors that the running job has shown. scale: of a question of what would be.
         loading_is_current: loading was measured at the machine's present speed.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
-        after_wait: this work comes right after such a wait. learnt: of published runs.
+        after_wait: this work comes right after such a wait. learnt: of published runs. slowest: of the devices that a step
+        waits for.
     """
 
     core_sharing: float
@@ -95,6 +137,7 @@ class PriceContext:
     updated_by: str
     corrections: RunCorrections
     post_wait_s: float
+    slowest: SlowestDevice = ALL_ALIKE
     after_wait: bool = False
     scale: HardwareScale = AS_IT_IS
     loading_is_current: bool = False
@@ -126,6 +169,7 @@ def price_context(
         on_gpu=on_gpu,
         speed=1.0 if on_gpu else speed,
         gpu_speed=speed if on_gpu else 1.0,
+        slowest=slowest_device(cluster, learnt),
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
@@ -181,12 +225,16 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     return Estimate.of(
         (*estimate.terms, *terms),
         source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,
-        parameters=estimate.parameters,
+        parameters=(*estimate.parameters, *_parameters(terms, context)),
         repeat_sigma=estimate.repeat_sigma,
         detail="; ".join((estimate.detail, *remarks)),
         extrapolated=estimate.extrapolated,
         issue_s=estimate.issue_s,
     )
+
+
+def _parameters(terms: Sequence[Term], context: PriceContext) -> list[tuple[str, float]]:
+    return [(SLOWEST, context.slowest.sigma) for term in terms if term.name == SLOWEST]
 
 
 def _remark(term: Term) -> str:
@@ -206,6 +254,12 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
     if context.gpu_speed == 1.0:
         return None
     return Term("GPU speed factor", "times", context.gpu_speed, "measured", SINCE)
+
+
+def _slowest(subject: Subject, context: PriceContext) -> Term | None:
+    if context.slowest.factor == 1.0:
+        return None
+    return Term(SLOWEST, "times", context.slowest.factor, "published", "every step waits for the slowest device")
 
 
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
@@ -306,6 +360,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         term=_published_runs,
         sentence="Published training runs took longer, or less, than operators and links say, by chip and by framework.",
         source="`parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on",
+    ),
+    Adjustment(
+        name=SLOWEST,
+        applies_to=COMPUTATION,
+        term=_slowest,
+        sentence="GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer.",
+        source="`noise.device_sigma` of the profile, times the expected maximum of so many normals",
     ),
     Adjustment(
         name="update",

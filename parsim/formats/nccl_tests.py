@@ -618,7 +618,7 @@ def _network_changed(
     said = "Fitted to nccl-tests between nodes."
     described = base.description if base.description.endswith(said) else f"{base.description} {said}"
     made = made.model_copy(update={"name": base.name, "description": described})
-    hosts = {" + ".join(str(len(devices)) for devices in test.hosts) for test in log.tests}
+    hosts = {_shape_of(test) for test in log.tests}
     summary = f"{len(own)} collectives between nodes of {machine} ({listed(sorted(hosts))} devices)"
     errors = [median(abs(math.expm1(error)) for error in one) for one in (before, after)]
     return NetworkChange(
@@ -640,6 +640,12 @@ def _network_changed(
     )
 
 
+def _shape_of(test: NcclTest) -> str:
+    """Nodes and their devices: "2 x 8"."""
+    sizes = sorted({len(devices) for devices in test.hosts})
+    return f"{len(test.hosts)} x {' or '.join(map(str, sizes))}"
+
+
 def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping[str, Profile], machine: str) -> ReportTable:
     rows = []
     for test in _merged(log.tests):
@@ -652,7 +658,7 @@ def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping
         rows.append(
             (
                 test.operation,
-                " + ".join(str(len(devices)) for devices in test.hosts) if len(hosts) < 5 else f"{len(hosts)} nodes",
+                _shape_of(test),
                 str(len(test.rows)),
                 f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
                 *(format_percent(median(map(abs, one))) for one in errors),

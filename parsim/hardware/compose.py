@@ -74,6 +74,12 @@ CUBE: Mapping[tuple[int, int], int] = {
 
 DRIFT_SIGMA = 0.05
 COMPOSED = "parts"
+DEVICE_SIGMA = Sourced(value=0.015, source="spread of GPUs")
+DEVICE_SOURCE = SourceEntry(
+    kind="paper",
+    text="Sinha et al., SC 2022 (arXiv 2208.11035): 8% variation between GPUs of one cluster in the mean of five clusters of "
+    "V100 and other GPUs; taken as the range between the whiskers of a box plot, 5.4 standard deviations",
+)
 
 
 def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str | LinkPart | None = None) -> Profile:
@@ -102,7 +108,8 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
         COMPOSED: SourceEntry(
             kind="assumption",
             text="how the usual machine of these parts is put together, and 5% from run to run: assumed, not measured",
-        )
+        ),
+        DEVICE_SIGMA.source: DEVICE_SOURCE,
     }
     for piece in (part, joined, host):
         sources |= {_key(piece, key): source for key, source in piece.sources.items()}
@@ -150,7 +157,7 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
                 for precision in reached.precisions
             ],
         ),
-        noise=Noise(drift_sigma=DRIFT_SIGMA, source=COMPOSED),
+        noise=Noise(drift_sigma=DRIFT_SIGMA, device_sigma=DEVICE_SIGMA, source=COMPOSED),
         host=overhead,
     )
 

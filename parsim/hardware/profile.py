@@ -313,12 +313,14 @@ class Noise(ProfileRecord):
         assumed.
         rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
             one another wait for the slowest, so it lengthens the mean step.
+        device_sigma: relative spread of devices of one type at the same work, step after step; None: unknown, taken as none.
         probe: speed of the cores while the profile was measured; None: not measured.
     """
 
     drift_sigma: NonNegative
     measured_drift_sigma: NonNegative | None = None
     rank_sigma: NonNegative = 0.0
+    device_sigma: Sourced | None = None
     probe: ProbeSeconds | None = None
     source: str
 

@@ -22,7 +22,7 @@ from parsim.hardware.profile import Profile, Sourced
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
 FACTORS = ("ring", "tree", "LL", "LL128", "hop")
-STEPS = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)
+STEPS = (0.4, 0.15, 0.05, 0.015)
 """Of the logarithm of a factor: half again as much at first, one percent at last."""
 MOST_ROUNDS = 6
 
@@ -35,15 +35,24 @@ class _Measured:
     cluster: Cluster
     seconds: float
 
-    def estimate(self, network: Network) -> Estimate:
-        cluster = replace(self.cluster, name=network.name, network=network)
+    def estimate(self, cluster: Cluster) -> Estimate:
         if isinstance(self.work, Collective):
             return estimate_collective(self.work, cluster)
         return estimate_send_recv(self.work, cluster)
 
-    def error(self, network: Network) -> float:
-        """log(predicted / measured)."""
-        return math.log(self.estimate(network).median_s / self.seconds)
+
+def _estimates(network: Network, measured: Sequence[_Measured]) -> list[tuple[Estimate, float]]:
+    """The price of each on a network of the same cards and switches, and log(predicted / measured)."""
+    clusters: dict[int, Cluster] = {}
+    found = []
+    for one in measured:
+        if id(one.cluster) not in clusters:
+            made = replace(one.cluster, name=f"{network.name} {one.cluster.name}", network=network)
+            vars(made).update(places=one.cluster.places, _spreads=one.cluster._spreads)  # they follow from links alone
+            clusters[id(one.cluster)] = made
+        estimate = one.estimate(clusters[id(one.cluster)])
+        found.append((estimate, math.log(estimate.median_s / one.seconds)))
+    return found
 
 
 def fitted_network(network: Network, points: Sequence[NetworkPoint], machines: Mapping[str, Profile], source: str) -> Network:
@@ -77,7 +86,7 @@ def fitted_network(network: Network, points: Sequence[NetworkPoint], machines: M
 
 def log_errors(network: Network, points: Sequence[NetworkPoint], machines: Mapping[str, Profile]) -> list[float]:
     """log(predicted / measured) at every measured size. Raises as `fitted_network`."""
-    return [one.error(network) for one in _measured(network, points, machines)]
+    return [error for _, error in _estimates(network, _measured(network, points, machines))]
 
 
 def nearest_network(networks: Sequence[Network], points: Sequence[NetworkPoint], machines: Mapping[str, Profile]) -> Network:
@@ -99,7 +108,7 @@ def nearest_network(networks: Sequence[Network], points: Sequence[NetworkPoint],
 
 def _distance(network: Network, measured: Sequence[_Measured]) -> float:
     """Mean and median of |log(predicted / measured)| together."""
-    errors = [abs(one.error(network)) for one in measured]
+    errors = [abs(error) for _, error in _estimates(network, measured)]
     return fmean(errors) + median(errors)
 
 
@@ -147,7 +156,6 @@ def _sigma_that_holds(network: Network, measured: Sequence[_Measured]) -> float:
     none = Sourced(value=0.0, source="")
     bare = network.model_copy(update={"name": f"{network.name} bare", "relative_sigma": none, "measured_sigma": none})
     most = 0.0
-    for one in measured:
-        others = sum(sigma**2 for _, sigma in one.estimate(bare).parameters)
-        most = max(most, (one.error(network) / Z_90) ** 2 - others)
+    for estimate, error in _estimates(bare, measured):
+        most = max(most, (error / Z_90) ** 2 - sum(sigma**2 for _, sigma in estimate.parameters))
     return math.sqrt(most)
