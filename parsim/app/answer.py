@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
@@ -15,18 +13,18 @@ from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
 from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
-from parsim.errors import DoesNotFitError, PlanError, ScheduleError
-from parsim.plans.plan import plan_in_words
+from parsim.errors import DoesNotFitError
+from parsim.plans.plan import plan_in_words, recommendation
 from parsim.predict.evaluate import Evaluation
-from parsim.predict.memory import SAFE_PROBABILITY
+from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
-from parsim.search.search import Search, is_tie, most_frequent, search, simpler_tie
-from parsim.search.tree import Tally
+from parsim.search.search import Search, most_frequent
+from parsim.search.tree import Tally, is_tie
 from parsim.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -42,8 +40,8 @@ class Answer:
 
     Attributes:
         question: the question and its defaults. problem: the same with the model and the cluster loaded.
-        search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan,
-            or, if none fits, of the fastest.
+        search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan
+            (`Search.recommended`), or, if none fits, of the fastest.
     """
 
     question: Question
@@ -114,50 +112,51 @@ class Answer:
             size += f", {idle} of them idle"
         where = f"{problem.model.name} on {problem.cluster.name} ({size}), global batch {problem.global_batch}"
         if self.fits:
-            return f"{where}: use {plan_in_words(self.prediction.plan)}, {self.prediction.headline()}."
+            return f"{where}: use {recommendation(self.prediction.plan)}, {self.prediction.headline()}."
         return f"{where}: {self.verdict()}"
 
     def runners_up(self) -> str:
-        """The plans closest to the choice: a simpler one that is as fast, and the next best split; empty if there is none."""
+        """The plans beside the choice: the fastest, where that is less simple; the next best split; a faster one that may not
+        fit. Empty if there is none."""
         if not self.fits:
             return ""
         parts = []
-        plan, step_s, least = self.prediction.plan, self.prediction.step_s.median, f"{SAFE_PROBABILITY:.0%}"
+        plan, step_s = self.prediction.plan, self.prediction.step_s.median
 
         def beside(other: PlanResult, tie: str) -> str:
             ratio = other.step_s.median / step_s
-            return tie if is_tie(ratio, 1.0) else f"{ratio - 1:.0%} slower"
+            return tie if is_tie(max(ratio, 1 / ratio), 1.0) else f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
 
-        if self.tie is not None and plan_in_words(self.tie.result.plan) != plan_in_words(plan):
-            simpler = self.tie.result
-            parts.append(f"A tie, and simpler: {plan_in_words(simpler.plan)}, {format_seconds(simpler.step_s.median)}.")
+        if self.fastest is not None:
+            best = self.fastest.result
+            parts.append(
+                f"A tie, and less simple: {plan_in_words(best.plan)}, {format_seconds(best.step_s.median)} "
+                f"({format_percent(1 - best.step_s.median / step_s)} less)."
+            )
         others = [evaluation.result for evaluation in self._ranked if evaluation.result.fits]
-        others = [other for other in others if (other.plan.mesh, other.plan.stages) != (plan.mesh, plan.stages)]
+        known = [plan, *([] if self.fastest is None else [self.fastest.result.plan])]
+        others = [
+            other for other in others if all((other.plan.mesh, other.plan.stages) != (one.mesh, one.stages) for one in known)
+        ]
         if others:
             parts.append(f"Next: {plan_in_words(others[0].plan)}, {beside(others[0], 'a tie')}.")
-        if self.safer is not None:
-            safe = self.safer.result
+        if self.riskier is not None:
+            risky = self.riskier.result
             parts.append(
-                f"Fits with {least} or more: {plan_in_words(safe.plan)}, {format_bytes(max(safe.peak_memory_bytes))}, "
-                f"{beside(safe, 'as fast')}. plan.fit_probability = {SAFE_PROBABILITY} searches for such plans alone."
+                f"{beside(risky, 'As fast').capitalize()}, but fits with a probability of only {risky.fit_probability:.0%}: "
+                f"{plan_in_words(risky.plan)}, {format_seconds(risky.step_s.median)}, "
+                f"{format_bytes(max(risky.peak_memory_bytes))}. "
+                f"plan.fit_probability = {FIT_PROBABILITY} allows it."
             )
-        elif not self.prediction.is_safe:
-            parts.append(f"For plans that fit with {least}, set plan.fit_probability = {SAFE_PROBABILITY}.")
+        safe = self.problem.safe_probability
+        if self.search is not None and self.prediction.fit_probability < safe:
+            parts.append(f"No plan that was tried fits with {safe:.0%}.")
         return " ".join(parts)
 
-    @cached_property
-    def safer(self) -> Evaluation | None:
-        """If the choice may run out of memory: the fastest known plan that fits with `SAFE_PROBABILITY`.
-
-        That is one of the ranked plans, or one found by a search on the mesh of the choice, with as many microbatches. None
-        if the choice is safe, or if there is no such plan.
-        """
-        if self.search is None or not self.fits or self.prediction.is_safe:
-            return None
-
-        row = self._chosen_row()
-        with progress(f"Looking for a plan that fits with {SAFE_PROBABILITY:.0%}"):
-            return safer_plan(self.problem, self._ranked, self._ranked[row or 0])
+    @property
+    def riskier(self) -> Evaluation | None:
+        """A plan that fits less surely than the choice, where it is faster by more than a tie; None: there is none."""
+        return None if self.search is None else self.search.riskier
 
     def heading(self) -> list[str]:
         """What stands above the table: the answer, what is next to it, and the whole training where it was asked for."""
@@ -166,12 +165,11 @@ class Answer:
         figures_of_run = [] if run is None or not self.fits else run.lines()
         return list(filter(None, [self.sentence(), self.runners_up(), *figures_of_run]))
 
-    @cached_property
-    def tie(self) -> Evaluation | None:
-        """A simpler plan on the same mesh that is as fast as a measurement can tell (`parsim.search.search`); None: none is."""
-        if self.search is None or not self.fits:
-            return None
-        return simpler_tie(self.problem, self.evaluation)
+    @property
+    def fastest(self) -> Evaluation | None:
+        """The fastest plan, where the choice is a simpler one that ties with it; None: the choice is the fastest."""
+        best = None if self.search is None else self.search.chosen
+        return None if best is None or best.result.plan.program == self.evaluation.result.plan.program else best
 
     def verdict(self) -> str:
         """The choice, how it was made, and how far it can be from the best; or what would have to change."""
@@ -194,7 +192,9 @@ class Answer:
             f"Chosen: {self._ranked[row].result.plan.summary()}. None of the plans can take less than "
             f"{format_seconds(document['lower_bound_s'])} ({format_percent(document['gap'])} less). {considered}"
         )
-        if names := document.get("unrefined", []):
+        if document.get("cut_short"):
+            text += " Stopped by Ctrl-C: the rest of the plans was not looked at."
+        elif names := document.get("unrefined", []):
             text += f" Not refined after losing: {', '.join(names)}; a separate search may find faster plans for them."
         solved = [placement for placement in document.get("placements", ()) if placement["seconds"] is not None]
         if solved:
@@ -238,8 +238,6 @@ class Answer:
             "quoted": prediction.quoted,
             "samples_run": prediction.samples_run,
             "loading": self.problem.loading,
-            "tie": None if self.tie is None else self.tie.result,
-            "safer": None if self.safer is None else self.safer.result,
         }
         return document | {
             **{key: None if part is None else part.to_dict() for key, part in parts.items()},
@@ -297,6 +295,8 @@ class Answer:
             "status": self.status,
             "lower_bound_s": result.lower_bound_s,
             "gap": max(0.0, (median - result.lower_bound_s) / median) if result.fits and median else 1.0,
+            "fastest": result.to_dict() if result.fits else None,
+            "riskier": None,
             "judged": 1,
             "considered": Tally(simulated=1).to_dict(),
             "skipped": {},
@@ -339,24 +339,3 @@ def considered_text(document: dict[str, Any]) -> str:
         why = "" if document["chosen"] else f" ({most_frequent(impossible, ' in --json')})"
         parts.append(f"{sum(impossible.values()):,} impossible{why}")
     return f"Of {counts['plans']:,} plans: {', '.join(parts)}."
-
-
-def safer_plan(problem: PlanningProblem, ranked: Sequence[Evaluation], chosen: Evaluation) -> Evaluation | None:
-    """The fastest plan known that fits with `SAFE_PROBABILITY`: of those ranked, or of a search near the choice.
-
-    That search keeps mesh, microbatches and strategy of the choice, and leaves ZeRO, buckets and recomputation as free as the
-    question does. A safe plan on another mesh may be faster.
-
-    Args:
-        problem: model, cluster and batch. ranked: the plans of the answer. chosen: that among them which may not fit.
-    """
-    safe = [rival for rival in ranked if rival.result.fits and rival.result.fit_probability >= SAFE_PROBABILITY]
-    if not problem.constraints.synchronisation.is_relaxed:
-        plan = chosen.result.plan
-        mesh = plan.mesh
-        constraints = replace(problem.constraints, pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, microbatches=plan.microbatches)
-        careful = replace(problem, fit_probability=SAFE_PROBABILITY, constraints=constraints)
-        with contextlib.suppress(PlanError, ScheduleError):  # the strategy has no plan under these constraints
-            near = search(careful, (chosen.result.strategy,)).chosen
-            safe += [] if near is None else [near]
-    return min(safe, key=lambda evaluation: evaluation.result.step_s.median, default=None)

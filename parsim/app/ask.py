@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,31 +27,35 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
+def ask(
+    question: Question, *, top: int | None = None, runs_here: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Answer:
     """Price the plan that the question fixes, or search the family that it names; reading the user's own data is timed first.
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
     Args:
         top: keep so many plans over all families instead of the best of each.
-        runs_here: the plan will run on this machine, whatever profile it is priced by.
+        runs_here: the plan will run on this machine, whatever profile it is priced by. say: hears how far a search is.
 
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
     question = on_this_machine(question)
     problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
-    return answer_of(question, problem, top=top)
+    return answer_of(question, problem, top=top, say=say)
 
 
-def answer_of(question: Question, problem: PlanningProblem, *, top: int | None = None) -> Answer:
-    """Answer a question whose problem was loaded. Args: top: as `ask`."""
+def answer_of(
+    question: Question, problem: PlanningProblem, *, top: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """Answer a question whose problem was loaded. Args: top, say: as `ask`."""
     plan = fixed_plan(problem, question)
     if plan is not None:
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")
         return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
-    result = search_plans(problem, question, top=top)
-    return Answer(question=question, problem=problem, evaluation=result.chosen or result.candidates[0], search=result)
+    result = search_plans(problem, question, top=top, say=say)
+    return Answer(question=question, problem=problem, evaluation=result.recommended or result.candidates[0], search=result)
 
 
 def with_every_rank(asked: Prediction) -> Prediction:

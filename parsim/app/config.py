@@ -131,9 +131,9 @@ class PlanSection(ConfigSection):
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
     hand), "none", "full", "selective" (all by operator: outputs of products, convolutions and fused attention are kept, the
     rest is computed again), or a list of their names, which may be patterns ("layers.*.attention", "selective:layers.*")."""
-    fit_probability: Annotated[float, Field(strict=True, ge=FIT_PROBABILITY, le=0.999)] = FIT_PROBABILITY
-    """With which the memory of a plan must suffice. By default a plan is refused if it is more likely than not to run out;
-    0.95 leaves safe plans alone. The verdict beside a plan has its probability."""
+    fit_probability: Annotated[float, Field(strict=True, ge=FIT_PROBABILITY, le=0.999)] | None = None
+    """With which the memory of a plan must suffice. By default a search prefers plans that fit with 0.95, and a plan is refused
+    if it is more likely than not to run out; a number stands for both. The verdict beside a plan has its probability."""
     context_exchange: Literal["ring", "all_gather"] | None = None
     """With mesh.cp above 1, in a plan by hand: how keys and values of the other pieces of the sequence arrive."""
     tensor_overlap: StrictBool | None = None

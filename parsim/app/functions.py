@@ -99,7 +99,7 @@ def plan(
 
     >>> answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=1024, devices=4, strategy="dp")
     >>> answer.chosen.plan.summary()
-    'dp pp=1 dp=4 tp=1 mb=1x256 zero3 buckets=2.02MiB'
+    'dp pp=1 dp=4 tp=1 mb=1x256 zero3'
     >>> answer.assumed["training.precision"], answer.fits
     ('fp32', True)
     >>> list(answer.table().columns[:4])
@@ -500,8 +500,8 @@ def _question(
 
 
 def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
-    with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
-        return ask(question, top=top, runs_here=runs_here)
+    with progress(f"Planning {question.model.name} on {question.cluster.in_words}") as say:
+        return ask(question, top=top, runs_here=runs_here, say=say)
 
 
 def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:

@@ -29,6 +29,7 @@ from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.compare import MINIMUM_ROUNDS, Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s, step_at_speed
+from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.report.tables import format_error
 from parsim.search.adapt.observed import diagnosis_of, updated
@@ -114,7 +115,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         global_batch=plan.global_batch,
         numerics=config.training.numerics,
         clip_gradients=plan.clip_gradients,
-        fit_probability=config.plan.fit_probability,
+        fit_probability=config.plan.fit_probability or FIT_PROBABILITY,
         loading=folder.read_loading(),
     )
     fold = False if folder.job.is_file() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
+from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
@@ -37,7 +39,7 @@ from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
-from parsim.predict.memory import Scored
+from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
@@ -66,7 +68,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     plan, training = config.plan, config.training
     cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
     model = as_software_runs(model or config.source.model or model_of(config), config)
-    model = with_update_groups(model, training.recipe.update_groups)
+    model = with_update_groups(with_routing(model, routing_of(config)), training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -92,7 +94,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
-        fit_probability=plan.fit_probability,
+        fit_probability=plan.fit_probability or FIT_PROBABILITY,
+        safe_probability=plan.fit_probability or SAFE_PROBABILITY,
         zero_stage=zero_stage,
         recompute=recompute_by_pattern(plan.recompute, model),
         inner_axes=is_transformer(config.model.name) and plan.strategy != "custom",
@@ -144,6 +147,19 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
             f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
         )
     return cluster
+
+
+def with_routing(model: Model, routing: ExpertRouting) -> Model:
+    """The Model, whose assumptions say what is taken of the way of tokens to experts where it is not the simplest."""
+    if BALANCED not in model.assumptions:
+        return model
+    kept = [BALANCED]
+    if routing.skew:
+        kept = [f"visits of single experts have a standard deviation of {routing.skew:g} of their mean"]
+    if routing.dispatcher != ExpertRouting().dispatcher or routing.overlapped:
+        beside = ", beside the computation of another microbatch" if routing.overlapped else ""
+        kept.append(f"tokens reach experts by {routing.dispatcher}{beside}")
+    return replace(model, assumptions=(*(each for each in model.assumptions if each != BALANCED), *kept))
 
 
 def routing_of(config: Question) -> ExpertRouting:
@@ -285,11 +301,13 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     )
 
 
-def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
+def search_plans(
+    problem: PlanningProblem, config: Question, *, top: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
     if problem.constraints.synchronisation.is_relaxed:
         return relaxed_search(problem, (config.plan.strategy,), top=top)
-    return search(problem, (config.plan.strategy,), top=top)
+    return search(problem, (config.plan.strategy,), top=top, say=say)
 
 
 # cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.

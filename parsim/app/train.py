@@ -36,6 +36,7 @@ from parsim.files import parse_json, read_json, read_regular
 from parsim.plans.constraints import FREE, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
+from parsim.predict.memory import FIT_PROBABILITY
 from parsim.report.more_tables import memory_levels
 
 STEPS_PER_ROUND = 4
@@ -263,7 +264,7 @@ def adaptive_spec(prediction: Prediction, window_steps: int) -> AdaptiveSpec:
         precision=config.training.precision,
         window_steps=window_steps,
         epoch_steps=steps_per_epoch(config),
-        fit_probability=config.plan.fit_probability,
+        fit_probability=config.plan.fit_probability or FIT_PROBABILITY,
         loading=loading if isinstance(loading, MeasuredLoading) else None,
         asked=SearchConstraints(
             strategy=config.plan.strategy if is_searched else "adaptive",

@@ -404,6 +404,12 @@ class Plan:
         return tuple(name for stage in self.stages for name in stage.components)
 
     @property
+    def mixes_placements(self) -> bool:
+        """Whether some components are cut by features and others by samples, or one runs on a single rank."""
+        kinds = {placement.kind for stage in self.stages for _, placement in stage.placed()}
+        return "place" in kinds or {"batch", "shard"} <= kinds
+
+    @property
     def recomputed(self) -> frozenset[str]:
         """The components whose whole forward runs again before their backward, if they have one."""
         whole = named(self.recompute, self.components)[0]
@@ -682,16 +688,35 @@ def holding(component: Component, placement: Placement, parameter: str) -> tuple
 # A plan in words, as people call it; `Plan.summary` is its exact short form.
 
 
+def family_name(plan: Plan) -> str:
+    """What the field calls plans of this kind: DDP, ZeRO 1, FSDP, HSDP, `Megatron tp 2, pp 4, dp 8`; "" for other plans."""
+    mesh = plan.mesh
+    if plan.synchronisation.is_relaxed or plan.mixes_placements or mesh.size == 1:
+        return ""
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    if mesh.pp == mesh.cp == mesh.ep == 1 and (mesh.tp == 1 or kinds == {"batch"}):
+        if mesh.dp_shard:
+            return "HSDP"
+        return ("DDP", "ZeRO 1", "ZeRO 2", "FSDP")[plan.zero_stage]
+    axes = [f"{axis} {size}" for axis in ("tp", "cp", "ep", "pp", "dp") if (size := getattr(mesh, axis)) > 1]
+    return f"{'Megatron ' if mesh.pp * mesh.tp > 1 else ''}{', '.join(axes)}"
+
+
+def recommendation(plan: Plan) -> str:
+    """`FSDP (8-way data parallelism with ZeRO 3, 8 microbatches of 1)`: the plan by its usual name, where it has one."""
+    name = family_name(plan)
+    return f"{name} ({plan_in_words(plan)})" if name else plan_in_words(plan)
+
+
 def plan_in_words(plan: Plan) -> str:
     """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`; bucket sizes, pipeline order and single
     placements are left out."""
-    mesh, kinds = plan.mesh, {placement.kind for stage in plan.stages for _, placement in stage.placed()}
-    # some components are cut by features and others by samples, or one runs on a single rank
-    mixed = "place" in kinds or {"batch", "shard"} <= kinds
+    mesh = plan.mesh
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
     replicas = mesh.dp * (mesh.tp if kinds == {"batch"} else 1)
     axes = [f"{replicas}-way data parallelism"] if replicas > 1 else []
     if mesh.tp > 1 and kinds != {"batch"}:
-        axes.append(f"mixed placements on {mesh.tp} ranks" if mixed else f"{mesh.tp}-way tensor parallelism")
+        axes.append(f"mixed placements on {mesh.tp} ranks" if plan.mixes_placements else f"{mesh.tp}-way tensor parallelism")
     if mesh.cp > 1:
         axes.append(f"{mesh.cp}-way context parallelism")
     if mesh.ep > 1:

@@ -78,7 +78,7 @@ FIT_PROBABILITY = 0.5
 """A plan fits if its peak stays within the capacity with at least this probability: the same as its median within the capacity.
 
 So a plan 5% below its limit is not refused, and one 5% above it is, however wide the interval of a profile from datasheets is.
-`[plan] fit_probability` asks for another one.
+`[plan] fit_probability` asks for another one. What is recommended fits with `SAFE_PROBABILITY`, if any plan does.
 """
 
 SAFE_PROBABILITY = 0.95
@@ -189,7 +189,11 @@ class RankMemory:
     @property
     def needed_bytes(self) -> int:
         """What has to fit: every line at the probability that is wanted, so by default at its median."""
-        return bytes_at(self.low_bytes, self.total_bytes, self.high_bytes, self.wanted_probability)
+        return self.needed_at(self.wanted_probability)
+
+    def needed_at(self, probability: float) -> int:
+        """What has to fit for it to do so with a probability in (0, 1)."""
+        return bytes_at(self.low_bytes, self.total_bytes, self.high_bytes, probability)
 
     @property
     def fits(self) -> bool:
@@ -209,7 +213,11 @@ class RankMemory:
     @property
     def excess_bytes(self) -> int:
         """By how much it does not fit, on the device or in the host's memory; 0 where it fits."""
-        return max(0, self.needed_bytes - self.limit_bytes, self.host_excess_bytes)
+        return self.excess_at(self.wanted_probability)
+
+    def excess_at(self, probability: float) -> int:
+        """By how much it does not fit with a probability in (0, 1)."""
+        return max(0, self.needed_at(probability) - self.limit_bytes, self.host_excess_bytes)
 
     def line(self, name: str) -> int:
         return dict(self.lines)[name]

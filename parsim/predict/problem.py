@@ -65,6 +65,7 @@ class PlanningProblem(Remembering):
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
     scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
+    safe_probability: with which that of a plan must that a search prefers; where no plan is so safe, `fit_probability` counts.
     corrections: learnt from a run. scale: of hardware that would be faster. learnt: of published runs of such models.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
@@ -86,6 +87,7 @@ class PlanningProblem(Remembering):
     update_calls: int = 1
     scored: Scored = ""
     fit_probability: float = FIT_PROBABILITY
+    safe_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
     learnt: Learnt = NOTHING_LEARNT
@@ -105,6 +107,7 @@ class PlanningProblem(Remembering):
     activation_offload: ActivationOffload = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "safe_probability", max(self.safe_probability, self.fit_probability))
         check_recorded(self.model, self.numerics.precision)
         object.__setattr__(self, "model", model_in(self.model, self.numerics.precision))
 
@@ -210,6 +213,16 @@ class PlanningProblem(Remembering):
                 fit_probability=self.fit_probability,
             )
         return unlike[plan]
+
+    @property
+    def memories_known(self) -> int:
+        """Of how many plans the memory was worked out."""
+        return len(self._cache.unlike)
+
+    def unsafe_bytes(self, plan: Plan) -> list[tuple[int, int]]:
+        """(rank, bytes) of all such ranks whose memory does not suffice with `safe_probability`, and by how much."""
+        excess = ((memory.rank, memory.excess_at(self.safe_probability)) for memory in self.unlike_memory(plan))
+        return [(rank, size) for rank, size in excess if size]
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines

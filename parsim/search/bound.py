@@ -106,7 +106,7 @@ def placed_chain(problem: PlanningProblem, mesh: Mesh, count: int, placements: M
         PlanError: a value cannot be cut as its way from layout to layout asks.
     """
     placed = tuple(placements.get(component.name, BATCH) for component in problem.model.components)
-    known, key = problem.answers(placed_chain), (replace(mesh, pp=1, dp=mesh.ep), placed)
+    known, key = problem.answers(placed_chain), (replace(mesh.undivided(), pp=1, dp=mesh.ep), placed)
     if key not in known:
         one = replace(mesh.undivided(), pp=1)
         names = tuple(component.name for component in problem.model.components)

@@ -14,7 +14,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_large, meshes
+from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_small, meshes
 from parsim.search.tree import Members
 
 
@@ -77,7 +77,7 @@ def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
         if nodes:
             dividing = ([mesh for mesh in by_size[size] if members.divides(mesh)] for size in sizes[number + 1 :])
             fewer = members.of_fewer_devices([some for some in dividing if some], _on_meshes)
-            if not is_large(members.problem):
+            if is_small(members.problem):
                 return nodes + fewer
             if all(node.late for node in nodes) and not members.mixed:
                 nodes = [replace(node, late=False) for node in nodes]

@@ -6,9 +6,10 @@ whole (`Plan.segments`). What a place does not fit is the excess of its worst ra
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 from parsim.plans.plan import FULL, SELECTIVE, Plan
@@ -17,8 +18,8 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import prices_of
 from parsim.search.memory_floor import SOME, WHOLE, kept_together, least_kept, recompute_of
-from parsim.search.space import is_large
-from parsim.search.stages import Segments, is_long, place_excess_bytes, within_stages
+from parsim.search.space import is_large, is_small
+from parsim.search.stages import Segments, is_long, place_excess_bytes, place_over_bytes, within_stages
 from parsim.work import BY_OPERATOR_PART, Phase
 
 FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocator")
@@ -27,10 +28,14 @@ FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocato
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """A component and how it is recomputed from then on, SOME or WHOLE; or several components, which are one segment."""
+    """A component and how it is recomputed from then on, SOME or WHOLE; or several components, which are one segment.
+
+    Attributes: freed_bytes: of one microbatch, beside the step before it.
+    """
 
     names: tuple[str, ...]
     level: int
+    freed_bytes: float = 0.0
 
 
 def backwards_of(problem: PlanningProblem, plan: Plan) -> list[str]:
@@ -84,10 +89,10 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
             part = prices.compute_s(component, placement, Phase.RECOMPUTE, part=BY_OPERATOR_PART)
             less = float(some.again(name).saved_bytes)
             if part < seconds and less * seconds > freed * part:  # dearer per second than all of it: no step of its own
-                worth.append((Relief((name,), SOME), less, part))
+                worth.append((Relief((name,), SOME, less), less, part))
                 freed, seconds = freed - less, seconds - part
-        worth.append((Relief((name,), WHOLE), freed, seconds))
-    worth += [(Relief(run, WHOLE), freed, seconds) for run, (freed, seconds) in sums.items()]
+        worth.append((Relief((name,), WHOLE, freed), freed, seconds))
+    worth += [(Relief(run, WHOLE, freed), freed, seconds) for run, (freed, seconds) in sums.items()]
     by_place: list[list[Relief]] = [[] for _ in range(plan.mesh.pp)]
     for step, _, _ in sorted(worth, key=lambda entry: (-entry[1] / max(entry[2], 1e-12), entry[0].level)):
         by_place[whole.layout.stage_of[step.names[0]]].append(step)
@@ -103,7 +108,7 @@ def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segmen
 # components all sets are tried (`every_set`).
 
 
-MOST_HALVINGS, FEW_HALVINGS = 64, 4
+MOST_TRIALS, FEW_TRIALS = 64, 4
 """How often the number of recomputed components is narrowed down at most, and for long models."""
 
 
@@ -141,19 +146,60 @@ def _fits(problem: PlanningProblem, plan: Plan) -> bool:
 
 
 def _fewest_steps(problem: PlanningProblem, plan: Plan, by_place: Sequence[Sequence[Relief]], everything: Plan) -> Plan:
-    """The plan with as few of the first steps of every place as make it fit, or else a plan that is known to fit."""
-    too_few, enough = [-1] * len(by_place), [len(steps) for steps in by_place]
-    left = FEW_HALVINGS if is_long(problem.model) else MOST_HALVINGS
-    while left and any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
-        left -= 1
-        tried = [(few + most) // 2 if most - few > 1 else most for few, most in zip(too_few, enough, strict=True)]
-        for place, over in enumerate(place_excess_bytes(problem, recomputing(plan, by_place, tried))):
-            if over and tried[place] < enough[place]:
-                too_few[place] = tried[place]
-            elif not over:
-                enough[place] = tried[place]
-    least = recomputing(plan, by_place, enough)
+    """The plan with as few of the first steps of every place as make it fit, or else a plan that is known to fit.
+
+    What a place holds falls almost in line with the bytes that its steps free, so the next number to try is where the line
+    through the two closest known ones crosses the limit.
+    """
+    searches = [_Fewest([step.freed_bytes for step in steps]) for steps in by_place]
+    for _ in range(FEW_TRIALS if is_long(problem.model) else MOST_TRIALS):
+        tried = [each.next() for each in searches]
+        over = place_over_bytes(problem, recomputing(plan, by_place, tried))
+        for each, number, bytes_over in zip(searches, tried, over, strict=True):
+            each.learn(number, bytes_over)
+        if all(each.is_known for each in searches):
+            break
+    least = recomputing(plan, by_place, [each.enough for each in searches])
     return least if _fits(problem, least) else everything
+
+
+class _Fewest:
+    """The least number of steps of a place with which it fits: `too_few` does not, `enough` does as far as is known."""
+
+    def __init__(self, freed_bytes: Sequence[float]) -> None:
+        self._up_to = [0.0, *accumulate(freed_bytes)]
+        self.too_few, self.enough = -1, len(freed_bytes)
+        self._over: dict[int, float] = {}
+        self._halves = False
+
+    @property
+    def is_known(self) -> bool:
+        return self.enough - self.too_few <= 1
+
+    def next(self) -> int:
+        """A number between the two, if there is one."""
+        if self.is_known:
+            return self.enough
+        few, most = max(0, self.too_few), self.enough
+        if few not in self._over:
+            return few
+        if most not in self._over or self._halves:  # where the line misleads, halving is as sure
+            at = (few + most) // 2 if most in self._over else bisect_left(self._up_to, self._up_to[few] + self._over[few])
+        else:
+            part = self._over[few] / max(self._over[few] - self._over[most], 1e-9)
+            at = bisect_left(self._up_to, self._up_to[few] + part * (self._up_to[most] - self._up_to[few]))
+        return min(max(at, self.too_few + 1), self.enough - 1)
+
+    def learn(self, number: int, over_bytes: float) -> None:
+        """What a place needs beyond its memory with so many steps."""
+        if self.too_few < number <= self.enough:
+            width = self.enough - self.too_few
+            self._over[number] = over_bytes
+            if over_bytes <= 0:
+                self.enough = number
+            elif number < self.enough:
+                self.too_few = number
+            self._halves = not self._halves and 2 * (self.enough - self.too_few) > width
 
 
 def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
@@ -162,7 +208,7 @@ def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     A recomputed component keeps its inputs. The first one may so keep another copy of the batch, and the last ones logits that
     nobody would keep.
     """
-    if is_large(problem):
+    if not is_small(problem):
         yield replace(plan, recompute=least_kept(problem).recompute)
         if is_long(problem.model):
             return

@@ -18,7 +18,7 @@ from parsim.hardware.devices import DEVICE_KINDS
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
-from parsim.plans.plan import AUTO, FULL, Plan
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, FULL, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import lowered_s, step_bound_s
 from parsim.search.estimate import LeastSeconds, least_bytes, least_missing_bytes
@@ -35,14 +35,12 @@ from parsim.search.recompute import (
     tries_all_of,
 )
 from parsim.search.space import (
-    REMEMBERED,
-    TRIED,
     Bounds,
     Node,
     are_listed,
     count_cuts,
     every_cut,
-    is_large,
+    is_small,
     orders,
     zero_stages,
 )
@@ -208,11 +206,11 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
     def of(other: Plan | None, *, fits: bool = False) -> list[Node]:
         if other is None or other == plan:
             return []
-        return [Node(step_bound_s(problem, other), 1, None, other, visits=REMEMBERED, fits=fits)]
+        return [Node(step_bound_s(problem, other), 1, None, other, fits=fits)]
 
     if _other_stages_may_fit(problem, plan, cutting) and cutting is not None:
         fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-        yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), visits=TRIED, instead_of_one=True)
+        yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), instead_of_one=True)
     recomputed, segmented = _recomputed_may_fit(problem, plan), _segmented_may_fit(problem, plan)
     if not (recomputed or segmented) or not may_fit_recomputing(problem, plan):
         return
@@ -220,14 +218,14 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
     least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
     if recomputed:
         covered = tries_all_of(problem, plan)
-        tried = Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED, instead_of_one=True)
+        tried = Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), instead_of_one=True)
         yield replace(tried, covered=covered)
         if are_few(problem, plan):
             yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
     if segmented:
         opened = partial(_segmented, problem, plan, cutting)
-        yield Node(least_s, not recomputed, lambda: of(opened(), fits=True), visits=TRIED, instead_of_one=True)
+        yield Node(least_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:
@@ -245,10 +243,35 @@ def _other_stages_may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting
     return floor is None or not floor.excess_of_any_cut(plan.zero_stage, recomputing=False)
 
 
+def _as_with_other_buckets(
+    problem: PlanningProblem, plan: Plan, found: Callable[[], Plan | None], known: dict[Plan, Plan | None]
+) -> Plan | None:
+    """What was found for the plan with another bucket size, if it fits with this one too; else what is found anew.
+
+    Args:
+        known: by plan, whatever its bucket size, what was found first.
+    """
+    key = replace(plan.program, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    if (other := known.get(key)) is not None:
+        other = replace(other, bucket_bytes=plan.bucket_bytes, strategy=plan.strategy)
+        if not any(place_excess_bytes(problem, other)):
+            return other
+    elif key in known:
+        return None
+    own = found()
+    known.setdefault(key, own)
+    return own
+
+
 def _recomputed(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Plan | None:
     """With components recomputed, of large problems also with longer stages where fewer microbatches are held."""
+    found = partial(_newly_recomputed, problem, plan, cutting)
+    return _as_with_other_buckets(problem, plan, found, problem.answers(_recomputed))
+
+
+def _newly_recomputed(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Plan | None:
     ways: list[Callable[[], Plan | None]] = [lambda: recomputed_to_fit(problem, plan)]
-    if cutting is not None and plan.mesh.pp > 1 and is_large(problem):
+    if cutting is not None and plan.mesh.pp > 1 and not is_small(problem):
         ways.append(lambda: _with_longer_stages(problem, plan, cutting, least_kept(problem)))
         if is_long(problem.model):
             ways.reverse()  # memory takes long to work out, and the second way knows the better cut
@@ -257,8 +280,13 @@ def _recomputed(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -
 
 def _segmented(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Plan | None:
     """With whole layers recomputed, of large problems also with longer stages."""
+    found = partial(_newly_segmented, problem, plan, cutting)
+    return _as_with_other_buckets(problem, plan, found, problem.answers(_segmented))
+
+
+def _newly_segmented(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Plan | None:
     fitting = segmented_to_fit(problem, plan)
-    if fitting is not None or cutting is None or plan.mesh.pp == 1 or not is_large(problem):
+    if fitting is not None or cutting is None or plan.mesh.pp == 1 or is_small(problem):
         return fitting
     tried = (_with_longer_stages(problem, plan, cutting, way) for way in kept_together(problem))
     return next((each for each in tried if each is not None), None)

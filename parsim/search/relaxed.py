@@ -84,6 +84,7 @@ def relaxed_search(
     return Search(
         candidates=candidates,
         chosen=candidates[0] if best.result.fits else None,
+        recommended=candidates[0] if best.result.fits else None,
         status="best_of_candidates" if best.result.fits else "infeasible",
         lower_bound_s=min(entry.result.lower_bound_s for entry in evaluations),
         judged=len(evaluations),

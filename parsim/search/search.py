@@ -1,20 +1,21 @@
 """Choose among plans: bound, simulate and rank every family's members, and record why each lost.
 
-A plan at most 3.5% slower than the choice is a tie: two measurements of one program differ by as much in the median. The
-choice stays the fastest.
+A plan at most 3.5% slower than the fastest is a tie: two measurements of one program differ by as much in the median. What is
+recommended is the simplest plan that ties. A plan that fits safely (`PlanningProblem.safe_probability`) goes before any other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, TypeVar
 
 from parsim.costs.draws import medians_s
-from parsim.errors import PlanError, ScheduleError, near_matches
+from parsim.errors import CostError, PlanError, ScheduleError, near_matches
 from parsim.numeric import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.layouts import BATCH
@@ -28,35 +29,51 @@ from parsim.registry import is_reference
 from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
 from parsim.search.refine import way_out
 from parsim.search.space import (
+    MOST_LATE_VISITS,
     Allowance,
     Node,
     PosedPlacement,
     divided_problems,
-    is_large,
+    is_small,
     most_late,
     most_singles,
     zero_stages,
 )
 from parsim.search.stages import recomputing_layers
-from parsim.search.tree import Incumbents, JudgedPlan, Members, Tally, Variants, judged_best_first, open_one_by_one
+from parsim.search.tree import (
+    TIE,
+    Incumbents,
+    JudgedPlan,
+    Members,
+    Tally,
+    Variants,
+    is_tie,
+    judged_best_first,
+    open_one_by_one,
+)
 from parsim.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """Attributes:
-    candidates: the best of each family, fastest fitting first.
-    chosen: the winner; None if nothing fits.
+    candidates: the best of each family: those that fit safely first, then those that fit, the fastest of them first.
+    chosen: the fastest of these; None if nothing fits.
+    recommended: the simplest plan that ties with it, in the place of its family among the candidates; often the same.
+    riskier: the fastest plan that fits, and not safely, if it is faster than the choice by more than a tie.
     status: "best_of_candidates" (the families were searched, optimality is not claimed) or "infeasible".
     lower_bound_s: the least of the bounds of all plans considered: none of them can be faster under these costs.
     judged: plans that were simulated. tally: what became of all plans.
     skipped: families without a member, and why.
     placements: the solver's answers to the placement problems (strategy "adaptive").
     unrefined: families that lost before their late parts were opened: a separate search may find faster plans.
+    cut_short: whether Ctrl-C ended the search; what was not opened is not counted then.
     """
 
     candidates: tuple[Evaluation, ...]
     chosen: Evaluation | None
+    recommended: Evaluation | None = None
+    riskier: Evaluation | None = None
     status: str
     lower_bound_s: float
     judged: int
@@ -64,6 +81,7 @@ class Search:
     tally: Tally = field(default_factory=Tally)
     placements: tuple[PosedPlacement, ...] = ()
     unrefined: tuple[str, ...] = ()
+    cut_short: bool = False
 
     @property
     def gap(self) -> float:
@@ -76,13 +94,16 @@ class Search:
     def to_dict(self) -> dict[str, Any]:
         return {
             "candidates": [candidate.result.to_dict() for candidate in self.candidates],
-            "chosen": None if self.chosen is None else self.chosen.result.to_dict(),
+            "chosen": None if self.recommended is None else self.recommended.result.to_dict(),
+            "fastest": None if self.chosen is None else self.chosen.result.to_dict(),
+            "riskier": None if self.riskier is None else self.riskier.result.to_dict(),
             "status": self.status,
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
             "judged": self.judged,
             "considered": self.tally.to_dict(),
             "unrefined": list(self.unrefined),
+            "cut_short": self.cut_short,
             "skipped": dict(self.skipped),
             "placements": [solution.to_dict() for solution in self.placements],
         }
@@ -90,7 +111,12 @@ class Search:
 
 @rare_collections()
 def search(
-    problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
+    problem: PlanningProblem,
+    strategies: Sequence[str] = tuple(FAMILIES),
+    *,
+    samples: int = SAMPLES,
+    top: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Search:
     """Find the best plan of each named family, rank them, and choose the fastest that fits.
 
@@ -99,10 +125,11 @@ def search(
         strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
             of all plans considered, so no other candidate is predicted faster.
         top: keep this many plans over all families instead of the best of each.
+        say: hears every two seconds what is searched, what is left, and the best step so far.
 
     Returns:
-        A Search. A plan that was not simulated has a lower bound that is not below the best of its family. Leaves out plans
-        outside the families: it claims no optimality beyond them.
+        A Search; after Ctrl-C of what was simulated by then (`cut_short`). A plan that was not simulated has a lower bound that
+        is not below the best of its family, or is counted as not tried. Leaves out plans outside the families.
 
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
@@ -113,7 +140,7 @@ def search(
     posed: list[PosedPlacement] = []
     skipped: dict[str, str] = {}
     together = Incumbents(wanted=top or 1)
-    opening = _Opening(problem, is_large=is_large(divided[0]))
+    opening = _Opening(problem, divided)
     parts: dict[str, list[Node]] = {}
     owners: dict[str, Incumbents] = {}
     for name in names:
@@ -130,14 +157,13 @@ def search(
         if opening.spare is None:
             opening.early(name, parts[name], owners[name])
             together.steps_s.update(owners[name].steps_s)
-    if opening.spare is not None:
-        opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
-    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
-    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
-    for name, own in owners.items():
-        opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
-    for own in owners.values():
-        opening.misfit(own)
+    cut_short = False
+    try:
+        unrefined = _open_all(opening, parts, owners, together, mixes=mixes, top=top, tell=_Telling(say))
+    except KeyboardInterrupt:
+        if not opening.judged:
+            raise
+        unrefined, cut_short = list(owners), True
     steps, tally = opening.steps, opening.tally
     judged = opening.judged
     if all(problem.allows(component.name, BATCH) for component in problem.model.components):
@@ -156,13 +182,32 @@ def search(
     elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     shown = ranked[:top] if top is not None else first_of_each(ranked, lambda entry: entry.plan.strategy)
-    candidates = _with_intervals(problem, _evaluated(problem, shown, steps), samples)
-    chosen = candidates[0] if candidates[0].result.fits else None
+    fastest = shown[0]
+    simplest = simplest_tie(problem, judged, steps.of) if fastest.fits else fastest
+    if simplest.plan.program != fastest.plan.program:
+        own = [entry.plan.strategy == simplest.plan.strategy for entry in shown]
+        shown = [simplest if own and top is None else entry for own, entry in zip(own, shown, strict=True)]
+        shown = sorted(shown if simplest in shown else [*shown, simplest], key=_rank)
+    risky = min((entry for entry in judged if not entry.safe and entry.fits), key=_rank, default=None)
+    is_faster = risky is not None and fastest.safe and not is_tie(fastest.step_s, risky.step_s)
+    before = (
+        [] if shown[0].plan.program == fastest.plan.program else [fastest]
+    )  # it may have lost its family's place to the simplest
+    entries = [*before, *shown, risky] if risky is not None and is_faster else [*before, *shown]
+    evaluations = _with_intervals(problem, _evaluated(problem, entries, steps), samples, simplest.plan.program)
+    candidates = evaluations[len(before) : len(before) + len(shown)]
+    chosen = evaluations[0] if fastest.fits else None
+    recommended = next(one for one in candidates if one.result.plan.program == simplest.plan.program) if chosen else None
     if mixes and chosen is not None:
-        chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
+        named = replace(chosen, result=_result_named(chosen, "adaptive"))
+        if recommended is not None and recommended.result.plan.program == named.result.plan.program:
+            recommended = named
+        chosen = named
     return Search(
         candidates=candidates,
         chosen=chosen,
+        recommended=recommended,
+        riskier=evaluations[-1] if is_faster else None,
         status="best_of_candidates" if chosen is not None else "infeasible",
         lower_bound_s=min(steps.bounds_s),
         judged=len(judged),
@@ -170,7 +215,51 @@ def search(
         tally=tally,
         placements=tuple(posed),
         unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
+        cut_short=cut_short,
     )
+
+
+def _open_all(
+    opening: _Opening,
+    parts: Mapping[str, list[Node]],
+    owners: Mapping[str, Incumbents],
+    together: Incumbents,
+    *,
+    mixes: bool,
+    top: int | None,
+    tell: _Telling,
+) -> list[str]:
+    """Open the parts of all families, then those that refine what was found; which families were not refined for themselves."""
+    if opening.spare is not None:
+        early = open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes, tell=tell)
+        opening.tally.add(early)
+    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
+    if opening.spare is not None:
+        opening.spare.left = max(0.0, opening.spare.left) + MOST_LATE_VISITS
+    for number, (name, own) in enumerate(owners.items()):
+        # where mixed placements only tie they are not recommended, so they are not searched for
+        ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
+        found = own if not mixes and top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
+        tell(f"refinements of {name}", len(opening.late[name]), found.best_s)
+        opening.later(name, found, 1 / (len(owners) - number))
+    for own in owners.values():
+        opening.misfit(own)
+    return unrefined
+
+
+@dataclass
+class _Telling:
+    """Says how far a search is, at most every two seconds. It decides nothing."""
+
+    say: Callable[[str], None]
+    last_s: float = field(default_factory=lambda: time.monotonic())
+
+    def __call__(self, what: str, left: int, best_s: float) -> None:
+        if time.monotonic() - self.last_s > 2.0:
+            self.last_s = time.monotonic()
+            best = "nothing fits so far" if best_s == float("inf") else f"best so far {format_seconds(best_s)}"
+            self.say(f"{what}: {left} parts left, {best}")
 
 
 def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
@@ -201,7 +290,7 @@ def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
 def _without_idle_ranks(problem: PlanningProblem, entry: JudgedPlan, steps: _Steps) -> JudgedPlan:
     """The plan on fewer devices where its tp axis divides nothing, unless these are slower or hold less than its own."""
     other = without_idle_ranks(entry.plan)
-    if other is entry.plan or (entry.fits and _excess_bytes(problem, other)):
+    if other is entry.plan or (entry.fits and (_excess_bytes(problem, other) or (entry.safe and problem.unsafe_bytes(other)))):
         return entry
     step_s = steps.of(other)
     return replace(entry, plan=other, step_s=step_s) if step_s <= entry.step_s * (1 + 1e-12) else entry
@@ -266,9 +355,13 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
     return max((memory.excess_bytes for memory in problem.unlike_memory(plan)), default=0)
 
 
-def _rank(entry: JudgedPlan) -> tuple[bool, float]:
-    """The order of the candidates: plans that fit first, the fastest of them first."""
-    return not entry.fits, entry.step_s
+def _unsafe_bytes(problem: PlanningProblem, plan: Plan) -> int:
+    return max((size for _, size in problem.unsafe_bytes(plan)), default=0)
+
+
+def _rank(entry: JudgedPlan) -> tuple[bool, bool, float]:
+    """The order of the candidates: plans that fit safely, plans that fit, the others; the fastest of them first."""
+    return not entry.fits, not entry.safe, entry.step_s
 
 
 def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
@@ -338,7 +431,7 @@ class _Opening:
     """
 
     problem: PlanningProblem
-    is_large: bool
+    divided: Sequence[PlanningProblem]
     judged: list[JudgedPlan] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     late: defaultdict[str, list[Node]] = field(default_factory=lambda: defaultdict(list))
@@ -350,19 +443,25 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return Allowance(len(self.problem.model.components)) if self.is_large else None
+        return None if is_small(self.problem) else Allowance(problems=(self.problem, *self.divided))
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
-        self._open(name, nodes, incumbents, self.late[name], float("inf"))
+        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare)
 
-    def later(self, name: str, incumbents: Incumbents) -> None:
-        """Open the late parts of a family, as many as may be."""
-        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem))
+    def later(self, name: str, incumbents: Incumbents, share: float) -> None:
+        """Open the late parts of a family, as many as may be, for a share of what may still be spent."""
+        if self.spare is None:
+            self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), None)
+            return
+        own = replace(self.spare, left=share * self.spare.left)
+        rest = self.spare.left - own.left
+        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), own)
+        self.spare.left, self.spare.memories = rest + max(0.0, own.left), own.memories
 
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
-        if not incumbents.steps_s:
+        if not incumbents.steps_s and incumbents.risky_s == float("inf"):
             self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
 
     @property
@@ -380,17 +479,26 @@ class _Opening:
 
         return (recomputed, divided)
 
-    def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
+    def _open(
+        self,
+        name: str,
+        nodes: list[Node],
+        incumbents: Incumbents,
+        late: list[Node] | None,
+        most: float,
+        spare: Allowance | None,
+    ) -> None:
         judged, tally = judged_best_first(
             nodes,
-            excess_bytes=partial(_excess_bytes, self.problem),
+            excess_bytes=partial(_unsafe_bytes, self.problem),
+            fits=lambda plan: not _excess_bytes(self.problem, plan),
             judge=self.steps.of,
             variants=self._variants,
             incumbents=incumbents,
             late=late,
             most=most,
             singles=most_singles(self.problem),
-            spare=self.spare,
+            spare=spare,
         )
         self.judged.extend(judged)
         self.tally.add(tally)
@@ -409,7 +517,9 @@ def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
     return first_of_each(ranked, program)
 
 
-def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], samples: int) -> tuple[Evaluation, ...]:
+def _with_intervals(
+    problem: PlanningProblem, kept: Sequence[Evaluation], samples: int, recommended: Plan
+) -> tuple[Evaluation, ...]:
     """With draws, and why each plan won or lost against the first of the ranking.
 
     A program that has several names is drawn once. Large programs get fewer draws, above all those of plans that lost.
@@ -418,6 +528,8 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
     ways_out: dict[Plan, str] = {}
     for entry in kept:
         reason = _reason(entry, first, problem.recompute)
+        if entry.result.plan.program == recommended != first.result.plan.program:
+            reason += "; a tie with the fastest, and simpler"
         if not first.result.fits:
             program = entry.result.plan.program
             if program not in ways_out:
@@ -457,6 +569,9 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     if plan.program == first.result.plan.program:
         return f"the same plan as {first.result.strategy}"
     slower = step_s - least_s
+    if slower < 0:
+        by, sure = f"{format_seconds(-slower)} ({-100 * slower / least_s:.0f}%)", entry.result.fit_probability
+        return f"faster by {by}, but fits with a probability of only {sure:.0%}{again}"
     return f"slower by {format_seconds(slower)} ({100 * slower / least_s:.0f}%){_where(entry, first)}{again}"
 
 
@@ -472,38 +587,60 @@ def _where(entry: Evaluation, first: Evaluation) -> str:
     return f"; mostly {name.removesuffix('_s').replace('_', ' ')} (+{format_seconds(more[name])} per rank)"
 
 
-# Plans that are closer to the choice than a measurement can tell.
+# The simplest of the plans that a measurement could not tell from the fastest.
 
 
-TIE = 0.035
-"""Of the step. Two measurements of one program differ by so much in the median (the A/A floor of `experiments/this_machine`).
-So a single run of each would not show which of two closer plans is faster."""
+def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
+    """What makes a plan harder to run and to change, the worst first: plans are compared by these numbers.
 
-
-def is_tie(step_s: float, best_s: float) -> bool:
-    """Whether a step is at most `TIE` longer than the best one. Seconds."""
-    return step_s <= best_s * (1 + TIE)
-
-
-def simpler_tie(problem: PlanningProblem, chosen: Evaluation) -> Evaluation | None:
-    """The simplest plan on the mesh of the choice that fits and ties with it; None where the choice is as simple.
-
-    Simpler means: no ZeRO, and buckets as PyTorch's DDP has them. Keys that the question gives stay.
+    Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; a cp axis; an ep axis; recomputation;
+    ZeRO (0, 3 as FSDP has it, 2, 1); sharding groups; chunks of a stage; buckets that are not PyTorch's.
     """
-    plan, asked = chosen.result.plan, problem.constraints
+    mesh = plan.mesh
+    return (
+        plan.strategy == "adaptive",
+        mesh.tp > problem.cluster.most_on_a_node,
+        mesh.pp > 1,
+        mesh.tp > 1,
+        mesh.cp > 1,
+        mesh.ep > 1,
+        bool(plan.recomputes),
+        (0, 3, 2, 1).index(plan.zero_stage),
+        mesh.dp_shard > 0,
+        plan.chunks > 1,
+        plan.bucket_bytes != DEFAULT_BUCKET_BYTES,
+    )
+
+
+def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s: Callable[[Plan], float]) -> JudgedPlan:
+    """The simplest plan that fits as safely as the fastest and ties with it; the fastest of those that are as simple.
+
+    Args:
+        judged: plans of which some fits. step_s: simulates a plan.
+    """
+    best = min(judged, key=_rank)
+    ties = [each for each in judged if (each.fits, each.safe) == (best.fits, best.safe) and is_tie(each.step_s, best.step_s)]
+    simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), entry.step_s))
+    for plan in sorted(_simpler(problem, simplest.plan), key=partial(complexity, problem)):
+        with contextlib.suppress(PlanError, CostError):  # the rules of a plan forbid the variant
+            if _excess_bytes(problem, plan) or (simplest.safe and problem.unsafe_bytes(plan)):
+                continue
+            seconds = step_s(plan)
+            if is_tie(seconds, best.step_s):
+                return replace(simplest, plan=plan, step_s=seconds)
+    return simplest
+
+
+def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan without ZeRO, as FSDP, and with PyTorch's buckets, as far as that is simpler and the question leaves it open."""
+    asked = problem.constraints
     is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard in (None, plan.mesh.dp)
-    stages = [0, plan.zero_stage] if plan.zero_stage and is_free else [plan.zero_stage]
-    sizes = [plan.bucket_bytes]
-    if asked.bucket_bytes is None and plan.bucket_bytes != DEFAULT_BUCKET_BYTES:
-        sizes.insert(0, DEFAULT_BUCKET_BYTES)
-    for stage, size in product(stages, sizes):
-        if (stage, size) == (plan.zero_stage, plan.bucket_bytes):
-            continue
-        simpler = replace(plan, mesh=plan.mesh if stage else plan.mesh.undivided(), zero_stage=stage, bucket_bytes=size)
-        try:
-            evaluation = evaluate(problem, simpler, samples=0, reason="simpler than the choice")
-        except PlanError:  # the rules of this plan forbid the variant, as gathering ahead does without ZeRO
-            continue
-        if evaluation.result.fits and is_tie(evaluation.result.step_s.median, chosen.result.step_s.median):
-            return evaluation
-    return None
+    stages = {plan.zero_stage, *((0, 3) if is_free and plan.zero_stage else ())}
+    sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
+    for stage in stages:
+        for size in sizes:
+            with contextlib.suppress(PlanError):
+                mesh = plan.mesh if stage else plan.mesh.undivided()
+                other = replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)
+                if complexity(problem, other) < complexity(problem, plan):
+                    yield other

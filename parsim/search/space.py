@@ -254,8 +254,8 @@ MOST_SINGLES = 500
 FEWEST_LATE = 20
 """The same of the largest problems, whose parts cost more to open."""
 
-MOST_VISITS = 90_000
-"""Components that a search of a large problem visits, about 10 CPU-seconds. What a part costs its `Node.visits` says."""
+MOST_VISITS, MOST_LATE_VISITS = 120_000, 40_000
+"""Components that a search visits, and in parts that refine what was found. What a part costs its `Node.visits` says."""
 
 MICROBATCHES_PER_VISIT = 20
 """A simulation takes as long as visiting its components once for so many microbatches, and once beside."""
@@ -268,14 +268,24 @@ MOST_MISSES = 10
 class Allowance:
     """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
 
-    Attributes: components: of the model. left: visits.
+    Attributes: problems: of which plans are visited. left: visits. memories: of how many plans the memory was known when it
+        was last asked.
     """
 
-    components: int
+    problems: tuple[PlanningProblem, ...]
     left: float = float(MOST_VISITS)
+    memories: int = 0
+
+    @property
+    def components(self) -> int:
+        """Of the model."""
+        return len(self.problems[0].model.components)
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
+        known_now = sum({id(problem): problem.memories_known for problem in self.problems}.values())
+        self.left -= (known_now - self.memories) * REMEMBERED * self.components
+        self.memories = known_now
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
 
     def open(self, visits: int) -> None:
@@ -291,6 +301,11 @@ def is_large(problem: PlanningProblem) -> bool:
     """Whether some parts of a search are opened before others."""
     choices = 1 if problem.division is None else problem.division.choices
     return problem.cluster.size * len(problem.model.components) * choices > LARGE
+
+
+def is_small(problem: PlanningProblem) -> bool:
+    """Whether all that a search might open is opened, whatever it takes."""
+    return len(problem.model.components) <= FEW_COMPONENTS
 
 
 def most_late(problem: PlanningProblem) -> int:
@@ -466,9 +481,9 @@ def cuts_by_bound(
 # A part of a family of plans, with a lower bound of the steps of its plans.
 
 
-LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
-"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
-plan; and of several plans."""
+LOOKED_AT, CUT, BOUNDED, REMEMBERED = 1, 2, 3, 2
+"""In visits of all components, what parts cost to open: a root; the bound of a cut; those of its ZeRO stages. And the memory of
+each plan that is worked out meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -483,10 +498,12 @@ class Node:
             Infinite: other parts are closer.
         over_bytes: by how much the single plan is known not to fit; 0 where it might.
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
-        promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
+        promise_s: what its best plan is likely to take; usual: whether it is opened before all that are not. They decide
+            nothing but the order of parts.
         fits: whether the single plan is known to fit.
         covered: whether late parts beside it hold all its plans that may win: it is left out where these are opened.
         instead_of_one: whether it is judged in place of a single plan that does not fit.
+        at_once: whether it is opened before all others, as are the parts it consists of: to come to it took long.
         visits: what opening it costs, in visits of all components (`parsim.search.space.Allowance`).
     """
 
@@ -499,9 +516,11 @@ class Node:
     over_bytes: float = 0.0
     late: bool = False
     promise_s: float = float("inf")
+    usual: bool = True
     fits: bool = False
     covered: bool = False
     instead_of_one: bool = False
+    at_once: bool = False
     visits: int = 1
 
     @property

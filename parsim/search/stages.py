@@ -537,10 +537,16 @@ class Cutting:
 
 
 def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
-    """Per place on the pp axis by how much its worst rank does not fit."""
-    worst = [0.0] * plan.mesh.pp
+    """Per place on the pp axis by how much its worst rank does not fit safely; 0 where it does."""
+    return [max(0.0, over) for over in place_over_bytes(problem, plan)]
+
+
+def place_over_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
+    """Per place on the pp axis how many bytes its worst rank needs beyond what it has; below 0 where it has more."""
+    worst = [-float("inf")] * plan.mesh.pp
     for memory in problem.unlike_memory(plan):
-        if not memory.fits:
-            place = plan.stage_of_rank(memory.rank)
-            worst[place] = max(worst[place], float(memory.excess_bytes), 1.0)
+        place = plan.stage_of_rank(memory.rank)
+        short = float(memory.needed_at(problem.safe_probability) - memory.limit_bytes)
+        over = max(short, float(memory.host_excess_bytes)) if memory.host_excess_bytes else short
+        worst[place] = max(worst[place], over)
     return worst

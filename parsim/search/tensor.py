@@ -12,7 +12,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly
@@ -36,13 +35,17 @@ from parsim.search.placement.problem import (
     unconverted,
 )
 from parsim.search.prices import Prices, placements_of
+from parsim.search.space import is_small
 from parsim.search.stages import is_long
 
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
 
-MOST_LABELS = 20_000
+MOST_LABELS = 2_000
 """Of one exact search for placements. Beyond it the best choice known is taken, with the bound that is proven."""
+
+PLACED_WITHIN = 2e-3
+"""Of a step, to which a choice is proven: the placement problem leaves out overlap, which is worth more."""
 
 MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
@@ -236,12 +239,14 @@ def best_placement(
     limited = bool((np.sum([sizes.max(axis=0) for sizes in every.memory_bytes], axis=0) > every.limit_bytes).any())
     kept = options_in_reach(every, hints, lambda some: converted(some, prices, microbatches))
     some = converted(every.restricted(kept), prices, microbatches)
-    solution = solve_exactly(some, hints=numbers_among(kept, hints), most_labels=MOST_LABELS)
+    solution = solve_exactly(some, hints=numbers_among(kept, hints), most_labels=MOST_LABELS, within=PLACED_WITHIN)
     if not solution.choice:
         return BestPlacement(solution, None, limited)
     solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
     placements = _named(every, solution.choice)
-    if mesh.pp > 1 or mesh.copies > 1 or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+    recomputes = problem.recompute == AUTO and not is_small(problem)  # then it is made to fit by recomputation
+    several = mesh.pp > 1 or mesh.copies > 1
+    if recomputes or several or _fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
         return BestPlacement(solution, placements, limited)
     placing = converted(every, prices, microbatches)
     return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
@@ -256,7 +261,7 @@ class BestPlacement(NamedTuple):
 
 
 def _fits(problem: PlanningProblem, plan: Plan) -> bool:
-    return all(memory.fits for memory in problem.unlike_memory(plan))
+    return not problem.unsafe_bytes(plan)
 
 
 def _within_memory(
@@ -281,7 +286,7 @@ def _within_memory(
         named = _named(placing, choice)
         if _fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
             best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), named
-    for ways, alone in product(_ways_sets(placing), (False, True)):
+    for ways, alone in _ways_sets(placing):
         some = placing.restricted(
             [
                 [number for number, option in enumerate(options) if option.ways in ways and (alone or option.kind != "place")]
@@ -293,19 +298,20 @@ def _within_memory(
         too_little = np.minimum(0.0, placing.limit_bytes)
         too_much = room = placing.limit_bytes
         for _ in range(TIGHTENINGS):
-            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=MOST_LABELS)
+            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=MOST_LABELS, within=PLACED_WITHIN)
             if best is not None and solution.choice and solution.seconds >= best[0].seconds:
                 break
             if not solution.choice:
                 too_little, room = room, (room + too_much) / 2
                 continue
             named = _named(some, solution.choice)
-            memory = problem.memory(_plan(problem, mesh, named, microbatches, zero_stage))
-            if all(entry.fits for entry in memory):
+            plan = _plan(problem, mesh, named, microbatches, zero_stage)
+            if not problem.unsafe_bytes(plan):
                 best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), named
                 break
             parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
-            left = np.array([entry.limit_bytes - entry.needed_bytes for entry in memory]) + parts
+            needed = [entry.needed_at(problem.safe_probability) for entry in problem.memory(plan)]
+            left = placing.limit_bytes - np.array(needed) + parts
             too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
     if best is not None:
         return best
@@ -324,12 +330,15 @@ def _evenly_cut(placing: PlacementProblem) -> Iterator[tuple[int, ...]]:
         yield tuple(choice)
 
 
-def _ways_sets(placing: PlacementProblem) -> Iterator[frozenset[int]]:
-    """Sets of ways that any option has, few ways first; whole components (1 way) belong to each."""
+def _ways_sets(placing: PlacementProblem) -> Iterator[tuple[frozenset[int], bool]]:
+    """Sets of ways that options may have, and whether a component may lie on a single rank: none, each alone, then all.
+
+    Whole components (1 way) belong to each.
+    """
     known = sorted({option.ways for options in placing.options for option in options} - {1}, reverse=True)
-    for size in range(len(known) + 1):
-        for some in combinations(known, size):
-            yield frozenset((1, *some))
+    some = dict.fromkeys(frozenset((1, *ways)) for ways in ((), *((each,) for each in known), tuple(known)))
+    yield from ((ways, False) for ways in some)
+    yield frozenset((1, *known)), True
 
 
 def allowed_placements(problem: PlanningProblem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:

@@ -52,13 +52,13 @@ from parsim.search.space import (
     BOUNDED,
     CUT,
     LOOKED_AT,
-    REMEMBERED,
     Allowance,
     Bounds,
     Node,
     PosedPlacement,
     bucket_sizes,
     is_large,
+    is_small,
     is_usual,
     least_round_s,
     microbatch_counts,
@@ -134,11 +134,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedPlan:
-    """A plan that was simulated, its step, and whether it fits."""
+    """A plan that was simulated, its step, and whether it fits; safe: with the probability that a search prefers."""
 
     plan: Plan
     step_s: float
     fits: bool = True
+    safe: bool = True
 
 
 MOST_BOUNDED = 8
@@ -184,7 +185,8 @@ class Closest:
         for variants_of in variants:
             plans = [_closest([each for plan in plans for each in variants_of(plan)], excess_bytes)]
         plan = _closest(plans, excess_bytes)
-        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
+        fits = not excess_bytes(plan)
+        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=fits, safe=fits)]
 
     def _plans(self) -> list[Plan]:
         """What to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
@@ -206,6 +208,19 @@ def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan
     return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
 
 
+TIE = 0.035
+"""Of the step. Two measurements of one program differ by so much in the median (the A/A floor of `experiments/this_machine`).
+So a single run of each would not show which of two closer plans is faster."""
+
+
+def is_tie(step_s: float, best_s: float) -> bool:
+    """Whether a step is at most `TIE` longer than the best one. Seconds."""
+    return step_s <= best_s * (1 + TIE)
+
+
+DEAR = 0.05
+"""Of a bound: so much later come parts that take long to open, because recomputation takes longer than its bound."""
+
 LOSERS_WITHIN = 0.02
 """A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
 
@@ -216,12 +231,20 @@ class Incumbents:
 
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
         its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
+        risky_s: of the fastest plan so far that fits, and not safely. ahead: of the best step, by how much one must be faster.
     """
 
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
     rival_s: float = float("inf")
     closest: Closest = field(default_factory=Closest)
+    risky_s: float = float("inf")
+    ahead: float = 0.0
+
+    @property
+    def risky_bar_s(self) -> float:
+        """A plan that does not fit safely is wanted if it is faster than any other such plan, and no tie with a safe one."""
+        return min(self.risky_s, min(self.best_s, self.rival_s) / (1 + TIE))
 
     @property
     def best_s(self) -> float:
@@ -234,7 +257,7 @@ class Incumbents:
         best = sorted(self.steps_s.values())
         if len(best) < self.wanted:
             return float("inf")
-        bar = best[self.wanted - 1]
+        bar = best[self.wanted - 1] / (1 + self.ahead)
         return min(bar, max(self.rival_s, (1 - LOSERS_WITHIN) * bar))
 
 
@@ -249,11 +272,13 @@ def judged_best_first(
     most: float = float("inf"),
     singles: int = 0,
     spare: Allowance | None = None,
+    fits: Callable[[Plan], bool] = lambda _: False,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
     Args:
-        excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
+        excess_bytes: by how much a plan does not fit safely. judge: seconds of a plan's step.
+        fits: whether a plan that does not fit safely fits; the fastest of these are judged too.
         incumbents: the best so far, read and added to. late: receives the parts that are put aside; None: none are.
         most: parts that are opened, once some plan fits; those that cost nothing apart. singles: how many more if they are
             single plans, which wait behind parts of lower bounds.
@@ -263,28 +288,40 @@ def judged_best_first(
         Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
     """
     tally, number = Tally(), counter()
-    queue: list[tuple[float, int, Node]] = []
+    queue: list[tuple[bool, float, int, Node]] = []
     judged, passed = list[JudgedPlan](), list[tuple[float, int]]()
     closest = Closest()
 
-    def push(node: Node, least_s: float = 0.0) -> None:
+    def push(node: Node, least_s: float = 0.0, *, at_once: bool = False) -> None:
+        if at_once and not node.at_once:
+            node = replace(node, at_once=True)
         if node.late and late is not None:
             late.append(node if node.bound_s >= least_s else replace(node, bound_s=least_s))
         else:
             first = node.fits and spare is not None and not incumbents.steps_s  # then the search knows when to stop
-            heapq.heappush(queue, (0.0 if first else max(node.bound_s, least_s), next(number), node))
+            own_s = max(node.bound_s, least_s)
+            likely_s = 0.0 if first else own_s * (1 + DEAR if node.instead_of_one else 1)
+            heapq.heappush(
+                queue,
+                (not node.at_once, likely_s, next(number), node if node.bound_s >= least_s else replace(node, bound_s=least_s)),
+            )
 
     for node in nodes:
         push(node)
     taken = 0
-    while queue and queue[0][0] < incumbents.bar_s:
+    while queue:
+        if queue[0][-1].bound_s >= incumbents.bar_s:
+            node = heapq.heappop(queue)[-1]
+            passed.append((node.bound_s, node.size))
+            continue
         if spare is None and taken >= most + singles:
             break
         # without a plan that fits the search of a large problem goes on for longer
         known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
-        if spare is not None and ((taken >= most and known) or not spare.lasts(known=known)):
+        if spare is not None and ((taken >= most and known) or not (queue[0][-1].at_once or spare.lasts(known=known))):
             break
-        bound_s, _, node = heapq.heappop(queue)
+        node = heapq.heappop(queue)[-1]
+        bound_s = node.bound_s
         if spare is None and taken >= most and not node.is_one:
             passed.append((bound_s, node.size))
             continue
@@ -299,17 +336,22 @@ def judged_best_first(
                 continue
             if node.opened is not None:
                 for part in node.opened():
-                    push(part, node.bound_s)
+                    push(part, node.bound_s, at_once=node.at_once)
                 continue
             assert node.plan is not None
             over = node.over_bytes or excess_bytes(node.plan)
             if over:
                 others = list(node.instead()) if node.instead is not None else []
                 others = [other for other in others if late is not None or not other.covered]
-                tally.too_large += all(other.late for other in others)
+                if not node.over_bytes and bound_s < incumbents.risky_bar_s and fits(node.plan):
+                    judged.append(JudgedPlan(plan=node.plan, step_s=judge(node.plan), safe=False))
+                    incumbents.risky_s = min(incumbents.risky_s, judged[-1].step_s)
+                    tally.simulated += 1
+                else:
+                    tally.too_large += all(other.late for other in others)
                 closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
                 for other in others:
-                    push(other, node.bound_s)
+                    push(other, node.bound_s, at_once=node.at_once)
                 continue
             if spare is not None:
                 spare.simulate(node.plan)
@@ -322,7 +364,7 @@ def judged_best_first(
         tally.simulated += 1
         judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
         incumbents.steps_s[node.plan.program] = step_s
-    tally.leave([*passed, *((bound_s, node.size) for bound_s, _, node in queue)], incumbents.bar_s)
+    tally.leave([*passed, *((node.bound_s, node.size) for *_, node in queue)], incumbents.bar_s)
     if spare is not None:
         incumbents.closest.add(closest)
     elif late is not None and not judged and not incumbents.steps_s:
@@ -382,7 +424,7 @@ class Members:
             )
         if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
-        if not is_large(self.problem):
+        if is_small(self.problem):
             return self._by_counts(mesh, orders(self.problem, mesh))
         if self.mixed:
             every = partial(self._by_counts, mesh, orders(self.problem, mesh))
@@ -390,14 +432,17 @@ class Members:
         return self._outlines(mesh)
 
     def _outlines(self, mesh: Mesh) -> list[Node]:
-        """The parts of one mesh of a large problem: one per number of microbatches and usual order, all else in a late part."""
+        """The parts of one mesh: one per number of microbatches and order; of a large problem usual orders, the others late."""
         problem = self.problem
-        counts, every = microbatch_counts(problem, mesh), orders(problem, mesh)
-        usual = [order for order in every if is_usual(problem, mesh, order)]
         least_s = device_bound_s(problem, mesh.size)
         nodes = []
-        for count in counts:
-            for order in usual:
+        for order in orders(problem, mesh):
+            usual = is_usual(problem, mesh, order)
+            if not usual and is_large(problem):
+                size = len(microbatch_counts(problem, mesh)) * self._ways(mesh)
+                nodes.append(Node(least_s, size, partial(self._by_counts, mesh, [order]), late=True))
+                continue
+            for count in microbatch_counts(problem, mesh):
                 # of what is impossible or has no price neither is known: it says so when it is opened
                 bound_s, promise_s = 0.0, float("inf")
                 with contextlib.suppress(PlanError, ScheduleError, CostError):
@@ -408,19 +453,15 @@ class Members:
                 bound_s = max(least_s, bound_s)
                 missing = partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False)
                 opened = self._opening(mesh, count, [order], bound_s)
-                nodes.append(
-                    Node(bound_s, self._ways(mesh), opened, missing_bytes=missing, visits=LOOKED_AT, promise_s=promise_s)
-                )
-        unusual = tuple(order for order in every if order not in usual)
-        if unusual:
-            size = len(counts) * len(unusual) * self._ways(mesh)
-            nodes.append(Node(least_s, size, lambda: self._by_counts(mesh, unusual), late=True))
+                node = Node(bound_s, self._ways(mesh), opened, missing_bytes=missing, visits=LOOKED_AT, promise_s=promise_s)
+                nodes.append(replace(node, usual=usual))
         return nodes
 
     def _by_counts(self, mesh: Mesh, every: Sequence[OrderAndChunks]) -> list[Node]:
         """The parts with some pipeline orders."""
         nodes = []
-        for count in microbatch_counts(self.problem, mesh):
+        counts = microbatch_counts(self.problem, mesh)
+        for count in reversed(counts) if self.mixed else counts:  # placements of small microbatches fit first
             least = least_seconds(self.problem, mesh, count, mixed=self.mixed)
             if self.mixed:
                 nodes += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
@@ -452,7 +493,7 @@ class Members:
         if not parts:
             return []
         devices = [some[0].size for some, _ in parts]
-        if is_large(self.problem) and weights_are_too_many(self.problem, devices[0]):
+        if not is_small(self.problem) and weights_are_too_many(self.problem, devices[0]):
             never = float("inf")  # nor are they close to it, beside plans on more devices
             every = sum(size for _, size in parts)
             return [Node(0.0, every, partial(opened, self, parts[0][0], {}), missing_bytes=lambda: never)]
@@ -502,6 +543,11 @@ class Members:
         all of a backward, or where stages do not wait for one another."""
         return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
 
+    @property
+    def _solved(self) -> bool:
+        """Whether placements were solved for, which takes longer than to judge the plans that follow."""
+        return self.mixed and not is_small(self.problem)
+
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
         return bucket_sizes(self.problem)
@@ -517,7 +563,8 @@ class Members:
         def opened() -> list[Node]:
             nodes = []
             for cutting in self._cuttings(mesh, count, some):
-                nodes.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting), visits=CUT))
+                of_cut = partial(self._of_cut, cutting)
+                nodes.append(Node(bound_s, self._ways(mesh), of_cut, visits=CUT, at_once=self._solved))
                 nodes += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
             return nodes
 
@@ -610,7 +657,7 @@ class Members:
         missing, closest = missing_of_cut(self.problem, plan, cutting)
         if missing:
             return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
-        first = self._sizes[:1] if is_large(self.problem) else self._sizes
+        first = self._sizes if is_small(self.problem) else self._sizes[:1]
 
         def of_sizes(sizes: Sequence[int], least_s: float) -> list[Node]:
             return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, sizes)] if sizes else []
@@ -666,12 +713,19 @@ class Members:
         if over and not may_fit(self.problem, plan, cutting):
             return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
         bound_s = step_bound_s(self.problem, plan)
-        return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over, visits=REMEMBERED)
+        return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over)
 
 
 # The parts of all families of a large problem, one by one: the most promising first, as far as the allowance lasts.
 #
 # Two families are not searched one after the other, because the first would spend what the better one needs.
+
+
+FEWEST_OF_A_FAMILY = 3
+"""Outlines of a family that are opened, whatever is left to spend, until one has a plan that fits: an answer shows it."""
+
+UNLIKELY = 0.1
+"""Of the best step so far: an outline whose estimate is so much longer is not opened."""
 
 
 def open_one_by_one(
@@ -682,23 +736,32 @@ def open_one_by_one(
     opened: Callable[[str, list[Node], Incumbents], None],
     *,
     rivals: bool,
+    tell: Callable[[str, int, float], None],
 ) -> Tally:
     """Open the parts of all families, and count the plans of those that were not opened.
 
     Args:
         parts: by family. owners: the best plans of each family so far. together: of all families. spare: what may be spent.
-        opened: opens parts of a family. rivals: whether a family is left that can no longer be faster than another one.
+        opened: opens parts of a family. tell: hears which family is opened, how many parts are left and the best step so far.
+        rivals: whether a family is left that can no longer be faster than another one.
     """
-    queue = [(node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
+    queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
-    for _, bound_s, name, node in sorted(queue, key=lambda entry: entry[:2]):
+    opened_of: Counter[str] = Counter()
+    for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
         family = owners[name]
         if family is not together and rivals:
             family.rival_s = together.best_s
-        known = bool(family.steps_s) or family.rival_s < float("inf")
-        if bound_s >= family.bar_s or not spare.lasts(known=known):
+        known = bool(family.steps_s) or (family.rival_s < float("inf") and opened_of[name] >= FEWEST_OF_A_FAMILY)
+        if node.late:
+            opened(name, [node], family)  # puts it aside
+            continue
+        unlikely = node.promise_s > (1 + UNLIKELY) * family.best_s
+        if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
+        opened_of[name] += 1
+        tell(name, len(queue) - opened_of.total(), together.best_s)
         opened(name, [node], family)
         if family is not together:
             together.steps_s.update(family.steps_s)

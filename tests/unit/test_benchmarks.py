@@ -21,7 +21,7 @@ SAYS = {
     "bench_scale": "Lowering every rank",
     "bench_sweep": "searched, half dp",
     "bench_search": "plans considered",
-    "bench_large_search": "not tried",
+    "bench_questions": "plans considered",
     "bench_screening": "rank correlation",
     "bench_virtual": "exponential",
     "bench_limits": "| complete | 18 |",

@@ -18,6 +18,7 @@ from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+from parsim.search.tree import is_tie
 
 RUN_TOML = """
 [model]
@@ -97,7 +98,9 @@ def test_plan_ranks_the_families_and_keeps_the_chosen_one(call: Call, tmp_path: 
     for candidate in document["candidates"]:
         assert_is_result(candidate)
         assert candidate["reason"]
-    assert document["chosen"]["step_s"]["median"] == medians[0]
+    assert document["fastest"]["step_s"]["median"] == medians[0]
+    assert document["chosen"]["step_s"]["median"] in medians
+    assert is_tie(document["chosen"]["step_s"]["median"], medians[0])
     assert document["status"] in ("best_of_candidates", "optimal")
     assert 0 <= document["gap"] <= 1
     assert json.loads(Plan.load(tmp_path / "plan.json").to_json()) == document["chosen"]["plan"]
@@ -120,7 +123,7 @@ def test_simulating_the_plan_that_was_kept_gives_its_prediction_again(call: Call
 def test_simulate_breaks_the_step_down(call: Call, strategy: str) -> None:
     document = result_of(call, "simulate", "RUN.toml", "--strategy", strategy)
     assert_is_result(document)
-    assert document["strategy"] == strategy
+    assert document["strategy"] == strategy or strategy == "adaptive"  # then it names the family of what it recommends
     ranks = len(document["peak_memory_bytes"])
     assert [rank["rank"] for rank in document["breakdown"]] == list(range(ranks))
     for rank in document["breakdown"]:

@@ -15,7 +15,7 @@ from parsim.app.sweep.rows import CATEGORIES, FAILED
 from parsim.app.sweep.sweep import open_sweep
 from parsim.errors import ConfigError
 from parsim.files import parse_toml, read_json, read_text
-from parsim.search.search import is_tie
+from parsim.search.tree import is_tie
 from parsim.units import format_bytes, format_seconds
 
 EXAMPLE = "give run folders, JSON files of `parsim plan --json` or `simulate --json`, or points of a sweep (FOLDER:NUMBER)"

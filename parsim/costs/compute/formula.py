@@ -314,8 +314,8 @@ def _tiles_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
         columns *= taps
     else:
         depth *= taps
-    sizes = np.array([rows, columns, depth, problems, launch.size_bytes])[:, None]
-    return float(tile_seconds(*sizes, coefficients)[0])
+    m, n, k, b, size_bytes = np.array([rows, columns, depth, problems, launch.size_bytes])[:, None]
+    return float(tile_seconds(m, n, k, b, size_bytes, coefficients)[0])
 
 
 def _attention_s(launch: Launch, coefficients: Mapping[str, float]) -> float:

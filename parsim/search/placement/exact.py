@@ -319,12 +319,17 @@ class _Labels(NamedTuple):
 
 
 def solve_exactly(
-    placing: PlacementProblem, *, hints: Iterable[Sequence[int]] = (), most_labels: int = MOST_LABELS
+    placing: PlacementProblem,
+    *,
+    hints: Iterable[Sequence[int]] = (),
+    most_labels: int = MOST_LABELS,
+    within: float = TOLERANCE,
 ) -> Solution:
     """The choice with the shortest step that fits, proven; "feasible" with its bound if that takes too many labels.
 
     Args:
-        most_labels: kept at once.
+        within: of a step: a choice that is known to be so close to the best is taken.
+        most_labels: kept at once; 0: the best choice under some prices of memory, which need not be the best.
         hints: known choices to start from (the uniform ones); those that do not fit are ignored.
 
     Returns:
@@ -332,10 +337,10 @@ def solve_exactly(
     """
     frontiers = Frontiers(_with_distinct_ranks(placing))
     placing = frontiers.placing
-    best, relaxation = _bounds(frontiers, hints)
-    bound_s, gave_up = relaxation.value, False
-    proven = best is not None and best[0] - bound_s <= TOLERANCE * abs(best[0])
-    if bound_s < np.inf and not proven and (best is not None or _parts_fit(placing)):
+    best, relaxation = _bounds(frontiers, hints, within)
+    bound_s, gave_up = relaxation.value, not most_labels
+    proven = best is not None and best[0] - bound_s <= within * abs(best[0])
+    if bound_s < np.inf and not proven and most_labels and (best is not None or _parts_fit(placing)):
         search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
         found, gave_up = search.run(), search.gave_up
         if found is not None and (best is None or found[0] < best[0]):
@@ -343,7 +348,8 @@ def solve_exactly(
         if not gave_up and best is not None:
             bound_s = best[0]
     if best is not None and bound_s < np.inf:
-        return Solution(choice=best[1], seconds=best[0], lower_bound_s=bound_s, status="feasible" if gave_up else "optimal")
+        is_best = not gave_up and best[0] - bound_s <= TOLERANCE * abs(best[0])
+        return Solution(choice=best[1], seconds=best[0], lower_bound_s=bound_s, status="optimal" if is_best else "feasible")
     if gave_up:
         return no_choice("inaccurate", "the search was left before any choice that fits was found", bound_s)
     return no_choice("infeasible", why_infeasible(placing))
@@ -374,7 +380,9 @@ def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:
     return replace(placing, memory_bytes=memory, limit_bytes=placing.limit_bytes[keep])
 
 
-def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
+def _bounds(
+    frontiers: Frontiers, hints: Iterable[Sequence[int]], within: float
+) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
     """The best feasible choice met while prices of memory are raised, improved by single changes; and the best bound."""
     placing = frontiers.placing
     best: tuple[float, tuple[int, ...]] | None = None
@@ -401,6 +409,8 @@ def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple
         over = (memory_of(placing, choice) - placing.limit_bytes) / scale
         if np.all(over <= 0) and not prices.any():
             break
+        if best is not None and best[0] - tightest.value <= within * abs(best[0]):
+            break
         target = best[0] if best is not None else 2 * abs(tightest.value) + 1e-12
         norm = float(over @ over)
         if norm == 0:
@@ -412,27 +422,35 @@ def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple
             tightest = relaxation
         else:
             pace *= 0.8
-    if best is not None and best[0] - tightest.value > TOLERANCE * abs(best[0]):
+    if best is not None and best[0] - tightest.value > within * abs(best[0]):
         best = _improve(placing, best)
     return best, tightest
 
 
 def _improve(placing: PlacementProblem, best: tuple[float, tuple[int, ...]]) -> tuple[float, tuple[int, ...]]:
-    """Change one component at a time as long as that helps."""
-    seconds, choice = best
-    changed = True
-    rounds = 0
+    """Change one component at a time as long as that helps: first to what computation and conversions say is fastest."""
+    seconds, chosen = best
+    choice = list(chosen)
+    pairs: list[list[tuple[int, Floats]]] = [[] for _ in choice]
+    for (one, two), (forward, backward) in placing.conversion_s.items():
+        pairs[one].append((two, forward + backward))
+        pairs[two].append((one, (forward + backward).T))
+    alone = [ahead + back for ahead, back in zip(placing.forward_s, placing.backward_s, strict=True)]
+    used = memory_of(placing, choice)
+    changed, rounds = True, 0
     while changed and rounds < 3:
         changed, rounds = False, rounds + 1
-        for number, options in enumerate(placing.options):
-            for option in range(len(options)):
-                if option == choice[number]:
-                    continue
+        for number, sizes in enumerate(placing.memory_bytes):
+            own_s = alone[number] + sum((cost[:, choice[other]] for other, cost in pairs[number]), np.zeros(len(sizes)))
+            rest = used - sizes[choice[number]]
+            helps = (own_s < own_s[choice[number]]) & np.all(rest + sizes <= placing.limit_bytes * (1 + TOLERANCE), axis=1)
+            for option in sorted(np.flatnonzero(helps).tolist(), key=own_s.__getitem__):
                 other = (*choice[:number], option, *choice[number + 1 :])
                 trial = step_s(placing, other)
                 if trial < seconds * (1 - TOLERANCE) and fits(placing, other):
-                    seconds, choice, changed = trial, other, True
-    return seconds, choice
+                    seconds, choice, used, changed = trial, list(other), rest + sizes[option], True
+                    break
+    return seconds, tuple(choice)
 
 
 class _Search:
