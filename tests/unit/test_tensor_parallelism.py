@@ -48,7 +48,7 @@ def check(model: str, tp: int, cluster: str, strategies: tuple[str, ...] = ("mp"
     for (strategy, granularity), answer in answers.items():
         if isinstance(first, str) or isinstance(answer, str):
             assert answer == first, (strategy, granularity)
-            assert "the nearest that does: tp = " in first or "use pp and dp" in first
+            assert any(text in first for text in ("the nearest that do", "use pp and dp", "No plan fits. The nearest is"))
         else:
             assert answer == answers[strategy, None], (strategy, granularity)
             assert answer == pytest.approx(first, rel=WITHIN), (strategy, granularity)
@@ -63,7 +63,7 @@ def test_the_zoo(name: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", some_quick(WAYS, 8))
 @pytest.mark.parametrize("name", some_quick([name for name in NAMED if NAMED[name].shape is not None], "gpt3-1.3b"))
 def test_named_families(name: str, tp: int) -> None:
-    check(name, tp, "8xh100-sxm", ("custom",))
+    check(name, tp, "8xh100-sxm", ("custom",), **{"model.args": {"layers": 4}})
 
 
 @pytest.mark.slow
