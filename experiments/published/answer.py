@@ -63,6 +63,8 @@ def _memory(problem: PlanningProblem, asked: Asked) -> dict[str, Any]:
     fullest = max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
     state = dict(fullest.lines).get("optimizer_state", 0)
     spared = round(state * REMAINDERS) if asked.framework.remainders else 0
+    if asked.kept.in_backward:
+        spared += dict(fullest.lines).get("gradients", 0)
     return {
         "peak_bytes": fullest.total_bytes - spared,
         "low_bytes": fullest.low_bytes - spared,
@@ -80,8 +82,9 @@ def _problem(asked: Asked) -> PlanningProblem:
         numerics=Numerics(
             precision="fp16" if asked.scaled else asked.precision,
             optimizer=asked.optimizer,
+            master_weights=asked.kept.master_weights,
+            state_dtype=asked.kept.state_dtype,
             gradient_dtype="fp32" if asked.full_gradients else "",
-            master_weights=asked.master_weights,
         ),
         learnt=RAW,
     )

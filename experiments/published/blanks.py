@@ -190,13 +190,10 @@ def _by_sizes(row: Row, framework: Rule, vocab: int, notes: Notes) -> Shape:
         vocab = notes.assume("vocabulary", padded)
     shape = Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=vocab, causal=not encoder)
     plain = layers * 12 * hidden**2
-    if (
-        not row.params
-        or abs(math.log((plain + vocab * hidden) / row.params)) < ALIKE
-        or abs(math.log(plain / row.params)) < ALIKE
-    ):
-        return shape
+    counts = (plain + vocab * hidden, plain)
     gated = GATED.search(row.model) is not None
+    if not row.params or (not gated and min(abs(math.log(count / row.params)) for count in counts) < ALIKE):
+        return shape
     arms = 3 if gated else 2
     tied = not gated or row.params < 2e9  # larger models of this kind keep an output matrix of their own
     left = row.params - (1 if tied else 2) * vocab * hidden - layers * 4 * hidden**2
@@ -387,16 +384,34 @@ INTERLEAVED = re.compile(r"(?<!non-)(?<!not )(?<!no )(?<!without )(?<!before the
 HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
 OFFLOADED = re.compile(r"(?<!no )(?<!without )offload", re.IGNORECASE)
 PURE_HALF = re.compile(r"pure bf16|no fp32 master|without (?:fp32 )?master|optimi[sz]er (?:states? )?in bf16", re.IGNORECASE)
-EIGHT_BIT = re.compile(r"8[- ]bit", re.IGNORECASE)
+EIGHT_BIT = re.compile(r"8[- ]?bit(?: paged)?[- ](?:adam|optimi[sz]er|states?)|adam\w*8bit", re.IGNORECASE)
+IN_BACKWARD = re.compile(r"(?:optimi[sz]er|step|update)s? in (?:the )?backward", re.IGNORECASE)
 
 
-def masters_of(row: Row, precision: str, notes: Notes) -> bool:
-    """Whether the optimizer keeps weights in fp32; what it keeps otherwise is noted."""
-    if EIGHT_BIT.search(row.notes):
-        notes.lacks.append("optimizer states of 8 bits, held as wider ones")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a run keeps of its weights. master_weights, state_dtype: as in `parsim.model.formats.Numerics`.
+
+    in_backward: weights are updated as soon as their gradients are there, so no gradients are kept.
+    """
+
+    master_weights: bool = True
+    state_dtype: str = ""
+    in_backward: bool = False
+
+
+AS_USUAL = Kept()
+
+
+def kept_of(row: Row, precision: str, notes: Notes) -> Kept:
+    """What the row's notes say that its optimizer keeps; offload is noted, and not expressed."""
     if OFFLOADED.search(row.notes) or OFFLOADED.search(row.zero):
         notes.lacks.append("offload to the host: neither its time nor what it spares")
-    return not (precision == "bf16" and PURE_HALF.search(row.notes))
+    return Kept(
+        master_weights=not (precision == "bf16" and PURE_HALF.search(row.notes)),
+        state_dtype="int8" if EIGHT_BIT.search(row.notes) else "",
+        in_backward=IN_BACKWARD.search(row.notes) is not None,
+    )
 
 
 def _group_of(row: Row, split: Split, per_node: int, notes: Notes) -> int:

@@ -10,8 +10,10 @@ from functools import partial
 from itertools import accumulate
 
 from experiments.published.blanks import (
+    AS_USUAL,
     Batch,
     CannotExpressError,
+    Kept,
     Notes,
     Split,
     States,
@@ -20,7 +22,7 @@ from experiments.published.blanks import (
     chunks_of,
     expert_ways_of,
     half_of,
-    masters_of,
+    kept_of,
     precision_of,
     seq_of,
     shape_of,
@@ -195,8 +197,8 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     scaled: bool = False
+    kept: Kept = AS_USUAL
     full_gradients: bool = False
-    master_weights: bool = True
     part: str = ""
     per_node: int = 8
     peak_flop_per_s: float = 0.0
@@ -269,7 +271,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         row=row, framework=framework, shape=shape, split=split, batch=batch, states=states, ep=expert_ways, chunks=chunks
     )
     plan = plan_of(model, given)
-    masters = masters_of(row, precision, notes)
+    kept = kept_of(row, precision, notes)
     launches = 0.0 if framework.graphs else framework.launches
     return Asked(
         row=row,
@@ -284,10 +286,10 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
+        kept=kept,
         full_gradients=precision in ("bf16", "fp8", "nvfp4")
         and half_of(row.precision) == "bf16"
         and (framework.full_gradients or framework.bf16_gradients > 0),
-        master_weights=masters,
         scaled=framework.scales_fp16 and precision == "bf16" and half_of(row.precision) == "fp16",
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),

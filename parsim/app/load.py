@@ -29,6 +29,7 @@ from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
+from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
@@ -67,7 +68,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     plan, training = config.plan, config.training
     cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
     model = as_software_runs(model or config.source.model or model_of(config), config)
-    model = with_update_groups(model, training.recipe.update_groups)
+    model = with_update_groups(with_routing(model, routing_of(config)), training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
@@ -146,6 +147,19 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
             f"{cluster.profile.name} does not say apart; drop it, or name GPUs that do (h100-sxm, b200)"
         )
     return cluster
+
+
+def with_routing(model: Model, routing: ExpertRouting) -> Model:
+    """The Model, whose assumptions say what is taken of the way of tokens to experts where it is not the simplest."""
+    if BALANCED not in model.assumptions:
+        return model
+    kept = [BALANCED]
+    if routing.skew:
+        kept = [f"visits of single experts have a standard deviation of {routing.skew:g} of their mean"]
+    if routing.dispatcher != ExpertRouting().dispatcher or routing.overlapped:
+        beside = ", beside the computation of another microbatch" if routing.overlapped else ""
+        kept.append(f"tokens reach experts by {routing.dispatcher}{beside}")
+    return replace(model, assumptions=(*(each for each in model.assumptions if each != BALANCED), *kept))
 
 
 def routing_of(config: Question) -> ExpertRouting:

@@ -17,7 +17,7 @@ from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
-from parsim.model.catalogue.names import ATTENTION, EARLY_STOP, FUSED_PERMUTATION, KERNEL
+from parsim.model.catalogue.names import ATTENTION, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.routing import Dispatcher, ExpertRouting
@@ -297,11 +297,12 @@ class SoftwareSection(ConfigSection):
 
     @property
     def kernels(self) -> dict[str, Any]:
-        """Arguments of a model by name that say what runs besides its products."""
+        """Arguments of a model by name that say what runs besides its products.
+
+        Leaves out: that a second forward stops early (`Software.early_stop`), with which "selective" is another recomputation.
+        """
         row = self.row
         args: dict[str, Any] = {} if row is None else {KERNEL: row.kernels_of(self.compiled is not False)}
-        if row is not None and row.early_stop:
-            args[EARLY_STOP] = True
         if self.fused_permutation is not None:
             args[FUSED_PERMUTATION] = self.fused_permutation
         return args | ({} if self.attention is None else {ATTENTION: self.attention})

@@ -407,3 +407,34 @@ def test_a_microbatch_that_is_not_stated_is_one_that_fits() -> None:
     stated = predict(row(**NAMED, **values | {"micro_batch": "16"}))
     assert stated.fit_probability is not None
     assert stated.fit_probability < 0.5
+
+
+def test_stated_parameters_and_vocabulary_decide_the_shape() -> None:
+    """A shape of no known name takes what the row states; nothing that is stated is reported as assumed."""
+    values = {"model": "MyLlama", "layers": "32", "hidden": "4096", "heads": "32", "params": "7e9", "notes": "vocab 32000"}
+    asked_shape = asked(**values, tp="1", pp="1", dp="8")
+    shape = asked_shape.shape
+    assert (shape.vocab, shape.gated) == (32000, True)
+    assert asked_shape.model.parameter_count == pytest.approx(7e9, rel=0.02)
+    assert not any("vocabulary" in text for text in asked_shape.assumed)
+
+
+def test_a_model_of_known_size_alone_is_the_nearest_known_shape() -> None:
+    alone = asked(**NAMED, model="ours", params="7e9", tp="1", pp="1", dp="8")
+    assert alone.model.parameter_count == pytest.approx(7e9, rel=0.1)
+    assert any("by the stated 7B parameters" in text for text in alone.assumed)
+
+
+def test_hybrid_sharding_divides_states_over_a_node() -> None:
+    values = {"hardware": "H100, 8/node, 8x 400Gb/s", "gpus": "16", "tp": "1", "pp": "1", "dp": "16", "global_batch": "32"}
+    hybrid, whole = (asked(**values, zero_stage=zero).plan.mesh.dp_shard for zero in ("hybrid shard", "full shard"))
+    assert (hybrid, whole) == (8, 0)
+
+
+def test_eight_bit_states_and_updates_in_the_backward_are_held_as_stated() -> None:
+    values = {"model": "Llama 3.1 8B", "hardware": "RTX A6000", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "seq": "2048"}
+    values |= {"global_batch": "2", "micro_batch": "2", "recompute": "full", "precision": "bf16"}
+    notes = ("pure bf16", "pure bf16, 8-bit optimizer", "pure bf16, 8-bit optimizer and optimizer step in backward")
+    peaks = [answer(asked(**NAMED, **values, id="torchtune-x-1", notes=text)).peak_bytes for text in notes]
+    assert peaks[0] - peaks[1] == pytest.approx(2 * 8.03e9, rel=0.02)
+    assert peaks[1] - peaks[2] == pytest.approx(2 * 8.03e9, rel=0.02)

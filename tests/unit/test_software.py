@@ -12,6 +12,8 @@ from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
+from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.load import load_model
 from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -89,6 +91,17 @@ def test_compiled_and_attention_choose_the_kernels() -> None:
     assert [software.flash for software in kernels] == [True, True, False]
 
 
+def test_selective_recomputation_of_torchtitan_keeps_the_outputs_of_products() -> None:
+    """Its policy by operator, and no second forward that stops early and keeps a layer's input alone."""
+    named = [
+        question(software__framework=framework, plan__recompute="selective").model_spec
+        for framework in ("torchtitan", "megatron")
+    ]
+    kept = [load_model(spec).component("h.0").selective for spec in named]
+    assert all(selective is not None and selective.kept[0] > 0 for selective in kept)
+    assert kept[0] == kept[1]
+
+
 def test_what_the_model_states_counts_more_than_the_framework() -> None:
     asked = question(software__framework="megatron", model__args={"kernels": "eager"})
     assert dict(asked.model_spec.args)["kernels"] == "eager"
@@ -132,6 +145,19 @@ def test_experts_are_routed_as_the_framework_does_unless_a_key_says_otherwise() 
     assert stated == ExpertRouting(skew=0.2)
     both = routing(software__expert_overlap=True, software__delay_weight_gradients=True, software__dispatcher="deepep")
     assert both == ExpertRouting(dispatcher="deepep", overlapped=True, delayed=True)
+
+
+def test_an_answer_names_how_tokens_reach_experts() -> None:
+    def assumed(**settings: Any) -> tuple[str, ...]:
+        asked = question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=settings)
+        return problem_of(asked).model.assumptions
+
+    assert assumed() == (BALANCED,)
+    skewed = assumed(**{"plan.routing_skew": 0.2, "software.framework": "megatron-bridge", "software.expert_overlap": True})
+    assert skewed == (
+        "visits of single experts have a standard deviation of 0.2 of their mean",
+        "tokens reach experts by hybridep, beside the computation of another microbatch",
+    )
 
 
 def test_unfused_permutation_moves_more() -> None:
