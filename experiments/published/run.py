@@ -151,6 +151,11 @@ def _held_out_error(row: Judged, medians: Mapping[str, tuple[float, float]]) -> 
     return round(100 * relative(row.log_error + medians[row.predicted.row.id][0]), 2)
 
 
+def without_framework(predictions: Sequence[Predicted]) -> list[Judged]:
+    """Those that were predicted as if nothing said which framework ran; rows of images always have theirs."""
+    return [row for row in judged(predictions) if row.facts.run.framework == published.UNKNOWN]
+
+
 def results(predictions: Sequence[Predicted], unknown: Sequence[Predicted]) -> dict[str, Any]:
     """The whole document, from predictions of all rows without effects: with their frameworks, and without any."""
     rows = judged(predictions)
@@ -160,7 +165,7 @@ def results(predictions: Sequence[Predicted], unknown: Sequence[Predicted]) -> d
         "rows": len(predictions),
         "judged": len(rows),
         **found,
-        "unknown": tables_of(judged(unknown)),
+        "unknown": tables_of(without_framework(unknown)),
         "effects": {name: list(entry) for name, entry in _shown_effects(rows).items()},
         "worst": [
             {
@@ -185,7 +190,10 @@ def _shown_effects(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
 
 def write(predictions: Sequence[Predicted], unknown: Sequence[Predicted], document: Mapping[str, Any]) -> None:
     """published.json of the package and results.json beside this file."""
-    fits = {name: fitted(judged(entries)).to_dict() for name, entries in (("known", predictions), ("unknown", unknown))}
+    fits = {
+        name: fitted(entries).to_dict()
+        for name, entries in (("known", judged(predictions)), ("unknown", without_framework(unknown)))
+    }
     sources = sorted({row.source for row in judged(predictions)})
     command = "python -m experiments.published.run --rows FILES"
     text = json.dumps({"command": command, "sources": sources, "fits": fits}, separators=(",", ":"))

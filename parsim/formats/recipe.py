@@ -130,10 +130,9 @@ class Recipe:
         if self.recompute in ("alternate", "first"):
             row = named(self.model)
             layers = self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0)
-            chosen = range(self.every - 1, layers, self.every)
-            if self.recompute == "first":
-                stage = -(-layers // (self.pp * self.chunks))
-                chosen = [layer for layer in range(layers) if layer % stage < self.every]
+            stage = -(-layers // (self.pp * self.chunks))
+            first = [layer for layer in range(layers) if layer % stage < self.every]
+            chosen = first if self.recompute == "first" else range(self.every - 1, layers, self.every)
             return [f"h.{layer}" if by_layer else f"h.{layer}.*" for layer in chosen]
         patterns: dict[str, str | list[str]] = {"none": "none", "full": [LAYERS], "selective": "selective"}
         return patterns[self.recompute]

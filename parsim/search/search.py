@@ -620,6 +620,8 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
     """
     best = min(judged, key=_rank)
     ties = [each for each in judged if (each.fits, each.safe) == (best.fits, best.safe) and is_tie(each.step_s, best.step_s)]
+    if problem.constraints.dp_shard is not None and best.plan.zero_stage:  # groups were asked for, and ZeRO 0 has none
+        ties = [each for each in ties if each.plan.zero_stage]
     simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), entry.step_s))
     for plan in sorted(_simpler(problem, simplest.plan), key=partial(complexity, problem)):
         with contextlib.suppress(PlanError, CostError):  # the rules of a plan forbid the variant
@@ -634,7 +636,7 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
 def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     """The plan without ZeRO, as FSDP, and with PyTorch's buckets, as far as that is simpler and the question leaves it open."""
     asked = problem.constraints
-    is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard in (None, plan.mesh.dp)
+    is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard is None
     stages = {plan.zero_stage, *((0, 3) if is_free and plan.zero_stage else ())}
     sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
     for stage in stages:

@@ -126,7 +126,7 @@ def test_an_answer_applies_the_factor_to_every_price_and_shows_it(framework: dic
     problem, plan = asked(**framework)
     learnt = problem.learnt
     assert learnt.factor != 1.0
-    with_it, without = evaluate(problem, plan), evaluate(replace(problem, learnt=NOTHING_LEARNT), plan)
+    with_it, without = evaluate(problem, plan), evaluate(replace(problem, learnt=replace(learnt, factor=1.0)), plan)
     assert with_it.result.step_s.median == pytest.approx(learnt.factor * without.result.step_s.median, rel=1e-6)
     step = with_it.result.step_s
     assert (step.p05, step.p95) == pytest.approx((step.median * learnt.low, step.median * learnt.high))

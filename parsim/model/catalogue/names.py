@@ -68,7 +68,7 @@ def _qwen3(name: str, *sizes: int, **rest: Any) -> Shape:
 
 def _gemma(name: str, *sizes: int, head_dim: int = 256, vocab: int = 256000) -> Shape:
     """Leaves out: norms behind attention and MLP, and that every second or sixth layer alone attends to all keys."""
-    return llama(name, *sizes, vocab, head_dim=head_dim, tied=True)
+    return llama(name, *(*sizes, vocab), head_dim=head_dim, tied=True)
 
 
 def _nemotron(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 0, head_dim: int = 0) -> Shape:
