@@ -146,7 +146,7 @@ def _read_timings(source: SourceFile) -> MachineReading:
         pairs = (pair.split(":") for pair in sizes_and_seconds.split())
         rows = tuple(NcclRow(size_bytes=int(size), seconds=float(seconds), in_place=False) for size, seconds in pairs)
         group = tuple(map(int, devices.split()))
-        tests.append(NcclTest(operation=operation, group=group, devices=(), rows=rows, repeats=1))
+        tests.append(NcclTest(operation=operation, hosts=(group,), devices=(), rows=rows, repeats=1))
     return reading_of(NcclLog(tests=tuple(tests), skipped={}), source)
 
 

@@ -312,7 +312,9 @@ class Cluster:
 
     @cached_property
     def most_on_a_node(self) -> int:
-        """The largest number of ranks on one node."""
+        """The largest number of ranks on one node; of a profile without links, as it numbers its nodes."""
+        if not self.topology.links:
+            return max(Counter(device.node for device in self.devices).values())
         return max(Counter(node for node, _ in self.places).values())
 
     def spread(self, group: tuple[int, ...]) -> NodeSpread:

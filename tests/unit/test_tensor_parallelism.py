@@ -90,7 +90,7 @@ def test_plans_by_hand_of_small_batches() -> None:
     by_samples = {**keys, "plan.placements": {"*": "batch"}}
     with pytest.raises(ParsimError, match="cuts each microbatch of 1 samples into 4 pieces, which does not divide"):
         ps.plan("gpt_small", cluster="dgx1-v100-32gb", global_batch=1, settings=by_samples)
-    assert "use 4-way data parallelism" in str(
+    assert "use DDP (4-way data parallelism)" in str(
         ps.plan("gpt_small", cluster="dgx1-v100-32gb", global_batch=8, settings=by_samples)
     )
 

@@ -395,8 +395,8 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
     document = read_config(spec)
     path, architecture = spec.name, str(document["architectures"][0])
     transformers = _transformers(Path(path))
-    own = document["model_type"] in transformers.CONFIG_MAPPING
-    stands_for = getattr(transformers, architecture, None) if architecture.isidentifier() and not own else None
+    is_remote = document.get("auto_map") and document["model_type"] not in transformers.CONFIG_MAPPING
+    stands_for = getattr(transformers, architecture, None) if is_remote and architecture.isidentifier() else None
     try:
         if stands_for is not None:  # a model_type of remote code, over an architecture that transformers has
             document = {**document, "model_type": stands_for.config_class.model_type}
