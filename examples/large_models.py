@@ -69,7 +69,7 @@ of Megatron-LM, NeMo, torchtitan or nanotron; `--set model.args.vocab=32000` sup
 `checkpoint_s` and `restart_s`.
 
 `experiments/published/README.md` compares such predictions with published runs of sources that nothing was fitted on. Mean errors:
-@@MOSAIC@@ and @@TITAN@@% for FSDP on H100 (two sources), @@SELENE@@% for Megatron-LM on A100.
+11 and 7% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
 
 `python examples/large_models.py` prints this page."""
 
