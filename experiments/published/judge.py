@@ -43,8 +43,8 @@ def finding(document: dict[str, Any]) -> str:
     return (
         f"By effects fitted on other sources, {document['judged']} published training runs are predicted with a mean error of "
         f"{every['held_out']:.1f}%, and their 90% intervals hold for {every['coverage']:.0f}%. The mean error is "
-        f"{complete['held_out']:.1f}% for rows that needed no assumption, and {document['unknown']['all']['held_out']:.1f}% where "
-        "nothing says which framework ran."
+        f"{complete['held_out']:.1f}% for rows that needed no assumption, and {document['unknown']['all']['held_out']:.1f}% "
+        "where nothing says which framework ran."
     )
 
 

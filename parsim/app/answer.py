@@ -127,7 +127,7 @@ class Answer:
             ratio = other.step_s.median / step_s
             return tie if is_tie(max(ratio, 1 / ratio), 1.0) else f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
 
-        if self.fastest is not None:
+        if self.fastest is not None and plan_in_words(self.fastest.result.plan) != plan_in_words(plan):
             best = self.fastest.result
             parts.append(
                 f"A tie, and less simple: {plan_in_words(best.plan)}, {format_seconds(best.step_s.median)} "

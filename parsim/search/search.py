@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, TypeVar
 
 from parsim.costs.draws import medians_s
@@ -175,6 +176,10 @@ def search(
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise tally.unpriced or ScheduleError(f"no plan to choose from: {why}")
     skipped.pop("adaptive", None)  # its plan is then the best one of the families
+    first = min(judged, key=_rank)
+    simplest = simplest_tie(problem, judged, steps.of) if first.fits else first
+    if simplest not in judged:  # a variant that no family had tried, and which may be the fastest
+        judged = [*judged, simplest]
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
@@ -183,7 +188,8 @@ def search(
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     shown = ranked[:top] if top is not None else first_of_each(ranked, lambda entry: entry.plan.strategy)
     fastest = shown[0]
-    simplest = simplest_tie(problem, judged, steps.of) if fastest.fits else fastest
+    if not fastest.fits:
+        simplest = fastest
     if simplest.plan.program != fastest.plan.program:
         own = [entry.plan.strategy == simplest.plan.strategy for entry in shown]
         shown = [simplest if own and top is None else entry for own, entry in zip(own, shown, strict=True)]
@@ -634,15 +640,17 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
 
 
 def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan without ZeRO, as FSDP, and with PyTorch's buckets, as far as that is simpler and the question leaves it open."""
+    """The plan without ZeRO, as FSDP, without sharding groups, and with PyTorch's buckets, as far as that is simpler and the
+    question leaves it open."""
     asked = problem.constraints
     is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard is None
     stages = {plan.zero_stage, *((0, 3) if is_free and plan.zero_stage else ())}
     sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
-    for stage in stages:
-        for size in sizes:
-            with contextlib.suppress(PlanError):
-                mesh = plan.mesh if stage else plan.mesh.undivided()
-                other = replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)
-                if complexity(problem, other) < complexity(problem, plan):
-                    yield other
+    meshes = {plan.mesh, *((plan.mesh.undivided(),) if asked.dp_shard is None else ())}
+    for stage, size, mesh in product(stages, sizes, meshes):
+        if stage == 0 and mesh.dp_shard:
+            continue
+        with contextlib.suppress(PlanError):
+            other = replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)
+            if complexity(problem, other) < complexity(problem, plan):
+                yield other

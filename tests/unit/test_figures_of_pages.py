@@ -33,10 +33,10 @@ def published() -> list[str]:
         f"| {known} |",
         f"| of these: Megatron on A100 (Selene), vTrain's rows, FSDP on A100 and H100 "
         f"| mean {megatron}, {vtrain}, {a100}, {h100} |",
-        f"| {found['judged']} training runs, V100 to GB300, by effects fitted on other sources | {known}; 90% intervals hold for "
-        f"{everything['coverage']:.0f}%, at a median width of {everything['width']:.0f}% |",
-        f"| {unknown['rows']} of these, as if nothing said which framework ran | mean {unknown['held_out']:.1f}%; 90% intervals "
-        f"hold for {unknown['coverage']:.0f}%, at a median width of {unknown['width']:.0f}% |",
+        f"| {found['judged']} training runs, V100 to GB300, by effects fitted on other sources | {known}; 90% intervals hold "
+        f"for {everything['coverage']:.0f}%, at a median width of {everything['width']:.0f}% |",
+        f"| {unknown['rows']} of these, as if nothing said which framework ran | mean {unknown['held_out']:.1f}%; 90% "
+        f"intervals hold for {unknown['coverage']:.0f}%, at a median width of {unknown['width']:.0f}% |",
         f"| without any effects | {raw}, bias {everything['bias']:.1f}% (too fast) |",
         f"| of these: Megatron on Selene, vTrain's multi-node A100 rows | mean {megatron}, {vtrain} |",
         f"| FSDP on A100 and H100 | mean {a100}, {h100} |",
