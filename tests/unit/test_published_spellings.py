@@ -15,6 +15,7 @@ from experiments.published.question import question_of
 from experiments.published.quoted import in_unit, larger_is_faster
 from experiments.published.rows import read_rows, row_of
 from experiments.published.rules import recompute_of, rule
+from parsim.costs.published import learnt_of
 from tests.published_row import row_with
 
 NAMED = {"layers": "", "hidden": "", "heads": ""}
@@ -129,9 +130,11 @@ def test_boards_without_a_part_and_mixed_machines_are_refused(hardware: str) -> 
 def test_other_gpus_are_answered_on_several_nodes(hardware: str) -> None:
     found = predict(row(hardware=hardware, gpus="32", dp="8", global_batch="64", precision="fp16"))
     assert found.value is not None, found.why
-    assert found.p05 is not None
-    assert found.p95 is not None
-    assert found.p05 < found.value < found.p95 > 1.2 * found.value
+    assert found.facts is not None
+    learnt = learnt_of(found.facts.run)
+    assert (found.p05, found.p95) == pytest.approx((found.value * learnt.low, found.value * learnt.high))
+    assert learnt.low < 0.95
+    assert learnt.high > 1.15
     assert ("network of 1 x 200 Gb/s" in found.why) is (hardware != "MI300X")
 
 
