@@ -301,7 +301,17 @@ class Cluster:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Per rank its node and the number of its device there. Raises ProfileError for a device that no link joins."""
+        """Per rank its node and the number of its device there; as the devices say where all collectives are measured.
+
+        Raises ProfileError for a device that no link joins, where prices follow from links.
+        """
+        if self.profile.communication.link_model is None and not self.topology.links:
+            seen: Counter[int] = Counter()
+            numbered = []
+            for device in self.devices:
+                numbered.append((device.node, seen[device.node]))
+                seen[device.node] += 1
+            return tuple(numbered)
         places = self.nodes.place
         names = [device_name(device.index, device.type.kind) for device in self.devices]
         if lost := [name for name in names if name not in places]:
@@ -312,9 +322,7 @@ class Cluster:
 
     @cached_property
     def most_on_a_node(self) -> int:
-        """The largest number of ranks on one node; of a profile without links, as it numbers its nodes."""
-        if not self.topology.links:
-            return max(Counter(device.node for device in self.devices).values())
+        """The largest number of ranks on one node."""
         return max(Counter(node for node, _ in self.places).values())
 
     def spread(self, group: tuple[int, ...]) -> NodeSpread:

@@ -18,6 +18,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+import parsim as ps
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import Profile
+
 RUN_TOML = """
 [model]
 name = "mortal:Mortal"
@@ -127,3 +131,12 @@ def test_a_rank_that_dies(tmp_path: Path, strategy: str) -> None:
     assert not (tmp_path / "kept" / "result.json").exists()
     for path in (tmp_path / "kept").glob("*.json"):
         json.loads(path.read_text())
+
+
+def test_a_calibrated_machine_without_links_is_planned() -> None:
+    """All of its collectives are measured: its devices say on which node a rank is, and no link is asked for."""
+    cluster = cluster_from_profile(Profile.model_validate(cpu_profile()))
+    assert cluster.places == ((0, 0), (0, 1))
+    assert cluster.most_on_a_node == 2
+    answer = ps.plan("resnet_small", cluster=cluster, global_batch=32)
+    assert {row.strategy for row in answer.candidates} == {"single", "dp", "mp", "adaptive"}
