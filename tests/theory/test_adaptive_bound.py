@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parsim.search.adapt.controller import ControllerConfig, Keep, Replan
@@ -96,6 +96,23 @@ def test_after_one_lasting_change_it_never_loses_against_staying(
     assert outcome.total_s <= sum(outcome.staying_s) + 1e-6
 
 
+@example(
+    plans=[(2.5, 0.5), (3.0, 0.375)],
+    config=ControllerConfig(
+        smoothing=0.0,
+        patience=3,
+        epoch_threshold=0.02,
+        least_share=0.0,
+        least_improvement=0.0,
+        margin=1.0,
+        settle_windows=0,
+        ask_probes=False,
+    ),
+    cost_s=0.0,
+    states=[(1.0, 6.0)],
+    length=14,
+    probe=False,
+)
 @given(
     plans=PLANS,
     config=CONFIGS,

@@ -292,7 +292,10 @@ class Controller:
         if config.ask_probes and not seen.probes and not self.asked and not state._waits_for(lasting):
             reason = f"{why}; other plans' communication is probed first"
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
-        return state._outdated(lasting, learnt.keys() | probed.keys())._plan_again(seen, why, lasting)
+        changing = (
+            {key for key in learnt if tracks[key].streak} if seen.epoch_ended else set()
+        )  # an epoch's end waits for nothing
+        return state._outdated(lasting | changing, learnt.keys() | probed.keys())._plan_again(seen, why, lasting)
 
     def _sudden(self, runs: Mapping[FactorKey, StepsInARow]) -> dict[FactorKey, StepsInARow]:
         """The runs that are long enough, of factors that had not changed for long enough by their windows."""
