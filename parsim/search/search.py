@@ -180,25 +180,11 @@ def search(
     simplest = simplest_tie(problem, judged, steps.of) if first.fits else first
     if simplest not in judged:  # a variant that no family had tried, and which may be the fastest
         judged = [*judged, simplest]
-    ranked = sorted(judged, key=_rank)
-    best_mixes = mixes and problem.cluster.size > 1
-    if top is not None:
-        ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
-    elif best_mixes and ranked[0].plan.strategy != "adaptive":
-        ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-    shown = ranked[:top] if top is not None else first_of_each(ranked, lambda entry: entry.plan.strategy)
-    fastest = shown[0]
-    if not fastest.fits:
-        simplest = fastest
-    if simplest.plan.program != fastest.plan.program:
-        own = [entry.plan.strategy == simplest.plan.strategy for entry in shown]
-        shown = [simplest if own and top is None else entry for own, entry in zip(own, shown, strict=True)]
-        shown = sorted(shown if simplest in shown else [*shown, simplest], key=_rank)
+    fastest, shown = _rows(judged, simplest, mixes=mixes and problem.cluster.size > 1, top=top)
     risky = min((entry for entry in judged if not entry.safe and entry.fits), key=_rank, default=None)
     is_faster = risky is not None and fastest.safe and not is_tie(fastest.step_s, risky.step_s)
-    before = (
-        [] if shown[0].plan.program == fastest.plan.program else [fastest]
-    )  # it may have lost its family's place to the simplest
+    # the fastest may have lost its family's place to the simplest
+    before = [] if shown[0].plan.program == fastest.plan.program else [fastest]
     entries = [*before, *shown, risky] if risky is not None and is_faster else [*before, *shown]
     evaluations = _with_intervals(problem, _evaluated(problem, entries, steps), samples, simplest.plan.program)
     candidates = evaluations[len(before) : len(before) + len(shown)]
@@ -223,6 +209,29 @@ def search(
         unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
         cut_short=cut_short,
     )
+
+
+def _rows(
+    judged: Sequence[JudgedPlan], simplest: JudgedPlan, *, mixes: bool, top: int | None
+) -> tuple[JudgedPlan, list[JudgedPlan]]:
+    """The fastest plan, and the plans of the answer's table, best first: of each family one, or `top` over all families.
+
+    Args:
+        simplest: stands in the place of its family. mixes: the fastest plan is that of "adaptive" too.
+    """
+    ranked = sorted(judged, key=_rank)
+    if top is not None:
+        shown = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if mixes else ranked)[:top]
+    else:
+        if mixes and ranked[0].plan.strategy != "adaptive":
+            ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
+        shown = first_of_each(ranked, lambda entry: entry.plan.strategy)
+    fastest = shown[0]
+    if simplest.plan.program == fastest.plan.program:
+        return fastest, shown
+    if top is None:
+        shown = [simplest if entry.plan.strategy == simplest.plan.strategy else entry for entry in shown]
+    return fastest, sorted(shown if simplest in shown else [*shown, simplest], key=_rank)
 
 
 def _open_all(

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,18 +99,7 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
 
 def test_slurm_chooses_the_gpus_of_its_jobs_itself(tmp_path: Path) -> None:
     """It hands a job its GPUs as 0, 1, ...; numbers of the machine would name others, or none."""
-    launch = LaunchFile(
-        name="mlp",
-        job=tmp_path / "job.json",
-        nodes=1,
-        per_node=2,
-        interface="lo",
-        port=29500,
-        device="cuda",
-        visible="2,3",
-        import_folder="",
-        token="0" * 64,
-    )
+    launch = replace(hostile(tmp_path / "kept"), visible="2,3")
     assert "export CUDA_VISIBLE_DEVICES=2,3" in torchrun_text(launch)
     assert "CUDA_VISIBLE_DEVICES" not in slurm_text(launch)
     assert "--gpus-per-node=2" in slurm_text(launch)
