@@ -135,18 +135,10 @@ def read_yaml(document: Mapping[str, Any]) -> Recipe:
     return _recipe(NEMO if nemo else NAME, options)
 
 
-MOST_TABLES = 1_000
-"""Tables of a YAML file at most, counted as often as they are named."""
-
-
-def _flatten(node: Mapping[str, Any], into: dict[str, Any], seen: list[int] | None = None) -> None:
-    seen = [0] if seen is None else seen
-    seen[0] += 1
-    if seen[0] > MOST_TABLES:
-        raise ConfigError(f"more than {MOST_TABLES:,} tables; write one without anchors that repeat one another")
+def _flatten(node: Mapping[str, Any], into: dict[str, Any]) -> None:
     for key, value in node.items():
         if isinstance(value, Mapping):
-            _flatten(value, into, seen)
+            _flatten(value, into)
         elif not (isinstance(value, str) and "${" in value):
             into.setdefault(str(key).lstrip("-").replace("_", "-"), value)  # Megatron's own tests write the dashes
 
@@ -215,7 +207,7 @@ class _Options:
         self.read[name] = words[0]
         return words[0]
 
-    def number(self, name: str, default: int | None = None) -> int:
+    def number(self, name: str, default: int | None = None, least: int = 0) -> int:
         text = self.text(name)
         if text and UNKNOWN in text:
             self.read.pop(name)
@@ -226,7 +218,7 @@ class _Options:
             if default is None:
                 raise ConfigError(f"{self.framework}: --{name} is missing; add it")
             return default
-        self.read[name] = whole_number(self.framework, f"--{name}", text)
+        self.read[name] = whole_number(self.framework, f"--{name}", text, least)
         return int(self.read[name])
 
 
@@ -240,8 +232,8 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
         recipe.missing["seq"] = "--seq-length is missing; add it"
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
-        setattr(recipe, axis, options.number(name, 1))
-    recipe.micro_batch = options.number("micro-batch-size", 1)
+        setattr(recipe, axis, options.number(name, 1, least=1))
+    recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
     recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
@@ -296,12 +288,13 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
 def _shape(options: _Options) -> dict[str, Any]:
     """Arguments of the model `transformer`."""
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
-    layers, hidden, heads = (options.number(name) for name in ("num-layers", "hidden-size", "num-attention-heads"))
+    sizes = ("num-layers", "hidden-size", "num-attention-heads")
+    layers, hidden, heads = (options.number(name, least=1) for name in sizes)
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
-    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
+    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -326,8 +319,10 @@ def _shape(options: _Options) -> dict[str, Any]:
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", 0)
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
-        dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
-        args["dense_layers"] = layers - math.ceil(layers / int(pattern)) if pattern.isdigit() else min(dense, layers - 1)
+        counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
+        dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
+        every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
+        args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention"):
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
