@@ -61,7 +61,7 @@ class CloudFile(SourcedFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class CloudInstance:
     """A type by name. usd_per_gpu_hour, price_source: None and "" where the catalogue has no price of it."""
 
     name: str
@@ -145,7 +145,7 @@ def instance_names() -> list[str]:
     return [name for file in clouds().values() for name in file.instances]
 
 
-def instance_named(name: str) -> Instance | None:
+def instance_named(name: str) -> CloudInstance | None:
     """A type by name, whatever its case; None: it is none. Prices are those of `refresh` where there are any."""
     if (place := _by_key().get(_key(name))) is None:
         return None
@@ -156,7 +156,7 @@ def instance_named(name: str) -> Instance | None:
     usd, source = sizes.usd_per_hour, f"{known}, on demand, {file.priced_as_of}"
     if refreshed is not None:
         usd, source = float(refreshed["usd_per_hour"]), f"{known}, on demand in {refreshed['region']}, {refreshed['as_of']}"
-    return Instance(
+    return CloudInstance(
         name=known,
         cloud=cloud,
         sizes=sizes,
@@ -165,7 +165,7 @@ def instance_named(name: str) -> Instance | None:
     )
 
 
-def instances_of(text: str) -> tuple[int, Instance] | None:
+def instances_of(text: str) -> tuple[int, CloudInstance] | None:
     """How many of which: of "p5.48xlarge", or of "2xp5.48xlarge"; None: no instance type."""
     if (found := instance_named(text)) is not None:
         return 1, found

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError
-from parsim.hardware.instances import Instance, check_covered, instances_of
+from parsim.hardware.instances import CloudInstance, check_covered, instances_of
 from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import Count, HeldOut, KernelFit, Positive, ProfileRecord, WholeModels, load_record, shipped
 
@@ -177,7 +177,7 @@ class Machines:
     gpus_per_node: int
     nodes: int
     link: str | None = None
-    instance: Instance | None = None
+    instance: CloudInstance | None = None
 
     @property
     def node(self) -> str:

@@ -18,7 +18,7 @@ from parsim.units import format_bytes, format_count, format_percent, format_seco
 
 
 def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
-    """Instance types of clouds by name, as `Instance.to_dict` has them."""
+    """Instance types of clouds by name, as `CloudInstance.to_dict` has them."""
     rows = [
         (
             name,
