@@ -140,7 +140,8 @@ def _random_directed(n: int, t: int, settings: Settings) -> Matrix:
     for worker in range(n if n > 1 else 0):
         others = rng.permutation(np.setdiff1d(np.arange(n), (worker, (worker + 1) % n)))[: links - 1]
         matrix[[(worker + 1) % n, *others], worker] = 1.0
-    return matrix / matrix.sum(0)
+    shares: Matrix = matrix / matrix.sum(0)
+    return shares
 
 
 def _star(n: int, t: int, settings: Settings) -> Matrix:
