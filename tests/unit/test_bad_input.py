@@ -110,6 +110,10 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.pin={ head = 'place' }",), ("plan.pin.'head'", "'place'", "cannot read placement")),
     (("plan.forbid={ head = ['replicat'] }",), ("plan.forbid.'head'", "'replicat'", "did you mean replicate")),
     (("plan.forbid={ head = 'batch' }",), ("plan.forbid.head", "'batch'", "a list", "for example forbid = ")),
+    (("training.shards=labels",), ("training.shards", "'labels'", "did you mean label_sorted")),
+    (("training.shards=dirichlet:0",), ("training.shards", "dirichlet:0", "concentration must be > 0")),
+    (("training.shards=iid:3",), ("training.shards", "iid takes no number")),
+    (("training.shards=[700, 0]",), ("training.shards", "a replica without samples")),
     # what does not go together
     (("training.master_weights=true",), ("training.master_weights", "bf16")),
     (("training.state_dtype=int4",), ("training.state_dtype", "'int4'", "fp8")),
