@@ -23,7 +23,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.plan import AUTO, ZERO_STAGES
+from parsim.plans.plan import AUTO
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.bound import ChainSeconds
@@ -65,7 +65,7 @@ def estimated_s(
     forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
     rounds = count + (mesh.pp - 1) / order[1]
     passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
-    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[mesh.least_zero_stage :]
+    stages = [stage for stage in problem.zero_stages if stage >= mesh.least_zero_stage or isinstance(problem.zero_stage, int)]
 
     def step_s(stage: int, again: float, slowest: float) -> float:
         stage_s = max(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
