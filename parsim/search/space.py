@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import comb
 
@@ -273,7 +274,7 @@ class Allowance:
     """
 
     problems: tuple[PlanningProblem, ...]
-    left: float = float(MOST_VISITS)
+    left: float = field(default_factory=lambda: float(MOST_VISITS))
     memories: int = 0
 
     @property
@@ -390,15 +391,15 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: f
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
         saved_s: what a cut may save at most, of both its sides together.
     """
-    up_to = np.concatenate([[0.0], np.cumsum(seconds)])
-    whole = float(up_to[-1])
+    up_to = [0.0, *np.cumsum(seconds).tolist()]
+    whole = up_to[-1]
 
     def reaches(bound_s: float) -> bool:
         taken = 0
         for stage in range(stages):
-            before = max(0.0, float(up_to[taken]) - stage * saved_s)
-            room = float(up_to[taken]) + 2 * saved_s + (bound_s - before) / microbatches
-            taken = int(np.searchsorted(up_to, room, side="right")) - 1
+            before = max(0.0, up_to[taken] - stage * saved_s)
+            room = up_to[taken] + 2 * saved_s + (bound_s - before) / microbatches
+            taken = bisect_right(up_to, room) - 1
         return taken >= len(seconds)
 
     low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches
