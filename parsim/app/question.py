@@ -22,11 +22,11 @@ from parsim.app.config_text import changes_of, holds, put_on_path, references, r
 from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
-from parsim.formats.recipe import flat_table, is_framework_file, read_recipe, whole_number
+from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
-from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
+from parsim.model.catalogue.names import OWN, is_transformer, named, sequence_of, shape_of
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.formats import recorded_weights
 from parsim.model.load import model_from_module
@@ -214,7 +214,11 @@ def _question_of_recipe(
     given = flat_table(changes_of(settings, overrides))
     if global_batch is not None:
         given["training.global_batch"] = global_batch
-    recipe.model = str(given.get("model.name", recipe.model))
+    if "model.name" in given:  # the sizes are then those of the name
+        if recipe.model == GENERIC:
+            recipe.args = {key: value for key, value in recipe.args.items() if key in OWN}
+            recipe.missing = {key: why for key, why in recipe.missing.items() if not key.startswith("model.args.")}
+        recipe.model = str(given["model.name"])
     if lacking := [(key, why) for key, why in recipe.missing.items() if key not in given]:
         hint = " ".join(f"--set {key}={'NAME' if key == 'model.name' else 'N'}" for key, _ in lacking)
         raise ConfigError(f"{path}: {recipe.framework}: {'; '.join(why for _, why in lacking)}, or give {hint}")
