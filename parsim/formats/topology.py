@@ -572,11 +572,11 @@ def _amd_document(source: SourceFile) -> dict[str, Pairs]:
                 tables[LINK_TYPES][own, link["gpu"]] = str(link.get("link_type", ""))
                 if isinstance(link.get("num_hops"), int):
                     tables[HOPS][own, link["gpu"]] = str(link["num_hops"])
-        for table, key in ((LINK_TYPES, "link_type"), (HOPS, "hops")):
+        for title, key in ((LINK_TYPES, "link_type"), (HOPS, "hops")):
             older = gpu.get(key)
             for name, value in older.items() if isinstance(older, dict) else ():
                 if (place := re.fullmatch(r"gpu_(\d{1,3})", str(name))) and int(place[1]) != own:
-                    tables[table][own, int(place[1])] = str(value)
+                    tables[title][own, int(place[1])] = str(value)
     return tables
 
 
