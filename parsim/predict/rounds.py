@@ -11,7 +11,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -38,7 +38,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
 from parsim.program.templates import lower_columns
-from parsim.work import Collective, Compute, Phase, SendRecv
+from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 # Tensor-parallel communication beside products.
 #
@@ -94,6 +94,20 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
         exposed(estimate) if estimate.median_s and _among_shards(plan, unit, IN_PIECES) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
+
+
+def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
+    """The share of a conversion among all tp ranks that products cannot hide, at least, whatever the plan.
+
+    Args:
+        work: of the conversion. switches: of every plan.
+    """
+    if isinstance(work, Collective) and len(work.group) == tp:
+        if switches.get("tensor_overlap") and work.operation in IN_PIECES:
+            return 1 / tp
+        if switches.get("tensor_backward_overlap") and work.operation in SUMS:
+            return 1 / 2
+    return 1.0
 
 
 def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
