@@ -257,6 +257,8 @@ def _cluster_table(text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     if not is_shorthand(text):
         return {"profile": text}
     machines = machines_of(text, per_node_of(changes))
+    if machines.instance is not None:
+        return {"instance": machines.instance.name, "nodes": machines.nodes}
     table: dict[str, Any] = {"gpu": machines.gpu, "gpus_per_node": machines.gpus_per_node, "nodes": machines.nodes}
     return table | ({"link": machines.link} if machines.link else {})
 
