@@ -148,7 +148,17 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
             f"global_batch ({batch}) is not divisible by {what}; use a multiple of {multiple}, e.g. "
             f"{max(1, round(batch / parts)) * parts}"
         )
-    return list(divisors(batch // mesh.dp)) if asked is None else [asked]
+    if asked is not None:
+        return [asked]
+    least = max(problem.model.least_samples.values(), default=1)
+    counts = [count for count in divisors(batch // mesh.dp) if batch // mesh.dp // count >= least]
+    if not counts:
+        raise ScheduleError(
+            f"global_batch ({batch}) over dp ({mesh.dp}) leaves {batch // mesh.dp} sample per replica, and "
+            f"{next(iter(problem.model.least_samples))} needs {least} at once (batch norm of one value per channel and "
+            f"sample); use a multiple of {least * mesh.dp}"
+        )
+    return counts
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
