@@ -178,14 +178,15 @@ def is_one_step(plan: Plan) -> bool:
 def folds(problem: PlanningProblem, plan: Plan) -> bool:
     """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
 
-    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
-    gradients, noise of single ranks, and machines on which computation and communication slow one another.
+    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, gossip beside the step,
+    stages with stale gradients, noise of single ranks, and machines on which computation and communication slow one another.
     """
     rule, profile = plan.synchronisation, problem.cluster.profile
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    return rule.kind in ("average", "gossip") and rule.participation == 1.0 and not noisy and profile.overlap is None
+    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first
+    return alike and not noisy and profile.overlap is None
 
 
 def step_program(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import comb
 
@@ -147,7 +148,17 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
             f"global_batch ({batch}) is not divisible by {what}; use a multiple of {multiple}, e.g. "
             f"{max(1, round(batch / parts)) * parts}"
         )
-    return list(divisors(batch // mesh.dp)) if asked is None else [asked]
+    if asked is not None:
+        return [asked]
+    least = max(problem.model.least_samples.values(), default=1)
+    counts = [count for count in divisors(batch // mesh.dp) if batch // mesh.dp // count >= least]
+    if not counts:
+        raise ScheduleError(
+            f"global_batch ({batch}) over dp ({mesh.dp}) leaves {batch // mesh.dp} sample per replica, and "
+            f"{next(iter(problem.model.least_samples))} needs {least} at once (batch norm of one value per channel and "
+            f"sample); use a multiple of {least * mesh.dp}"
+        )
+    return counts
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
@@ -274,7 +285,7 @@ class Allowance:
     """
 
     problems: tuple[PlanningProblem, ...]
-    left: float = float(MOST_VISITS)
+    left: float = field(default_factory=lambda: float(MOST_VISITS))
     memories: int = 0
 
     @property
@@ -391,15 +402,15 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: f
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
         saved_s: what a cut may save at most, of both its sides together.
     """
-    up_to = np.concatenate([[0.0], np.cumsum(seconds)])
-    whole = float(up_to[-1])
+    up_to = [0.0, *np.cumsum(seconds).tolist()]
+    whole = up_to[-1]
 
     def reaches(bound_s: float) -> bool:
         taken = 0
         for stage in range(stages):
-            before = max(0.0, float(up_to[taken]) - stage * saved_s)
-            room = float(up_to[taken]) + 2 * saved_s + (bound_s - before) / microbatches
-            taken = int(np.searchsorted(up_to, room, side="right")) - 1
+            before = max(0.0, up_to[taken] - stage * saved_s)
+            room = up_to[taken] + 2 * saved_s + (bound_s - before) / microbatches
+            taken = bisect_right(up_to, room) - 1
         return taken >= len(seconds)
 
     low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches
