@@ -26,6 +26,8 @@ from parsim.formats.recipe import (
     PlannedRecipe,
     Recipe,
     Transformer,
+    cut_in_layers,
+    layers_of_stages,
     read_back,
     transformer_of,
     whole_number,
@@ -71,6 +73,7 @@ LEFT_OUT = {
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
     "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
+    "account-for-loss-in-pipeline-split": "stages are cut by their cost",
     "decoder-first-pipeline-num-layers": "stages are cut by their cost",
     "decoder-last-pipeline-num-layers": "stages are cut by their cost",
     "pipeline-model-parallel-layout": "stages are cut by their cost",
@@ -191,6 +194,19 @@ SWITCHES = {
 """Options without a value: the argument of the model, and what it is where the option is given."""
 LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
 """Options of multi-latent attention by argument of the model."""
+LAYOUT = "pipeline-model-parallel-layout"
+ROUNDS = "microbatch-group-size-per-virtual-pipeline-stage"
+MOST_STAGES = 4096
+UNEVEN = frozenset(
+    {
+        LAYOUT,
+        "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+    }
+)
+"""Options that cut the layers otherwise than evenly."""
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
@@ -377,8 +393,24 @@ def _read_chunks(options: _Options, recipe: Recipe) -> None:
                 f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
             )
         recipe.chunks = layers // pp // each
+    elif layout := options.words.get(LAYOUT):
+        recipe.chunks = max(1, _stages_of_layout("".join(layout)) // pp)
     if pp == 1:
         recipe.chunks = 1
+    if recipe.chunks > 1:
+        recipe.rounds_of = options.number(ROUNDS, pp)
+        if recipe.rounds_of != pp:
+            recipe.left_out[f"--{ROUNDS}"] = f"a rank turns to its next chunk after pp = {pp} microbatches"
+    if pp > 1 and not UNEVEN & set(options.words) and layers % (pp * recipe.chunks):
+        raise ConfigError(
+            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {recipe.chunks} stages per rank; change "
+            f"one of them, or give --{LAYOUT}"
+        )
+
+
+def _stages_of_layout(text: str) -> int:
+    """Stages of a pipeline layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core counts them."""
+    return 1 + re.sub(r"\(([^)]+)\)\*(\d+)", lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text).count("|")
 
 
 UNKNOWN = "?"
@@ -600,8 +632,7 @@ def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
                 f"{NAME} has the pipeline orders {' and '.join(ORDERS)}, and the plan has {plan.pipeline_order}; plan with "
                 "--set plan.pipeline_order=1f1b"
             )
-        if plan.chunks > 1:
-            options.append(f"--num-virtual-stages-per-pipeline-rank {plan.chunks}")
+        options += _stages(recipe, model)
     if recipe.zero == 1:
         options += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     elif recipe.zero:
@@ -611,6 +642,24 @@ def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
     if recipe.zero and recipe.replicate > 1:
         options.append(f"--num-distributed-optimizer-instances {recipe.replicate}")
     return options
+
+
+def _stages(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    """How the layers are cut: evenly, or as the plan has them. A layout also says how many stages a rank has."""
+    plan, every = recipe.plan, model.shape.layers
+    even, rest = divmod(every, len(plan.stages))
+    layers = layers_of_stages(plan)
+    if layers is None and not rest:
+        recipe.left_out["plan.stages"] = cut_in_layers(recipe, [even] * len(plan.stages))
+    elif layers is None:
+        raise ConfigError(
+            f"{NAME} cuts {every} layers evenly or between layers, not into {len(plan.stages)} stages that begin inside a "
+            f"layer; plan with a number of stages that divides {every}"
+        )
+    elif any(len(stage) != even for stage in layers):
+        parts = [f"t*{len(stage)}" if stage else "" for stage in layers]
+        return [f"--{LAYOUT} '{'|'.join(['E' + parts[0], *parts[1:-1], parts[-1] + 'L'])}'"]
+    return [] if plan.chunks == 1 else [f"--num-virtual-stages-per-pipeline-rank {plan.chunks}"]
 
 
 def _training(recipe: PlannedRecipe, model: Transformer) -> list[str]:

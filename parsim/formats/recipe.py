@@ -8,7 +8,7 @@ compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Recipe:
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
         replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
+        rounds_of: microbatches that a rank runs of one chunk in a row, where a rest of fewer than pp is refused; 0: none is.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
             "selective" (by operator).
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
@@ -66,6 +67,7 @@ class Recipe:
     recompute: str = "none"
     every: int = 2
     chunks: int = 1
+    rounds_of: int = 0
     order: str = ""
     processes: int = 0
     optimizer_offload: bool = False
@@ -145,7 +147,14 @@ class Recipe:
                 f"{self.framework}: the global batch ({batch}) must be divisible by {dp} replicas x micro-batch "
                 f"{self.micro_batch} = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
             )
-        return int(batch) // parts
+        microbatches, size = int(batch) // parts, self.rounds_of
+        if size and (microbatches < size or 0 < microbatches % size < self.pp):
+            raise ConfigError(
+                f"{self.framework} runs an interleaved pipeline in rounds of {size} microbatches, and a rest of at least pp = "
+                f"{self.pp}: {microbatches} per replica are refused at the start; the nearest that are taken: "
+                f"{max(1, microbatches // size) * size} or {(microbatches // size + 1) * size}"
+            )
+        return microbatches
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, under `config_file`."""
@@ -380,12 +389,26 @@ def transformer_of(recipe: PlannedRecipe) -> Transformer:
         recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"
     _check_placements(recipe)
     recipe.recompute, recipe.every = _recomputed_layers(framework, plan)
-    if plan.mesh.pp > 1:
-        counts = (len({layer[1] for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages)
-        recipe.left_out["plan.stages"] = f"{framework} cuts stages itself; the plan has {' + '.join(map(str, counts))} layers"
     others = {key: args.get(key, value) for key, value in OWN.items()}
     seq = sequence_of(recipe.model, args)
     return Transformer(shape=written_out(shape_of(recipe.model, args), seq), seq=seq, others=others)
+
+
+def layers_of_stages(plan: Plan) -> list[list[int]] | None:
+    """The layers of each stage; None: one is in two stages, which frameworks that cut between layers cannot express."""
+    found = [sorted({int(layer[1]) for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages]
+    every = [layer for layers in found for layer in layers]
+    return found if len(every) == len(set(every)) else None
+
+
+def cut_in_layers(recipe: PlannedRecipe, counts: Sequence[int]) -> str:
+    """What is left out of stages that begin inside a layer, with the layers that the framework puts into each."""
+    plan = recipe.plan
+    first = [stage.components[0] for stage in plan.stages[1:] if _LAYER.match(stage.components[0])]
+    return (
+        f"{recipe.framework} cuts between layers, here into {' + '.join(map(str, counts))}; stages of the plan begin at "
+        f"{first_few(first)}. Plan with --set model.granularity=block and tp = 1 for whole layers"
+    )
 
 
 def written_out(shape: Shape, seq: int) -> Shape:

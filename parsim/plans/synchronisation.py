@@ -3,7 +3,9 @@
 all_reduce  gradients are summed in every step: synchronous training
 average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
             the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
-gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph
+gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph. It adapts and then
+            combines, x <- W (x - eta g(x)); or combines what it began the step with while it computes, x <- W x - eta g(x).
+            With push-sum over a directed graph, a mass w goes with x, and gradients are taken at x / w
 merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
             no replica waits for those behind it (asynchronous averaging, FedAsync)
 stale       stages work on different batches at once, and apply gradients that are `delays` steps late
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Annotated, Any
@@ -29,10 +31,12 @@ from parsim.hardware.records import Count, Name, Number
 from parsim.plans.averaging import MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight, turns_matrix
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
+    ADA_SCHEDULES,
     GRAPHS,
     Ada,
     Matrix,
     MixingGraph,
+    check_column_stochastic,
     check_connected,
     check_doubly_stochastic,
     mixing_graph,
@@ -42,12 +46,28 @@ from parsim.plans.mixing import (
 # Which graph replicas gossip on, round by round: a row of GRAPHS, or Ada's lattices, which begin dense and end sparse.
 #
 #     ring    lattice(neighbours=4)    ada(kind=linear, start=7, least=2, rate=1.0, rounds=50, epochs=4)
+#     ada(kind=step, start=14, rate=0.5, milestones=7+14, rounds=11, epochs=20)
 #
 # Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays.
 
 
 ADA = "ada"
-_ADA_KEYS: dict[str, type] = {"kind": str, "start": int, "least": int, "rate": float, "rounds": int, "epochs": int}
+
+
+def _milestones(text: str) -> str:
+    """Epochs joined by +. Raises ValueError."""
+    return "+".join(str(int(epoch)) for epoch in text.split("+"))
+
+
+_ADA_KEYS: dict[str, Callable[[str], Any]] = {
+    "kind": str,
+    "start": int,
+    "least": int,
+    "rate": float,
+    "milestones": _milestones,
+    "rounds": int,
+    "epochs": int,
+}
 MOST_EPOCHS = 1000
 
 
@@ -72,10 +92,10 @@ class MixingSchedule:
                 f"ada needs rounds >= 1 (mixing rounds between two changes of the graph) and epochs from 1 to {MOST_EPOCHS} "
                 "(how many graphs there are), for example ada(rounds=50, epochs=4)"
             )
-        if self.name == ADA and self._of("kind", "linear") not in ("linear", "exponential"):
+        if self.name == ADA and self._of("kind", "linear") not in ADA_SCHEDULES:
             raise PlanError(
-                f"ada(kind={self._of('kind', '')}) cannot be planned: a plan knows its graphs beforehand; use linear or "
-                "exponential"
+                f"ada(kind={self._of('kind', '')}) cannot be planned: a plan knows its graphs beforehand; use "
+                f"{', '.join(ADA_SCHEDULES)}"
             )
 
     def _of(self, key: str, default: Any) -> Any:
@@ -94,7 +114,8 @@ class MixingSchedule:
 
     def _ada(self, replicas: int) -> Ada:
         keys = {key: value for key, value in self.settings if key in ("kind", "start", "least", "rate")}
-        return Ada(n=replicas, **keys)
+        milestones = tuple(map(int, filter(None, self._of("milestones", "").split("+"))))
+        return Ada(n=replicas, milestones=milestones, **keys)
 
     def matrix(self, number: int, replicas: int) -> Matrix:
         """W of round `number`: float64 [replicas, replicas]."""
@@ -117,6 +138,11 @@ class MixingSchedule:
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
         names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
         return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether only push-sum keeps the mean on it."""
+        return self.name in GRAPHS and GRAPHS[self.name].directed
 
     def check(self, replicas: int) -> None:
         """Raise AlgorithmError unless every replica's weights reach every other, and the settings suit so many."""
@@ -162,7 +188,8 @@ def mixing_text(table: Any) -> Any:
     """The text of a table such as {"name": "lattice", "neighbours": 4}; anything else as it is. Raises PlanError."""
     if not isinstance(table, Mapping):
         return table
-    settings = ", ".join(f"{key}={value}" for key, value in table.items() if key != "name")
+    words = {key: "+".join(map(str, value)) if isinstance(value, list | tuple) else value for key, value in table.items()}
+    settings = ", ".join(f"{key}={value}" for key, value in words.items() if key != "name")
     if "name" not in table:
         raise PlanError('a mixing graph has a name, for example { name = "lattice", neighbours = 4 }')
     return str(parse_mixing(f"{table['name']}({settings})"))
@@ -172,6 +199,8 @@ KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
+COMBINATIONS = ("adapt_combine", "combine_adapt")
+PUSH_SUM = "push_sum"
 TURN_MERGES = ("half", "running", "staleness")
 """Merges that replicas can make in turn. `buffered` is not a plan's: it keeps arrivals beside the global model."""
 MOST_PERIOD = 10**6
@@ -181,6 +210,8 @@ DRAWN_ROUNDS = 4
 _BELONGS = {
     "period_steps": ("average", "gossip", "merge"),
     "graph": ("gossip",),
+    "combination": ("gossip",),
+    "push_sum": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
     "outer_learning_rate": ("average",),
@@ -212,6 +243,8 @@ class Synchronisation:
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
         graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+        combination: of gossip, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        push_sum: of gossip, for graphs and weights whose columns alone sum to 1: what a replica sends and keeps is all it has.
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
         outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
@@ -227,6 +260,8 @@ class Synchronisation:
     kind: Name = "all_reduce"
     period_steps: Count = 1
     graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
+    combination: Name = "adapt_combine"
+    push_sum: Annotated[bool, Field(strict=True)] = False
     weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
     outer_optimizer: Name = "none"
     outer_learning_rate: Number = 0.0
@@ -271,6 +306,7 @@ class Synchronisation:
                 raise PlanError(f'gossip has {what}; give one of them, for example graph = "ring"')
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
+            self._check_combination()
         if any(delay < 0 for delay in self.delays):
             raise PlanError(f"synchronisation.delays = {list(self.delays)}: a delay cannot be negative; use numbers >= 0")
 
@@ -290,6 +326,24 @@ class Synchronisation:
             raise PlanError(
                 f"an outer optimizer has a learning rate above 0 and a momentum in [0, 1), got "
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
+            )
+
+    def _check_combination(self) -> None:
+        if self.combination not in COMBINATIONS:
+            raise PlanError(
+                f"unknown synchronisation.combination {self.combination!r}{near_matches(self.combination, COMBINATIONS)}"
+            )
+        if not self.combines_first:
+            return
+        if self.push_sum:
+            raise PlanError(
+                'synchronisation.push_sum divides what has been mixed by its mass, and "combine_adapt" adds a step to it '
+                'afterwards; use combination = "adapt_combine" with push_sum'
+            )
+        if self.period_steps != 1:
+            raise PlanError(
+                'synchronisation.combination = "combine_adapt" exchanges beside the computation of one step, and period_steps '
+                f'= {self.period_steps}; use period_steps = 1, or "adapt_combine"'
             )
 
     def _check_merge(self) -> None:
@@ -314,6 +368,11 @@ class Synchronisation:
     def mixes(self) -> bool:
         """Whether weights are exchanged in rounds."""
         return self.kind in ("average", "gossip", "merge")
+
+    @property
+    def combines_first(self) -> bool:
+        """Whether weights are exchanged as they are when the step begins, beside its computation."""
+        return self.combination == "combine_adapt"
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -395,6 +454,11 @@ class Synchronisation:
                 averaging_matrix(replicas, _array(self.weights)[0])
             return
         if self.graph:
+            if self.mixing.is_directed and not self.push_sum:
+                alike = ", ".join(name for name, family in GRAPHS.items() if not family.directed and name != "alone")
+                raise AlgorithmError(
+                    f"on the directed graph {self.graph} rows of weights do not sum to 1; set push_sum = true, or use {alike}"
+                )
             self.mixing.check(replicas)
             return
         if {len(row) for row in self.weights} != {replicas} or len(self.weights) != replicas:
@@ -402,7 +466,7 @@ class Synchronisation:
                 f"{replicas} replicas need {replicas} rows of {replicas} weights, got {len(self.weights)} rows"
             )
         matrix = _array(self.weights)
-        check_doubly_stochastic(matrix)
+        (check_column_stochastic if self.push_sum else check_doubly_stochastic)(matrix)
         if apart := unreached([matrix]):
             raise AlgorithmError(
                 f"the weights connect nothing with replica 0 for {len(apart)} replicas ({', '.join(map(str, apart[:8]))}); add "
@@ -450,6 +514,10 @@ class Synchronisation:
         words = [f"{self.kind}{period}"]
         if self.graph:
             words.append(self.graph)
+        if self.combines_first:
+            words.append(f"combination={self.combination}")
+        if self.push_sum:
+            words.append(PUSH_SUM)
         if self.weights:
             words.append("weights=" + ";".join(",".join(f"{weight!r}" for weight in row) for row in self.weights))
         if self.outer is not None:
@@ -511,7 +579,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
             found["period_steps"] = int(period)
         for word in words:
             name, given, value = word.partition("=")
-            if not given or "(" in name:
+            if word != PUSH_SUM and (not given or "(" in name):
                 name = "graph"
             if name in seen:
                 raise PlanError(f"{text!r} is not a synchronisation: {word!r} is a second {name}; give one")
@@ -519,6 +587,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
             match name:
                 case "graph":
                     found["graph"] = word
+                case "combination":
+                    found["combination"] = value
+                case "push_sum":
+                    found[PUSH_SUM] = True
                 case "weights":
                     found["weights"] = tuple(tuple(map(float, row.split(","))) for row in value.split(";"))
                 case "outer":
@@ -543,7 +615,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
     return Synchronisation(**found)
 
 
-_WORDS = ("weights", "outer", "participation", "seed", "merge", "delays")
+_WORDS = ("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge", "delays")
 
 
 def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:

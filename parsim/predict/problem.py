@@ -75,7 +75,7 @@ class PlanningProblem(Remembering):
     routing: how tokens reach experts, and what the framework hides of it.
     division: of which the model is already that of a rank (`on`); None: the model is whole.
     inner_axes: whether a search is free to choose cp and ep where the constraints leave them open: only the simulator has them.
-    clip_gradients: that plans are to clip by the global norm.
+    clip_gradients: that plans are to clip by the global norm. switches: (name of a switch, how every plan has it).
     optimizer_offload, activation_offload: what plans are to keep in the host's memory.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -103,6 +103,7 @@ class PlanningProblem(Remembering):
     division: InnerAxes | None = None
     inner_axes: bool = False
     clip_gradients: bool = False
+    switches: tuple[tuple[str, bool], ...] = ()
     optimizer_offload: bool = False
     activation_offload: ActivationOffload = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -288,53 +288,92 @@ def train_planned(
         raise AlgorithmError(f"virtual replicas train at least one step, got {steps}")
     scores: list[tuple[int, float]] = []
     for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order), steps), 1):
-        workers, rounds = state
+        workers, kept = state
         if on_step is not None:
             on_step(step, workers.weights)
         if score_every and step % score_every == 0:
-            scores.append((step, training.score(workers.weights.mean(0))))
+            scores.append((step, training.score(kept.mean(workers.weights))))
     return PlannedOutcome(
         workers=workers.weights,
-        weights=workers.weights.mean(0),
+        weights=kept.mean(workers.weights),
         seconds=steps * step_s,
-        rounds=rounds,
+        rounds=kept.rounds,
         scores=tuple(scores),
     )
 
 
 def steps_of(
     rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
-) -> Iterator[tuple[Workers, int]]:
-    """Step after step without end: the replicas behind each, and the rounds so far.
+) -> Iterator[tuple[Workers, Kept]]:
+    """Step after step without end: the replicas behind each, and what they keep from round to round.
 
     replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
     parameters of each. Raises AlgorithmError: so many replicas do not fit.
     """
     if rule.kind == "stale":
         check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
-        yield from ((workers, 0) for workers in stale_steps(training, order, stages))
+        kept = Kept.fresh(training.start[None])
+        yield from ((workers, kept) for workers in stale_steps(training, order, stages))
         return
     check_room(replicas, training.weight_bytes)
     workers = Workers.fresh(training.start.repeat(replicas, 1))
-    previous, velocity, rounds = training.start.clone(), None, 0
+    kept = Kept.fresh(workers.weights)
     for step in itertools.count():
         samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
         if rule.mixes:
-            samples[~np.array(rule.takes_part(rounds, replicas))] = -1
+            samples[~np.array(rule.takes_part(kept.rounds, replicas))] = -1
+        before = workers.weights
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
-            weights = rule.matrix(rounds, replicas)
-            matrix = torch.tensor(weights, dtype=workers.weights.dtype)
-            if np.count_nonzero(weights) < SPARSE * weights.size:
-                matrix = matrix.to_sparse()
-            if rule.kind == "merge":
-                mixed = matrix @ torch.cat([previous[None], workers.weights])
-                previous = mixed[-1]
-            else:
-                mixed = matrix @ workers.weights
-            if rule.outer is not None:
-                previous, velocity = rule.outer.step(previous, mixed[0], velocity)
-                mixed = previous.repeat(replicas, 1)
-            workers = Workers(weights=mixed, moments=workers.moments, steps=workers.steps)
-            rounds += 1
-        yield workers, rounds
+            mixed, kept = mixed_weights(rule, before, workers.weights, kept)
+            workers = replace(workers, weights=mixed)
+        yield workers, kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kept:
+    """What replicas keep from round to round.
+
+    Attributes:
+        previous: the model behind the last round: [D], or of push-sum every replica's own [P, D]. velocity: of an outer
+            optimizer. masses: of push-sum [P]. rounds: so far.
+    """
+
+    previous: Tensor
+    masses: Tensor
+    velocity: Tensor | None = None
+    rounds: int = 0
+
+    @classmethod
+    def fresh(cls, weights: Tensor) -> Kept:
+        """Before the first round: all replicas begin with the same weights [P, D]."""
+        return cls(previous=weights[0].clone(), masses=torch.ones(len(weights), dtype=torch.float64))
+
+    def mean(self, weights: Tensor) -> Tensor:
+        """The model [D] that replicas with these weights [P, D] stand for: of push-sum the mean of x, and not of x / w."""
+        beside = (self.masses - 1.0).to(weights.dtype)
+        return (weights + beside[:, None] * self.previous if beside.any() else weights).mean(0)
+
+
+def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
+    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it."""
+    replicas = len(weights)
+    matrix = torch.tensor(rule.matrix(kept.rounds, replicas), dtype=torch.float64)
+    sparse = matrix.count_nonzero() < SPARSE * matrix.numel()
+    product = (matrix.to_sparse() if sparse else matrix).to(weights.dtype)
+    previous, velocity, masses = kept.previous, kept.velocity, kept.masses
+    if rule.kind == "merge":
+        mixed = product @ torch.cat([previous[None], weights])
+        previous = mixed[-1]
+    elif rule.combines_first:
+        mixed = product @ before + (weights - before)
+    elif rule.push_sum:
+        pushed = weights + (masses - 1.0).to(weights.dtype)[:, None] * previous
+        masses = matrix @ masses
+        mixed = previous = (product @ pushed) / masses.to(weights.dtype)[:, None]
+    else:
+        mixed = product @ weights
+    if rule.outer is not None:
+        previous, velocity = rule.outer.step(previous, mixed[0], velocity)
+        mixed = previous.repeat(replicas, 1)
+    return mixed, Kept(previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)

@@ -48,9 +48,9 @@ def course_to(
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
-    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
+    for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:
-            scores.append((step, training.score(workers.weights.mean(0))))
+            scores.append((step, training.score(kept.mean(workers.weights))))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])

@@ -387,6 +387,7 @@ def _plan(
         clip_gradients=problem.clip_gradients,
         optimizer_offload=problem.optimizer_offload,
         activation_offload=problem.activation_offload,
+        **dict(problem.switches),
     )
 
 

@@ -210,9 +210,86 @@ def test_precisions_of_megatron_say_what_they_are_taken_as() -> None:
 
 
 def test_dualpipe_v_of_torchtitan_is_its_own_order() -> None:
-    recipe = titan(parallelism={"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "DualPipeV"})
+    recipe = pipelined(8, {"pipeline_parallel_schedule": "DualPipeV"})
     assert (recipe.order, recipe.chunks) == ("dualpipe-v", 2)
     assert "parallelism.pipeline_parallel_schedule" not in recipe.left_out
+
+
+def pipelined(local_batch: int, keys: dict[str, object], model: dict[str, object] | None = None) -> Recipe:
+    """Llama 3 8B, of 32 layers, or another model on 4 stages with microbatches of one sample."""
+    training: dict[str, object] = {"local_batch_size": local_batch, "seq_len": 128}
+    model = model or {"name": "llama3", "flavor": "8B"}
+    return titan(model=model, training=training, parallelism={"pipeline_parallel_degree": 4} | keys)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least"), [("1F1B", 4), ("DualPipeV", 8), ("GPipe", 1), ("ZBVZeroBubble", 1), ("Interleaved1F1B", 1)]
+)
+def test_a_pipeline_that_torch_refuses_at_the_start_is_refused(schedule: str, least: int) -> None:
+    """torch 2.13: Schedule1F1B and ScheduleDualPipeV take no fewer microbatches than stages, the others any number."""
+    assert pipelined(least, {"pipeline_parallel_schedule": schedule}).local_batch == least
+    if least > 1:
+        with pytest.raises(ConfigError, match=f"does not start with {least - 1} microbatches.*as many microbatches as stages"):
+            pipelined(least - 1, {"pipeline_parallel_schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_rounds_that_torch_refuses_are_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=r"microbatches \(11\) in 2 equal rounds on pp = 4; use 8 or 12 microbatches"):
+        pipelined(11, {"pipeline_parallel_schedule": schedule})
+    with pytest.raises(ConfigError, match=r"local_batch_size = 9 must be divisible by pipeline_parallel_microbatch_size = 2"):
+        pipelined(9, {"pipeline_parallel_microbatch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers", "chunks"),
+    [
+        ({}, "8 + 9 + 8 + 7", 1),
+        ({"pipeline_parallel_schedule": "Interleaved1F1B"}, "4 + 5 + 4 + 4 + 4 + 4 + 4 + 3", 2),
+        ({"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}, "8 + 8 + 8 + 8", 1),
+        (
+            {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 3},
+            "2 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 2 + 1",
+            3,
+        ),
+    ],
+)
+def test_stages_of_torchtitan_count_the_embedding_and_the_head(keys: dict[str, object], layers: str, chunks: int) -> None:
+    """torchtitan 0.2.2, generate_llm_fqn_per_model_part. With 3 layers per stage 34 layers make 12 stages, 3 per rank."""
+    recipe = pipelined(8, keys)
+    assert recipe.chunks == chunks
+    assert f"{layers} layers into its stages" in recipe.left_out["plan.stages"]
+
+
+def test_stages_that_torchtitan_cannot_make_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers_per_stage = 5 makes 7 stages of 32 layers"):
+        pipelined(8, {"pipeline_parallel_layers_per_stage": 5})
+    with pytest.raises(ConfigError, match="cannot cut 32 layers into 4 stages: each has 12, and the embedding counts as 16"):
+        pipelined(8, {"pipeline_parallel_first_stage_less_layers": 16})
+    parts = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "output"]]
+    with pytest.raises(ConfigError, match="4 parts with 3 layers, and the model 32"):
+        pipelined(8, {"module_fqns_per_model_part": parts})
+
+
+@pytest.mark.parametrize(("batch", "taken"), [(4, True), (6, False), (8, True), (3, False)])
+def test_rounds_that_megatron_refuses_are_refused(batch: int, taken: bool) -> None:
+    """Megatron-Core 0.16.1, forward_backward_pipelining_with_interleaving."""
+    pipeline = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
+    recipe = read_script(SIZES.replace("layers 4", "layers 8") + pipeline + f"--global-batch-size {batch}")
+    if taken:
+        assert recipe.settings(4)["plan.microbatches"] == batch
+    else:
+        with pytest.raises(ConfigError, match=f"in rounds of 4 microbatches, .* {batch} per replica are refused"):
+            recipe.settings(4)
+
+
+def test_layers_that_megatron_refuses_to_cut_are_refused() -> None:
+    """Megatron-Core 0.16.1, get_num_layers_to_build; a layout says what each stage has."""
+    pipeline = "--pipeline-model-parallel-size 3 "
+    with pytest.raises(ConfigError, match="4 layers must be divisible by pp 3 x 1 stages"):
+        read_script(SIZES + pipeline)
+    recipe = read_script(SIZES + pipeline + "--pipeline-model-parallel-layout 'Et|(t|)*3L|'")
+    assert recipe.chunks == 2
 
 
 def test_experts_of_megatron() -> None:
@@ -311,9 +388,9 @@ def test_a_file_is_planned_as_it_is() -> None:
 def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
     older: dict[str, dict[str, object]], newer: dict[str, object]
 ) -> None:
-    small: dict[str, object] = {"local_batch_size": 1, "seq_len": 128}
+    small: dict[str, object] = {"local_batch_size": 2, "seq_len": 128}
     tables = older | {"training": small | older.get("training", {})}
-    assert titan(**tables).settings(8) == titan(parallelism=newer).settings(8)
+    assert titan(**tables).settings(8) == titan(training=small, parallelism=newer).settings(8)
 
 
 def test_degrees_that_are_not_known_or_contradict_one_another_are_errors() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import parsim
 from parsim.app.config import Question, parse_config
 from parsim.app.load import fixed_plan, problem_of
 from parsim.app.question import question_of, taken_defaults
@@ -15,7 +16,7 @@ from parsim.model.catalogue.names import software_of
 from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.load import load_model
 from parsim.model.routing import ExpertRouting
-from parsim.plans.plan import Plan
+from parsim.plans.plan import SWITCHES, Plan
 from parsim.predict.evaluate import evaluate
 
 MESH = {"plan.strategy": "custom", "plan.mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan.microbatches": 4}
@@ -62,7 +63,41 @@ def test_a_version_is_that_of_its_year() -> None:
 
 def test_switches_of_axes_that_a_plan_has_not_stay_off() -> None:
     alone = plan(software__framework="megatron", plan__mesh={"pp": 1, "dp": 8, "tp": 1})
-    assert (alone.scatter_gather, alone.tensor_overlap, alone.gather_ahead) == (False, False, True)
+    assert alone.switched == ("gather_ahead",)
+    assert plan(software__framework="megatron").switched == ("tensor_overlap", "gather_ahead", "scatter_gather")
+
+
+@pytest.mark.parametrize(
+    ("framework", "constraints"),
+    [
+        ("megatron", {"plan.mesh": {"dp": 4, "tp": 2}}),
+        ("megatron", {"plan.zero_stage": 1, "plan.strategy": "dp"}),
+        ("composer", {"plan.zero_stage": 3, "plan.strategy": "dp"}),
+    ],
+)
+def test_a_plan_has_one_price_whether_it_is_found_or_stated(framework: str, constraints: dict[str, Any]) -> None:
+    keys = {
+        "software.framework": framework,
+        "software.year": 2023,
+        "plan.microbatches": 8,
+        "model.args.layers": 4,
+    } | constraints
+    asked: dict[str, Any] = {"cluster": "8xa100-sxm-80gb", "global_batch": 64}
+    found = parsim.plan("gpt3-1.3b", **asked, settings=keys).prediction.result
+    made = found.plan
+    by_hand: dict[str, Any] = {
+        "plan.strategy": "custom",
+        "plan.mesh": {axis: getattr(made.mesh, axis) for axis in ("pp", "dp", "tp", "cp", "ep")},
+        "plan.zero_stage": made.zero_stage,
+        "plan.bucket_bytes": made.bucket_bytes,
+        "plan.recompute": made.recompute,
+    }
+    stated = parsim.plan("gpt3-1.3b", **asked, settings=keys | by_hand).prediction.result
+    assert stated.plan.program == made.program
+    assert stated.step_s.median == found.step_s.median
+    assert stated.peak_memory_bytes == found.peak_memory_bytes
+    row = framework_of(framework, 2023)
+    assert all(getattr(made, key) == getattr(row, key) for key in SWITCHES)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -44,6 +44,10 @@ strategy = "dp"
 """
 
 
+SLOW = "ada(rounds=2,epochs=2,rate=0.5)"
+STEPS = "ada(kind=step, start=3, rate=0.5, milestones=1+2, rounds=4, epochs=3)"
+
+
 @st.composite
 def synchronisations(draw: st.DrawFn) -> Synchronisation:
     kind = draw(st.sampled_from(("all_reduce", "average", "gossip", "merge", "stale")))
@@ -61,8 +65,11 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
             seed=draw(st.integers(0, 9)) if participation < 1 else 0,
         )
     if kind == "gossip":
-        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
-        return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), graph=draw(st.sampled_from(graphs)))
+        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", SLOW, STEPS)
+        ways = ({}, {"push_sum": True}, {"combination": "combine_adapt"})
+        way = draw(st.sampled_from(ways))
+        period = 1 if "combination" in way else draw(st.integers(1, 9))
+        return Synchronisation(kind=kind, period_steps=period, graph=draw(st.sampled_from(graphs)), **way)
     if kind == "merge":
         merge = draw(st.sampled_from(("half", "running", "staleness")))
         given = {"merge_rate": draw(st.floats(0.01, 1.0)), "merge_exponent": draw(st.floats(0.0, 3.0))}
@@ -99,6 +106,13 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
         ("average/8 outer=sgd:nan", "learning rate above 0"),
         ("average/8 participation=0.5 participation=0.7", "second participation"),
         ("gossip/1 ring torus", "second graph"),
+        ("gossip/1 ring push_sum push_sum", "second push_sum"),
+        ("gossip/1 ring combination=combine", "did you mean combine_adapt"),
+        ("gossip/4 ring combination=combine_adapt", "use period_steps = 1"),
+        ("gossip/1 ring push_sum combination=combine_adapt", 'use combination = "adapt_combine" with push_sum'),
+        ("average/4 push_sum", "belongs to kind gossip"),
+        ("gossip/1 ada(kind=step, milestones=1+b, rounds=4, epochs=3)", "is not a number"),
+        ("gossip/1 ada(kind=closed_loop, rounds=4, epochs=3)", "use exponential, linear, step"),
         ("gossip/1 lattice(neighbours=2, neighbours=4)", "neighbours twice"),
         ("average/8 participaton=0.5", "did you mean.*participation"),
         ("average/", "not a synchronisation"),
@@ -167,6 +181,16 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="gossip", weights=((1.0, 0.0), (0.0, 1.0))), {"dp": 2}, "connect nothing"),
         (Synchronisation(kind="gossip", weights=((1.0,),)), {"dp": 2}, "2 rows"),
         (Synchronisation(kind="gossip", graph="alone"), {"dp": 4}, "not connected"),
+        (
+            Synchronisation(kind="gossip", graph="random_directed"),
+            {"dp": 4},
+            "directed graph random_directed.* push_sum = true",
+        ),
+        (
+            Synchronisation(kind="gossip", push_sum=True, weights=((0.5, 0.5), (0.4, 0.6))),
+            {"dp": 2},
+            "push-sum needs a column-stochastic matrix",
+        ),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=nan)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=inf)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
