@@ -119,6 +119,7 @@ EXAMPLES = {
     "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.gpu": 'gpu = "h100-sxm"',
+    "cluster.instance": 'instance = "p5.48xlarge"',
     "cluster.group": '[[cluster.group]] with gpu = "h100-sxm" and nodes = 2',
     "cluster.gpus_per_node": "gpus_per_node = 8",
     "cluster.link": 'link = "nvswitch-4"',

@@ -336,6 +336,7 @@ ABSENT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model.args.widht=3",), ("'widht'", "did you mean width")),
     (("cluster.profile=dgx1-v100-32g",), ("'dgx1-v100-32g'", "did you mean dgx1-v100-32gb")),
     (("cluster.profile=absent.json",), ("no profile file", "absent.json", "parsim calibrate")),
+    (("cluster.instance=p5.48xlarge",), ("p5.48xlarge sets cluster.profile", "drop one")),
     (("cluster.devices=9",), ("8 devices", "9", "1 to 8")),
     (("cluster.devices=[0, 8]",), ("no device 8", "[0, 1, 2, 3, 4, 5, 6, 7]")),
     (("plan.strategy=absent/plan.json",), ("no plan file", "absent/plan.json", "parsim plan")),
