@@ -340,8 +340,9 @@ LAUNCHES = {
         slow=False,
     ),
     "four processes": Launch(in_groups, steps=12, slow=False),
+    "two processes for a hundred steps": Launch(plans, steps=100),
     "two processes for long": Launch(
-        lambda: [*plans(), *zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=30
+        lambda: [*zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=30
     ),
     "four processes for long": Launch(
         lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=30
