@@ -23,7 +23,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.plan import AUTO, ZERO_STAGES
+from parsim.plans.plan import AUTO
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.bound import ChainSeconds
@@ -66,7 +66,8 @@ def estimated_s(
     placed = [tuple(some.get(name, BATCH) for name in names) for some in placements]
     samples = [problem.global_batch // (mesh.dp * count) for count in counts]
     held = [held_totals(problem, mesh, *each) for each in zip(samples, placed, strict=True)]
-    free = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[mesh.least_zero_stage :]
+    fixed = isinstance(problem.zero_stage, int)
+    free = [stage for stage in problem.zero_stages if fixed or stage >= mesh.least_zero_stage]
     stages = free if mesh.copies > 1 else free[:1]
 
     def by_count(figures: Sequence[float]) -> Floats:

@@ -730,7 +730,7 @@ def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     question leaves it open."""
     asked = problem.constraints
     is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard is None
-    stages = {plan.zero_stage, *((0, 3) if is_free and plan.zero_stage else ())}
+    stages = {plan.zero_stage, *({0, 3}.intersection(problem.zero_stages) if is_free and plan.zero_stage else ())}
     sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
     meshes = {plan.mesh, *((plan.mesh.undivided(),) if asked.dp_shard is None else ())}
     for stage, size, mesh in product(stages, sizes, meshes):

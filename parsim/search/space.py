@@ -22,7 +22,7 @@ from parsim.model.divided import experts_of, tokens_of
 from parsim.numeric import Floats
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import PlanIndex
 from parsim.records import once
@@ -113,7 +113,7 @@ def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
             yield replace(mesh, dp_shard=asked)
         return
     yield mesh
-    if problem.zero_stage == 0 or problem.constraints.synchronisation.is_relaxed:
+    if problem.zero_stages == (0,) or problem.constraints.synchronisation.is_relaxed:
         return
     on_a_node = devices_on_a_node(problem)
     size, rest = divmod(on_a_node, width)
@@ -168,7 +168,8 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
         ScheduleError: the model has too few components.
     """
     constraints = problem.constraints
-    names = FREE_ORDERS if constraints.pipeline_order is None else (constraints.pipeline_order,)
+    free = [name for name in FREE_ORDERS if not constraints.orders or name in constraints.orders]
+    names = free if constraints.pipeline_order is None else (constraints.pipeline_order,)
     most = len(problem.model.components) // mesh.pp
     if mesh.pp == 1:
         return [(constraints.pipeline_order or "1f1b", 1)]
@@ -235,9 +236,9 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
     if layout.plan.mesh.dp_shard:
-        return ZERO_STAGES[1:]
+        return tuple(stage for stage in problem.zero_stages if stage)
     shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
-    return ZERO_STAGES if shared else (0,)
+    return problem.zero_stages if shared else (0,)
 
 
 # Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.

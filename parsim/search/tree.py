@@ -637,8 +637,8 @@ class Members:
         """Combinations of ZeRO stages and bucket sizes."""
         if mesh.copies * mesh.tp == 1:
             return 1
-        stages = 1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES) - mesh.least_zero_stage
-        return len(self._sizes) * stages
+        fixed = isinstance(self.problem.zero_stage, int)
+        return len(self._sizes) * sum(fixed or stage >= mesh.least_zero_stage for stage in self.problem.zero_stages)
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
