@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.app.config import Question
 from parsim.app.doctor import progress
@@ -238,21 +237,22 @@ def rounds_in_words(plan: Plan, steps: int) -> list[str]:
     return warnings
 
 
-def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
-    """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
+def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
+    """How a training, whose steps were timed one by one, is divided into periods, so that every round has all its local steps.
 
-    Of decoupled stages those are left out in which some stage had nothing to work on yet.
+    Of decoupled stages those steps are left out in which some stage had nothing to work on yet.
 
     Returns:
-        float64 [rounds]: seconds, as `Measurement.step_s`.
+        `left_out` and `together` of a Measurement.
     """
-    step_s, period = seen.step_s, plan.synchronisation.period_steps
-    filling = plan.synchronisation.steps_to_fill(plan.mesh.pp)
-    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > filling:
-        return step_s[filling:]
-    if not plan.synchronisation.mixes or seen.steps != len(step_s) or len(step_s) < period:
-        return step_s
-    return step_s[len(step_s) % period :]
+    rule, rounds = plan.synchronisation, min(len(record.rounds) for record in seen.ranks)
+    if seen.steps != rounds:
+        return 0, 1
+    if rule.kind == "stale":
+        filling = rule.steps_to_fill(plan.mesh.pp)
+        return (filling if rounds > filling else 0), 1
+    period = max(1, min(rule.period_steps, rounds))
+    return rounds % period, period
 
 
 # What loading costs a question: timed on this machine where its dataset is the user's own.

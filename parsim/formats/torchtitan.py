@@ -20,7 +20,7 @@ from parsim.formats.recipe import (
     whole_number,
 )
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, known_names, named, normalised, shape_of
+from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, is_transformer, known_names, normalised, shape_of
 from parsim.plans.pipeline import check_torch_schedule
 
 NAME = "torchtitan"
@@ -97,20 +97,29 @@ LEFT_OUT = {
 }
 
 
-def read_toml(document: Mapping[str, Any]) -> Recipe:
-    """A file of torchtitan. Raises ConfigError for a model that is not known, or sizes that cannot be."""
+def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
+    """A file of torchtitan.
+
+    Args:
+        document: its tables. wrapped: the model by the name of a file around it, where the tables name none.
+
+    Raises:
+        ConfigError: a model that is not known, or sizes that cannot be.
+    """
     tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
     flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     flat = _newer(flat)
-    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
+    name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
-    if model is None and named(f"{name}-{flavor}") is None:
-        near = near_matches(f"{name}-{flavor}".lower(), known_names())
-        raise ConfigError(f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near}")
-    recipe = Recipe(framework=NAME, model=model or f"{name}-{flavor}")
+    recipe = Recipe(framework=NAME, model=model or (f"{name}-{flavor}" if flavor else name))
+    if model is None and not is_transformer(recipe.model):
+        near = near_matches(recipe.model.lower(), known_names())
+        known = near if "did you mean" in near else " (`parsim models` lists those that are)"
+        recipe.missing["model.name"] = f"model.name = {name!r} with flavor = {flavor!r} is not known{known}"
+        recipe.model = ""
 
     def number(key: str, default: int) -> int:
         if key not in flat:
@@ -127,6 +136,8 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
             f"{NAME}: expert_tensor_parallel_degree = {flat['parallelism.expert_tensor_parallel_degree']} is neither 1 nor "
             f"tensor_parallel_degree ({recipe.tp}); set it to one of them"
         )
+    if recipe.tp > 1 and recipe.ep > 1 and flat.get("parallelism.expert_tensor_parallel_degree", 1) == 1:
+        recipe.left_out["parallelism.expert_tensor_parallel_degree"] = "experts are cut over the tensor shards as the rest is"
     _read_data_parallel(flat, number, recipe)
     if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)

@@ -644,6 +644,13 @@ def check_plan(plan: Plan, model: Model) -> None:
     placements = dict(entry for stage in plan.stages for entry in stage.placed())
     for name, placement in placements.items():
         _check_placement(plan, model, name, placement)
+    for name, least in model.least_samples.items():
+        samples = plan.microbatch_samples * placements[name].batch_ways(plan.mesh.tp) // plan.mesh.tp
+        if samples < least:
+            raise PlanError(
+                f"{name} would see {samples} sample at once and needs {least}: its batch norm has one value per channel and "
+                f"sample. Use fewer microbatches or replicas, a global_batch of {least * plan.global_batch}, or larger inputs"
+            )
     if (apart := tied_apart(model, placements)) is not None:
         first, second, parameter = apart
         raise PlanError(

@@ -282,8 +282,10 @@ def test_what_a_run_cannot_mix_is_refused() -> None:
 
 def test_a_training_is_averaged_over_whole_periods() -> None:
     seen = Measurement(ranks=(RankRecord(rank=0, rounds=[(0.0, float(step_s), 1) for step_s in range(10)]),))
-    assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10
+    left_out, together = whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4)))
+    assert (left_out, together) == (2, 4)
+    assert replace(seen, left_out=left_out, together=together).step_s.tolist() == [3.5, 7.5]
+    assert whole_periods(seen, plan_of(ALL_REDUCE)) == (0, 1)
 
 
 def test_a_training_without_a_round_is_told() -> None:
