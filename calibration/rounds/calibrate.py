@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -84,6 +85,7 @@ def calibrate(
     """
     say = on_line or _silent
     _check(request, out, say)
+    request = _measurable(request)
     gpus = look_apart() if request.device == "cuda" else None
     if gpus is not None:
         check_gpus(request, gpus)
@@ -155,6 +157,26 @@ def stopped_points(request: CalibrationRequest, out: Path) -> RawPoints | None:
     if not folder.has_turns:
         return None
     return _raw_points(request, out, folder, list(models_of(request)))
+
+
+def _measurable(request: CalibrationRequest) -> CalibrationRequest:
+    """The request with local batches that every component can see (`Component.least_samples`); those plans use no others.
+
+    Raises ConfigError where no batch of a model is left.
+    """
+    models = list(zip(request.models, models_of(request), strict=False))  # at the first granularity
+    least = [max(model.least_samples.values(), default=1) for _, model in models]
+    kept = [
+        (spec, tuple(samples for samples in batches if samples >= fewest))
+        for ((spec, batches), _), fewest in zip(models, least, strict=True)
+    ]
+    for (spec, batches), fewest in zip(kept, least, strict=True):
+        if not batches:
+            raise ConfigError(
+                f"{spec.name} needs {fewest} samples at once: a batch norm of it has one value per channel and sample; give "
+                "local batches from there on, or larger inputs"
+            )
+    return replace(request, models=tuple(kept))
 
 
 def models_of(request: CalibrationRequest) -> Iterator[Model]:

@@ -94,7 +94,7 @@ def plan_of(model: Model, given: Given) -> Plan:
         zero_stage=zero if copies > 1 else 0,
         recompute=again,
         segments=segments,
-        **framework_switches(framework, mesh, zero) | ({} if given.states.sequence else {"tensor_overlap": False}),
+        **framework_switches(framework) | ({} if given.states.sequence else {"tensor_overlap": False}),
         clip_gradients=framework.clip,
     )
 

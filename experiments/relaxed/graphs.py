@@ -20,7 +20,6 @@ import numpy as np
 
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import (
-    STOCHASTIC_TOLERANCE,
     Ada,
     Matrix,
     MixingGraph,
@@ -28,7 +27,6 @@ from parsim.plans.mixing import (
     circulant,
     mixing_graph,
     rounds_of_one_peer,
-    stochastic_error,
 )
 
 
@@ -59,17 +57,6 @@ def lattice_gap(n: int, neighbours: int) -> float:
     d = np.arange(1, neighbours // 2 + 1)[None, :]
     values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
     return float(1.0 - np.abs(values).max())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAda(Ada):
-    """k_0 gamma^(milestones passed). rate: gamma, in (0, 1]."""
-
-    milestones: tuple[int, ...] = ()
-
-    def neighbours(self, epoch: int) -> int:
-        passed = sum(milestone <= epoch for milestone in self.milestones)
-        return allowed_neighbours(self.first * self.rate**passed, self.n, self.least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +103,6 @@ def predicted_consensus(drift: float, rho: float) -> float:
     if not 0 <= rho < 1 or drift < 0:
         raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
     return drift * rho**2 / (1.0 - rho**2)
-
-
-def check_column_stochastic(matrix: Matrix) -> None:
-    """Raise AlgorithmError unless entries are >= 0 and columns sum to 1: what each worker sends is all it has."""
-    columns = stochastic_error(matrix)[1]
-    if not columns <= STOCHASTIC_TOLERANCE or (matrix < 0).any():
-        raise AlgorithmError(
-            f"push-sum needs a column-stochastic matrix: entries >= 0 and columns that sum to 1, off by up to {columns:.3g}; "
-            "divide each column by its sum"
-        )
 
 
 def debias(values: Any, weights: Any) -> Any:

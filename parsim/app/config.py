@@ -43,7 +43,7 @@ from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
-from parsim.plans.plan import AUTO, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import AUTO, STRATEGIES, SWITCHES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
@@ -59,15 +59,6 @@ CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 ADAPTIVE_KEYS = ("pin", "forbid")
 """Keys that steer the search of strategy = "adaptive"."""
-SWITCHES = (
-    "tensor_overlap",
-    "tensor_backward_overlap",
-    "gather_ahead",
-    "blocking_transfers",
-    "scatter_gather",
-    "backward_prefetch",
-)
-"""Switches of a plan by hand, as in Plan; the search proposes none of them."""
 
 
 class ModelSection(ModelSpec):
@@ -443,7 +434,7 @@ def _check_agreement(question: Question) -> None:
     _check_words(plan)
     if plan.plan_path is not None:
         beside = [key for key in ("zero_stage", "recompute") if getattr(plan, key) not in (AUTO, 0)]
-        keys = ("optimizer_offload", "activation_offload", "synchronisation", *CUSTOM_KEYS)
+        keys = ("optimizer_offload", "activation_offload", "synchronisation", *CUSTOM_KEYS, *SWITCHES)
         beside += [key for key in keys if getattr(plan, key) is not None]
         if beside:
             value = getattr(plan, beside[0])
@@ -456,7 +447,7 @@ def _check_agreement(question: Question) -> None:
         )
     _check_replicas(plan)
     check_machine(question.cluster)
-    _check_by_hand(plan)
+    _check_by_hand(question)
     if (wanted := plan.sequence_parallel) is not None:
         name, args = question.model.name, dict(question.model.args)
         if not is_transformer(name):
@@ -531,10 +522,10 @@ def _check_words(plan: PlanSection) -> None:
         raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
 
 
-def _check_by_hand(plan: PlanSection) -> None:
+def _check_by_hand(question: Question) -> None:
     """Keys of a plan by hand stand beside strategy = "custom" and the axes that they are about."""
-    mesh = plan.mesh or MeshTable()
-    pp, tp, cp = mesh.pp or 1, mesh.tp or 1, mesh.cp or 1
+    plan = question.plan
+    cp = (plan.mesh or MeshTable()).cp or 1
     by_hand = plan.strategy == "custom"
     if plan.placements is not None and not by_hand:
         raise ConfigError(
@@ -546,18 +537,85 @@ def _check_by_hand(plan: PlanSection) -> None:
             f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
             "drop it: a searched plan exchanges in a ring"
         )
-    switched = [key for key in SWITCHES if getattr(plan, key) is not None]
-    if switched and not by_hand:
-        raise ConfigError(
-            f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
-            f"plan.mesh, or drop {', '.join(switched)}"
-        )
-    if plan.scatter_gather and 1 in (tp, pp):
-        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
-    if plan.blocking_transfers and pp == 1:
-        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+    _check_switches(question)
+    _check_framework(question)
     if by_hand and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
+
+
+_NEEDS = {
+    "tensor_overlap": ("tp",),
+    "tensor_backward_overlap": ("tp",),
+    "blocking_transfers": ("pp",),
+    "scatter_gather": ("pp", "tp"),
+}
+"""Switches, and the axes of a mesh that they are about."""
+
+
+INNER_AXES = ("pp", "tp", "cp", "ep")
+
+
+def _check_framework(question: Question) -> None:
+    """Raise ConfigError where [plan] asks for what the framework of [software] does not have."""
+    plan, row = question.plan, question.software.row
+    if row is None:
+        return
+    what = f"software.framework = {row.name!r}{f' in {question.software.year}' if question.software.year else ''}"
+    for axis in INNER_AXES:
+        size = getattr(plan.mesh or MeshTable(), axis) or 1
+        if size > 1 and axis not in row.axes:
+            has = ", ".join(("dp", *row.axes))
+            raise ConfigError(f"plan.mesh.{axis} = {size} and {what}, whose plans have {has} alone; drop one of them")
+    if plan.zero_stage not in (AUTO, *row.zero_stages):
+        has = " or ".join(map(str, row.zero_stages))
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage} and {what}, which has zero_stage {has} alone; drop one of them")
+    software, exchanged = question.software, ("dispatcher", "expert_overlap", "delay_weight_gradients")
+    given = [key for key in exchanged if getattr(software, key)]
+    if given and "ep" not in row.axes:
+        raise ConfigError(
+            f"software.{given[0]} = {getattr(software, given[0])!r} is of exchanges between ranks that share experts, and "
+            f"{what} has no such plans; drop one of them"
+        )
+    if software.compiled is not None and not row.uncompiled and row.convolution is None:
+        raise ConfigError(
+            f"software.compiled = {str(software.compiled).lower()} and {what}, which runs the same kernels whether compiled "
+            "or not; drop compiled"
+        )
+    if row.orders and plan.pipeline_order not in (None, *row.orders):
+        has = ", ".join(row.orders)
+        raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} and {what}, which has {has} alone; drop one of them")
+
+
+def _check_switches(question: Question) -> None:
+    """Raise ConfigError where a switch of [plan] means nothing on its mesh or with its ZeRO stage, or excludes another one."""
+    plan, row = question.plan, question.software.row
+    by_hand, mesh = plan.strategy == "custom", plan.mesh or MeshTable()
+    for key, axes in _NEEDS.items():
+        sizes = [getattr(mesh, axis) or (1 if by_hand else None) for axis in axes]
+        if getattr(plan, key) and 1 in sizes:
+            needs = " and ".join(f"{axis} > 1" for axis in axes)
+            raise ConfigError(f"plan.{key} = true belongs to plan.mesh with {needs}; drop it")
+    if plan.tensor_overlap and plan.sequence_parallel is False:
+        raise ConfigError(
+            "plan.tensor_overlap = true hides all_gathers and reduce_scatters, and plan.sequence_parallel = false has "
+            "all_reduces in their place; drop one of them"
+        )
+    usual = 0 if row is None else row.zero
+    zero = usual if by_hand and plan.zero_stage == AUTO else plan.zero_stage
+    for key, value, stage in (("gather_ahead", True, 1), ("backward_prefetch", False, 3)):
+        if getattr(plan, key) == value and zero not in (AUTO, stage):
+            raise ConfigError(
+                f"plan.{key} = {str(value).lower()} belongs to zero_stage = {stage}, and the plan has zero_stage = {zero}; set "
+                f"zero_stage = {stage}, or drop it"
+            )
+    both = ("tensor_overlap", "tensor_backward_overlap")
+    for key, other in (both, both[::-1]):
+        stated = getattr(plan, other)
+        if getattr(plan, key) and (stated or (stated is None and row is not None and getattr(row, other))):
+            whose = f"plan.{other} = true" if stated else f"software.framework = {row.name!r} has {other}" if row else ""
+            raise ConfigError(
+                f"plan.{key} = true and {whose}: they are two ways to hide the same communication; set plan.{other} = false"
+            )
 
 
 def _check_replicas(plan: PlanSection) -> None:
@@ -661,7 +719,18 @@ def _axes_of(table: MeshTable) -> Mesh:
     return Mesh(**{axis: size or 1 for axis, size in table})
 
 
-def constraints_of(plan: PlanSection) -> PlanConstraints:
-    """What a search must keep."""
-    kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"}
-    return PlanConstraints(**dict(plan.mesh or MeshTable()), **kept, synchronisation=plan.relaxed)
+def constraints_of(question: Question) -> PlanConstraints:
+    """What a search must keep: the keys of [plan], and what the framework of [software] can run."""
+    plan, row = question.plan, question.software.row
+    kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"} | dict(plan.mesh or MeshTable())
+    if row is None:
+        return PlanConstraints(**kept, synchronisation=plan.relaxed)
+    kept |= {axis: 1 for axis in INNER_AXES if axis not in row.axes}
+    return PlanConstraints(
+        **kept,
+        synchronisation=plan.relaxed,
+        zero_stages=row.zero_stages,
+        orders=row.orders,
+        layers_alike=not (plan.pin or plan.forbid),
+        framework=row.name,
+    )

@@ -453,7 +453,8 @@ def load_cluster(
     """A cluster as a value: the devices and links of a profile, or of several copies of it.
 
     Args:
-        profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
+        profile: a shipped profile by name, the path of one, GPUs such as "1024xh100-sxm" or instances such as
+            "2xp5.48xlarge". devices: the first N of every
             node, or device numbers.
         nodes: copies, connected by the network of this name (or path).
 
@@ -466,6 +467,8 @@ def load_cluster(
     if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
         machines = machines_of(str(profile))
         profile, nodes = machines.node, machines.nodes * nodes
+        if machines.instance is not None and network is None and nodes > 1:
+            network = machines.instance.sizes.network
     loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 

@@ -52,7 +52,8 @@ def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement
     from parsim.execute.measurement import load_measurement
 
     seen = load_measurement(folder.records(run), evaluation.graph)
-    return replace(seen, left_out=len(seen.step_s) - len(whole_periods(seen, evaluation.result.plan)))
+    left_out, together = whole_periods(seen, evaluation.result.plan)
+    return replace(seen, left_out=left_out, together=together)
 
 
 def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> Comparison:
@@ -79,7 +80,12 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
         error = relative_error(predicted_s, seen.mean_step_s)
         pace = PaceComparison(slowness=speed.mean, predicted_s=predicted_s, relative_error=error)
     correction = evaluation.result.interval_correction
-    return replace(comparison, interval_correction=None if correction is None else correction.to_dict(), at_pace=pace)
+    return replace(
+        comparison,
+        interval_correction=None if correction is None else correction.to_dict(),
+        at_pace=pace,
+        skew_s=seen.skew_s if evaluation.result.plan.synchronisation.is_relaxed else None,
+    )
 
 
 def speed_of(profile: Profile, pace: PaceComparison | None) -> dict[str, Any] | None:
@@ -207,6 +213,8 @@ def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, 
         why = "the plan changed on the way"
     elif changes_graph(asked.evaluation.result.plan):
         why = "the predicted step is a mean over all graphs of the plan, and the steps had others"
+    elif seen.steps < asked.evaluation.result.plan.synchronisation.period_steps:
+        why = f"{seen.steps} timed steps are no whole period of {asked.evaluation.result.plan.synchronisation}"
     elif seen.steps < LEAST_RECORDED:
         why = f"{seen.steps} timed steps are fewer than the {LEAST_RECORDED} that an interval is for"
     elif asked.evaluation.result.interval_correction is None:

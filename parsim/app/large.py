@@ -14,6 +14,7 @@ from typing import Any
 from parsim.app.config import Question
 from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
 from parsim.errors import ProfileError
+from parsim.hardware.instances import instance_named
 from parsim.hardware.parts import load_gpu
 from parsim.model.formats import operator_precision
 from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
@@ -369,6 +370,9 @@ def operation_of(config: Question, device: str) -> RunningCosts:
     except ProfileError:  # no part of that name: a profile's own device
         part = None
     price, source = table.usd_per_hour, "given"
+    rented = None if table.instance is None else instance_named(table.instance)
+    if price is None and rented is not None and rented.usd_per_gpu_hour is not None:
+        price, source = rented.usd_per_gpu_hour, rented.price_source
     if price is None and part is not None and part.usd_per_hour is not None:
         dated = part.usd_per_hour
         price, source = dated.value, f"on demand, {dated.as_of}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
-from parsim.app.config import SWITCHES, Question, check_axes, constraints_of, mesh_of
+from parsim.app.config import Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
@@ -37,7 +37,7 @@ from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, SWITCHES, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
@@ -82,6 +82,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"
     zero_stage = framework.zero if framework is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
+    stated = {key: value for key in SWITCHES if (value := getattr(plan, key)) is not None}
     scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
         model=model,
@@ -91,6 +92,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
+        switches=tuple({**({} if framework is None else framework_switches(framework)), **stated}.items()),
         learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
@@ -102,7 +104,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
-        constraints=constraints_of(plan),
+        constraints=constraints_of(config),
         pins=pins,
         routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
@@ -284,7 +286,6 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     order = table.pipeline_order or "1f1b"
     check_mesh(mesh, problem.cluster.size)
     framework = config.software.row
-    usual = {} if framework is None else framework_switches(framework, mesh, problem.fixed_zero_stage)
     unstated = NONE if framework is None else framework.recompute
     return custom_plan(
         problem,
@@ -297,7 +298,6 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
         recompute=unstated if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
         synchronisation=table.relaxed,
-        switches={**usual, **{key: value for key in SWITCHES if (value := getattr(table, key)) is not None}},
     )
 
 

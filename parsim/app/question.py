@@ -17,21 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import ModelSection, PlanSection, Question, cluster_section, load_config, question_from
+from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
 from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
-from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
-from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
+from parsim.model.catalogue.names import OWN, is_transformer, named, sequence_of, shape_of
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.formats import recorded_weights
 from parsim.model.load import model_from_module
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, SUBLAYER, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
+from parsim.plans.plan import ZERO_STAGES
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
@@ -74,6 +75,22 @@ def assumed_text(assumed: Mapping[str, Any]) -> str:
         else:
             texts.append(_PREDICTED_FROM[key].format(value))
     return f"assumed: {', '.join(texts)}" if texts else ""
+
+
+def left_out_text(question: Question) -> str:
+    """What a search did not propose because the framework cannot run it; empty where none is named."""
+    row = question.software.row
+    if row is None or question.plan.plan_path is not None or question.plan.strategy == "custom":
+        return ""
+    lacking = [axis for axis in INNER_AXES if axis not in row.axes]
+    stages = [str(stage) for stage in ZERO_STAGES if stage not in row.zero_stages]
+    parts = [
+        f"a mesh with {', '.join(lacking)}" if lacking else "",
+        f"ZeRO {', '.join(stages)}" if stages else "",
+        f"pipeline orders but {', '.join(row.orders)}" if row.orders and "pp" in row.axes else "",
+        "layers that lie or are recomputed otherwise than others",
+    ]
+    return f"not proposed, since {row.name} does not run it: {'; '.join(filter(None, parts))}"
 
 
 def precision_text(assumed: Mapping[str, Any], peak_flop_per_s: Mapping[str, float]) -> str:
@@ -198,6 +215,10 @@ def question_of(
     return question.sourced(model=_traced_model(model, example_inputs, question))
 
 
+AXES = frozenset({"tp", "pp", "cp", "ep"})
+"""Axes of the mesh that a file may lack or --set may change; the replicas follow from the devices."""
+
+
 def _question_of_recipe(
     path: Path,
     cluster: str | Path | Cluster | None,
@@ -205,19 +226,27 @@ def _question_of_recipe(
     settings: Mapping[str, object] | None,
     overrides: Sequence[str],
 ) -> Question:
-    """The question that a file of Megatron-LM, NeMo or torchtitan asks; what is given beside it counts more."""
+    """The question that a file of a framework asks; what is given beside it counts more."""
     recipe = read_recipe(path)
-    given = changes_of(settings, overrides).get("model", {})
-    given = given.get("args", {}) if isinstance(given, Mapping) else {}
+    given = flat_table(changes_of(settings, overrides))
+    if global_batch is not None:
+        given["training.global_batch"] = global_batch
+    if "model.name" in given:  # the sizes are then those of the name
+        if recipe.model == GENERIC:
+            recipe.args = {key: value for key, value in recipe.args.items() if key in OWN}
+            recipe.missing = {key: why for key, why in recipe.missing.items() if not key.startswith("model.args.")}
+        recipe.model = str(given["model.name"])
     if lacking := [(key, why) for key, why in recipe.missing.items() if key not in given]:
-        hint = " ".join(f"--set model.args.{key}=N" for key, _ in lacking)
+        hint = " ".join(f"--set {key}={'NAME' if key == 'model.name' else 'N'}" for key, _ in lacking)
         raise ConfigError(f"{path}: {recipe.framework}: {'; '.join(why for _, why in lacking)}, or give {hint}")
+    for axis in AXES & {key.removeprefix("plan.mesh.") for key in given}:  # what is set beside the file counts more
+        setattr(recipe, axis, whole_number(recipe.framework, f"plan.mesh.{axis}", given[f"plan.mesh.{axis}"]))
+    if "training.global_batch" in given:
+        recipe.training["global_batch"] = whole_number(recipe.framework, "batch", given["training.global_batch"])
     if cluster is None:
         starts = f"starts {recipe.processes} processes and " if recipe.processes else ""
         count = recipe.processes or 64
         raise ConfigError(f"{path} {starts}does not say on which GPUs; add --gpus {count}xh100-sxm (cluster=)")
-    if global_batch is not None:
-        recipe.training["global_batch"] = global_batch
     if isinstance(cluster, str | Path):
         table = _cluster_table(str(cluster), changes_of(settings, overrides))
         devices = cluster_of(cluster_section(table, overrides, settings=settings, where=str(cluster))).size
@@ -245,6 +274,8 @@ def _cluster_table(text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     if not is_shorthand(text):
         return {"profile": text}
     machines = machines_of(text, per_node_of(changes))
+    if machines.instance is not None:
+        return {"instance": machines.instance.name, "nodes": machines.nodes}
     table: dict[str, Any] = {"gpu": machines.gpu, "gpus_per_node": machines.gpus_per_node, "nodes": machines.nodes}
     return table | ({"link": machines.link} if machines.link else {})
 

@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, WrapValidator, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
-from parsim.errors import ConfigError
+from parsim.data.shards import parse_shards, shards_text
+from parsim.errors import ConfigError, ParsimError, ProfileError, near_matches
 from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
+from parsim.hardware.instances import instance_named, instance_names
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
@@ -62,6 +73,14 @@ def _rule(text: str) -> PydanticCustomError:
     return PydanticCustomError("described", "{rule}", {"rule": text})
 
 
+def _checked_shards(text: str) -> str:
+    try:
+        parse_shards(text)
+    except ParsimError as error:
+        raise _rule(str(error)) from error
+    return text
+
+
 class TrainingSection(TrainingRecipe):
     """[training]: how it is trained, whatever the plan. Groups may leave out what `recipe` fills in."""
 
@@ -93,6 +112,9 @@ class TrainingSection(TrainingRecipe):
     """Left out: what the optimizer's row says."""
     dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
     """A row of `parsim.data.DATASETS`, or "package.module:factory" of a dataset of one's own (docs/training.md)."""
+    shards: Annotated[str, BeforeValidator(shards_text), AfterValidator(_checked_shards)] | None = None
+    """Which samples each replica trains on, a text of `parsim.data.shards` or a list of sizes; left out: batches are drawn from
+    all samples together."""
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
     workers: Annotated[int, Field(strict=True, ge=0, le=256)] = 0
@@ -350,6 +372,9 @@ class ClusterSection(ConfigSection):
     """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
     gpu: Name | None = None
     """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
+    instance: Name | None = None
+    """Instead of both: an instance type of a cloud by name ("p5.48xlarge"), which sets GPUs, links, network and price; `nodes`
+    counts the instances."""
     group: tuple[NodeGroupSection, ...] | None = None
     """Instead of `gpu`: nodes with different GPUs; `nodes` is then their sum."""
     gpus_per_node: Count | None = None
@@ -387,6 +412,34 @@ class ClusterSection(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
+    def _parts_of_instance(cls, document: Any) -> Any:
+        name = document.get("instance") if isinstance(document, dict) else None
+        if not isinstance(name, str):
+            return document
+        try:
+            found = instance_named(name)
+        except ProfileError as error:
+            raise _rule(str(error)) from error
+        if found is None:
+            near = near_matches(name, instance_names())
+            raise _rule(f"no such instance type{near if 'did you mean' in near else ''}; `parsim profile prices` lists them")
+        nodes = document.get("nodes", 1)
+        table = found.table(nodes if isinstance(nodes, int) else 1)
+        for key in ("profile", "gpu", "gpus_per_node", "link", "group"):
+            if document.get(key) is not None and document[key] != table.get(key):
+                raise _rule(
+                    f"{found.name} sets cluster.{key} = {table.get(key)!r}, and {document[key]!r} stands beside it; drop one"
+                )
+        if nodes != 1 and found.sizes.no_network and document.get("network") is None:
+            raise _rule(
+                f"{found.name} has {found.sizes.no_network}, which is no shipped network; add cluster.network (--network)"
+            )
+        if document.get("network") is not None:  # cards of another network are not those of the instance
+            table.pop("cards_per_node", None)
+        return {**table, **{key: value for key, value in document.items() if value is not None}, "instance": found.name}
+
+    @model_validator(mode="before")
+    @classmethod
     def _nodes_of_groups(cls, document: Any) -> Any:
         groups = document.get("group") if isinstance(document, dict) else None
         if not isinstance(groups, (list, tuple)) or not groups:
@@ -413,7 +466,8 @@ class ClusterSection(ConfigSection):
     @property
     def in_words(self) -> str:
         """`4 x 8xh100-sxm`: the machine, and how many of it."""
-        return self.machine if self.nodes == 1 or self.group is not None else f"{self.nodes} x {self.machine}"
+        machine = f"{self.instance} ({self.machine})" if self.instance else self.machine
+        return machine if self.nodes == 1 or self.group is not None else f"{self.nodes} x {machine}"
 
 
 OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "checkpoint_s", "restart_s"})

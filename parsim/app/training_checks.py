@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.app.config import Question
 from parsim.app.doctor import progress
@@ -16,6 +15,7 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
 from parsim.data.datasets import dataset_for, target_of
 from parsim.data.samples import Order, Samples, check_images, order_of, train_and_validation
+from parsim.data.shards import training_order
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
 from parsim.execute.processes.machine import is_from_here
 from parsim.execute.processes.setup import available_cores
@@ -153,6 +153,13 @@ def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     return data, held_out, order_of(data, training.global_batch, training.seed)
 
 
+def check_shards(config: Question, plan: Plan) -> None:
+    """Raise DataError where the samples cannot be dealt to the replicas of the plan as training.shards asks."""
+    if config.training.shards is not None:
+        data, _, _ = training_data(config)
+        training_order(data, plan.global_batch, config.training.seed, shards=config.training.shards, replicas=plan.mesh.dp)
+
+
 # Real runs of relaxed plans: what the executor cannot do, and how measured steps are averaged.
 
 
@@ -175,8 +182,12 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
         )
 
 
-def check_adaptive(plan: Plan) -> None:
-    """Raise PlanError for a plan that the adaptive controller cannot change on the way."""
+def check_adaptive(plan: Plan, shards: str | None = None) -> None:
+    """Raise PlanError for a plan that the adaptive controller cannot change on the way, or shards that another would change."""
+    if shards is not None:
+        raise PlanError(
+            f"--adaptive may change the replicas, and training.shards = {shards!r} deals samples to those there are; drop one"
+        )
     if plan.synchronisation.is_relaxed:
         raise PlanError(
             f"--adaptive changes plans of synchronous training, and this one has synchronisation {plan.synchronisation}; "
@@ -226,21 +237,22 @@ def rounds_in_words(plan: Plan, steps: int) -> list[str]:
     return warnings
 
 
-def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
-    """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
+def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
+    """How a training, whose steps were timed one by one, is divided into periods, so that every round has all its local steps.
 
-    Of decoupled stages those are left out in which some stage had nothing to work on yet.
+    Of decoupled stages those steps are left out in which some stage had nothing to work on yet.
 
     Returns:
-        float64 [rounds]: seconds, as `Measurement.step_s`.
+        `left_out` and `together` of a Measurement.
     """
-    step_s, period = seen.step_s, plan.synchronisation.period_steps
-    filling = plan.synchronisation.steps_to_fill(plan.mesh.pp)
-    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > filling:
-        return step_s[filling:]
-    if not plan.synchronisation.mixes or seen.steps != len(step_s) or len(step_s) < period:
-        return step_s
-    return step_s[len(step_s) % period :]
+    rule, rounds = plan.synchronisation, min(len(record.rounds) for record in seen.ranks)
+    if seen.steps != rounds:
+        return 0, 1
+    if rule.kind == "stale":
+        filling = rule.steps_to_fill(plan.mesh.pp)
+        return (filling if rounds > filling else 0), 1
+    period = max(1, min(rule.period_steps, rounds))
+    return rounds % period, period
 
 
 # What loading costs a question: timed on this machine where its dataset is the user's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,11 +13,12 @@ from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
 from parsim.errors import ConfigError
+from parsim.hardware.instances import instance_named, instance_names, refresh
 from parsim.hardware.network import shipped_networks
 from parsim.hardware.parts import shipped_gpus, shipped_links
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
-from parsim.report.more_tables import calibration_table
+from parsim.report.more_tables import calibration_table, instance_table
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -128,7 +130,10 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
 
 
 def profile(
-    action: Annotated[str, typer.Argument(metavar="new|list", help="Write a profile made of parts, or list the parts.")],
+    action: Annotated[
+        str,
+        typer.Argument(metavar="new|list|prices", help="Write a profile made of parts, list the parts, or clouds' instances."),
+    ],
     gpu: Annotated[str | None, typer.Option(metavar="GPU", help="A GPU by name (h100-sxm) or path.")] = None,
     count: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs per node.")] = None,
     link: Annotated[str | None, typer.Option(metavar="LINK", help="Link between GPUs of a node, by name or path.")] = None,
@@ -136,9 +141,23 @@ def profile(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="File to write. Default: GPU.toml in this folder.")
     ] = None,
+    refreshed: Annotated[
+        bool, typer.Option("--refresh", help="With prices: ask gpuhunt's catalogue for newer ones first, and keep them.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
+    """Write a commented profile made of parts (`new`), or list parts (`list`) or instance types with prices (`prices`)."""
+    if refreshed and action != "prices":
+        raise ConfigError(f"--refresh belongs to `parsim profile prices`, not to `parsim profile {action}`")
+    if action == "prices":
+        if refreshed:
+            print(f"{refresh()} prices refreshed", file=sys.stderr)
+        rented = {name: found.to_dict() for name in instance_names() if (found := instance_named(name)) is not None}
+        if as_json:
+            print_json(rented)
+        else:
+            print_tables([instance_table(rented)])
+        return
     if action == "list":
         document = {
             "gpus": shipped_gpus(),
@@ -153,7 +172,10 @@ def profile(
             print(f"{kind}: {', '.join(names)}")
         return
     if action != "new":
-        raise ConfigError(f"parsim profile {action}: unknown; use `parsim profile new --gpu h100-sxm` or `parsim profile list`")
+        raise ConfigError(
+            f"parsim profile {action}: unknown; use `parsim profile new --gpu h100-sxm`, `parsim profile list` or "
+            "`parsim profile prices`"
+        )
     if gpu is None:
         raise ConfigError("parsim profile new needs --gpu, for example --gpu h100-sxm; `parsim profile list` shows the names")
     written = new_profile(gpu, count=count, link=link, network=network, out=out)

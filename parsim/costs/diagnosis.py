@@ -128,8 +128,7 @@ def diagnose(predicted: PredictedStep, observed: ObservedStep, *, unexplained_s:
     if observed.timed < LEAST_STEPS:
         text = f"no verdict: {observed.timed} timed steps, and {LEAST_STEPS} are needed to tell a difference from noise"
         return Diagnosis(as_predicted=None, text=text)
-    noise = 1 + observed.floor
-    as_predicted = predicted.low_s / noise <= observed.step_s <= predicted.high_s * noise
+    as_predicted = predicted.low_s <= observed.step_s <= predicted.high_s
     case = _Case(predicted, observed)
     findings = [*case.ranks(), *case.machine(), *case.links(), *case.loading()]
     if not as_predicted and observed.step_s > predicted.high_s and unexplained_s > case.least_s:
@@ -157,6 +156,9 @@ def _verdict(predicted: PredictedStep, observed: ObservedStep, as_predicted: boo
         return f"as predicted: a step took {measured}, predicted were {span}"
     change = observed.step_s / predicted.median_s - 1
     verdict = f"not as predicted: a step took {measured}, predicted were {span} ({_more(change, 'longer', 'shorter')})"
+    noise = 1 + observed.floor
+    if predicted.low_s / noise <= observed.step_s <= predicted.high_s * noise:
+        return f"{verdict}; that far it may be noise: two halves of the run differ by {format_percent(observed.floor)}"
     if findings:
         return verdict
     return (

@@ -118,20 +118,33 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run over all its ranks, each with its record. left_out: of its first rounds, so many are no part of `step_s`."""
+    """One run over all its ranks, each with its record.
+
+    left_out: of its first rounds, so many are no part of `step_s`. together: rounds that make one entry of it.
+    """
 
     ranks: tuple[RankRecord, ...]
     left_out: int = 0
+    together: int = 1
 
     @cached_property
     def step_s(self) -> NDArray[np.float64]:
-        """float64 [rounds]: the mean step of each round, from the first rank's start to the last one's end."""
-        return np.array(
-            [
-                (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / spans[0][2]
-                for spans in self._rounds[self.left_out :]
-            ]
-        )
+        """float64 [rounds / together]: the mean step of each, by the clock of the rank that takes longest for all of them.
+
+        Nothing holds ranks together between two exchanges. From the first rank's begin to the last one's end every step would
+        contain their distance (`skew_s`) again.
+        """
+        spans = np.array(self._rounds[self.left_out :], dtype=np.float64).reshape(-1, self.together, len(self.ranks), 3)
+        own_s = (spans[..., 1] - spans[..., 0]).sum(1)
+        steps = spans[..., 0, 2].sum(1)
+        seconds: NDArray[np.float64] = own_s[:, own_s.sum(0).argmax()] / steps
+        return seconds
+
+    @property
+    def skew_s(self) -> float:
+        """Seconds between the first and the last rank's begin of a round, on average."""
+        begins = np.array([[start for start, _, _ in spans] for spans in self._rounds[self.left_out :]])
+        return float((begins.max(1) - begins.min(1)).mean()) if len(begins) else 0.0
 
     @property
     def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:

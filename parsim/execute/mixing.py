@@ -57,7 +57,9 @@ class MixingRounds:
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
-            model that was here last, which the last replica hands to the first on the way to the next round.
+            model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
+            the model behind the last round; and where weights are combined first, those that the step began with.
+        masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
     """
 
     def __init__(
@@ -74,14 +76,22 @@ class MixingRounds:
         self._arrived: dict[tuple[int, int], Tensor] = {}
         self.previous: dict[int, Tensor] = {}
         self.velocity: dict[int, Tensor] = {}
+        self.masses: dict[int, Tensor] = {}
+        self.starts: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
 
     def _begin(self) -> None:
         """What is kept from round to round, as before the first."""
-        outer = self._rule.outer
-        if outer is not None or self._rule.kind == "merge":
+        rule, outer = self._rule, self._rule.outer
+        if outer is not None or rule.kind == "merge" or rule.push_sum or rule.combines_first:
             self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+        if rule.merge == "buffered":
+            self.starts = dict(self.previous)
+            self.previous = {number: torch.cat([flat, torch.zeros_like(flat)]) for number, flat in self.previous.items()}
+        if rule.push_sum:
+            ones = torch.ones(self._replicas, dtype=torch.float64)
+            self.masses = {bucket.number: ones.clone() for bucket in self._buckets()}
         if outer is not None and outer.momentum:
             self.velocity = {number: torch.zeros_like(flat) for number, flat in self.previous.items()}
 
@@ -95,7 +105,7 @@ class MixingRounds:
 
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps."""
-        return [*self.previous.values(), *self.velocity.values()]
+        return [*self.previous.values(), *self.velocity.values(), *self.starts.values()]
 
     def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
         """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
@@ -123,11 +133,22 @@ class MixingRounds:
 
         def run() -> None:
             with torch.no_grad():
+                if self._rule.combines_first:  # gradients need their arrays
+                    parameters = self._parameters(bucket)
+                    for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
+                        part.copy_(parameter)
+                    return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
                     torch.mul(parameter, share, out=parameter.grad)
+                if bucket in self.masses:  # the steps since the last round are added to x, and not to x / w
+                    self._stage.buckets[bucket].add_(self.previous[bucket], alpha=self._mass(bucket) - 1.0)
 
         return run
+
+    def _mass(self, bucket: int) -> float:
+        """Of this replica."""
+        return float(self.masses[bucket][self._replica])
 
     def _parameters(self, bucket: int) -> list[Tensor]:
         return [self._stage.parameters[held.name] for held in self._stage.layout.buckets[bucket].parameters]
@@ -157,7 +178,7 @@ class MixingRounds:
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
-        flat = self._stage.buckets[bucket]
+        flat = self.previous[bucket] if self._rule.combines_first else self._stage.buckets[bucket]
         group, tag = self._link(task)
         if self._stage.rank == work.source:
             return lambda: dist.send(flat, work.destination, group=group, tag=tag)
@@ -197,16 +218,35 @@ class MixingRounds:
 
     def _merging(self, bucket: int, number: int) -> Callable[[], None]:
         weight = self._rule.turn_weight(number, self._replica, self._replicas)
+        buffers = self._rule.merge == "buffered"
 
         def run() -> None:
             self._settle(bucket)
             with torch.no_grad():
                 parameters = self._parameters(bucket)
+                if buffers:
+                    self._buffer_change(bucket, weight)
+                    for parameter, part in zip(parameters, _parts(self.starts[bucket], parameters), strict=True):
+                        parameter.copy_(part)
+                    return
                 for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
                     part.lerp_(parameter, weight)
                     parameter.copy_(part)
 
         return run
+
+    def _buffer_change(self, bucket: int, weight: float) -> None:
+        """Add the change since the replica's last turn to what is buffered, and that to the global model once it is full."""
+        start = self.starts[bucket]
+        model, buffered = self.previous[bucket].split(len(start))
+        parameters = self._parameters(bucket)
+        for parameter, part in zip(parameters, _parts(buffered, parameters), strict=True):
+            part.add_(parameter)
+        buffered.sub_(start)
+        if weight:
+            model.add_(buffered, alpha=weight)
+            buffered.zero_()
+        start.copy_(model)
 
     def _settle(self, bucket: int) -> None:
         """Wait for what was handed on and has come from the round before."""
@@ -221,16 +261,21 @@ class MixingRounds:
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
         flat, outer = self._stage.buckets[bucket], self._rule.outer
-        row = self._rule.matrix(number, self._replicas)[self._replica]
+        matrix = torch.tensor(self._rule.matrix(number, self._replicas))
+        row = matrix[self._replica].tolist()
 
         def run() -> None:
             with torch.no_grad():
                 if self._rule.kind == "gossip":
-                    flat.mul_(float(row[self._replica]))
+                    if self._rule.combines_first:
+                        torch.mul(self.previous[bucket], row[self._replica], out=flat)
+                    else:
+                        flat.mul_(row[self._replica])
                     for other in [other for held, other in sorted(self._arrived) if held == bucket]:
                         arrived = self._arrived.pop((bucket, other))
                         self._used(arrived)
-                        flat.add_(arrived, alpha=float(row[other]))
+                        flat.add_(arrived, alpha=row[other])
+                    self._finish(bucket, flat, matrix)
                 elif outer is not None:
                     moved, velocity = outer.step(self.previous[bucket], flat, self.velocity.get(bucket))
                     if bucket in self.velocity:
@@ -244,12 +289,27 @@ class MixingRounds:
 
         return run
 
+    def _finish(self, bucket: int, mixed: Tensor, matrix: Tensor) -> None:
+        """What push-sum, and a step beside the exchange, make of the weighted sum; elsewhere it is the model."""
+        if bucket in self.masses:
+            self.masses[bucket] = matrix @ self.masses[bucket]
+            mixed.div_(self._mass(bucket))
+            self.previous[bucket].copy_(mixed)
+        if self._rule.combines_first:  # the change of the step since
+            parameters = self._parameters(bucket)
+            for parameter, before in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
+                assert parameter.grad is not None
+                parameter.grad.add_(parameter).sub_(before)
+
     def mean_weights(self) -> dict[str, Tensor]:
         """The mean of the replicas' weights, by name: the model that training stands for. Every rank calls it."""
         weights: dict[str, Tensor] = {}
         for bucket in self._buckets():
             peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
-            flat = self._packed(bucket).mul_(1.0 / self._replicas)
+            flat = self._packed(bucket)
+            if bucket.number in self.masses:
+                flat.add_(self.previous[bucket.number], alpha=self._mass(bucket.number) - 1.0)
+            flat.mul_(1.0 / self._replicas)
             with pulse().waiting():
                 dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
             parts = _parts(flat, [self._stage.parameters[held.name] for held in bucket.parameters])
@@ -266,6 +326,11 @@ class MixingRounds:
         """How this rank's parameters lie in buckets: other stages or `bucket_bytes` make it another plan."""
         return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
 
+    def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
+        """By name what a checkpoint keeps of rounds."""
+        kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
+        return tuple(kept.items())
+
     def own_state(self) -> dict[str, Any]:
         """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
         self.settle()
@@ -274,7 +339,7 @@ class MixingRounds:
             state[f"weights/{name}"] = parameter.detach()
             for key, value in self._stage.held_state(name)[1].items():
                 state[f"optimizer/{name}/{key}"] = value
-        for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+        for kind, arrays in self._kept():
             state |= {f"outer/{kind}/{number}": flat for number, flat in arrays.items()}
         return state
 
@@ -292,7 +357,7 @@ class MixingRounds:
                 state_of = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
                 self._stage.load_parameter(name, state[f"weights/{name}"], state_of)
             self._stage.finish_loading()
-            for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+            for kind, arrays in self._kept():
                 for number, flat in arrays.items():
                     flat.copy_(state[f"outer/{kind}/{number}"])
         except KeyError as error:

@@ -1,8 +1,10 @@
 """Megatron-LM: the options of its training scripts, read and written, and the YAML files of Megatron-LM and NeMo.
 
 Option names are those of megatron/training/arguments.py (NVIDIA/Megatron-LM) and of NeMo's megatron_gpt_config.yaml; NeMo's
-spellings are translated to Megatron's first. Of a shell script variables, arrays and continued lines are followed, and nothing
-is run: branches are all read, in the order in which they stand; what a command would print (`$(hostname)`) stays unknown.
+spellings are translated to Megatron's first, and so are those of Megatron-Bridge. Of a shell script variables, arrays,
+continued lines and branches are followed, in an environment that is empty, and nothing is run. What a command would print
+(`$(hostname)`) stays unknown; of branches that hang on it all are read, and a variable to which they give several values is
+unknown.
 """
 
 from __future__ import annotations
@@ -13,31 +15,36 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.nanotron import is_nanotron
 from parsim.formats.recipe import (
+    DEGREE,
     SCRIPTS,
     YAML,
     PlannedRecipe,
     Recipe,
     Transformer,
+    cut_in_layers,
+    flat_table,
+    layers_of_stages,
     read_back,
     transformer_of,
     whole_number,
     yaml_table,
 )
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES, number_format
 
 NAME = "Megatron-LM"
 NEMO = "NeMo (Megatron)"
+BRIDGE = "Megatron-Bridge"
 
 SAME_TIME = re.compile(
     r"(adam-|sgd-|lr|min-lr|weight-decay|start-weight|end-weight|clip-grad|seed|init-method|log-|tensorboard|wandb|save|load|"
@@ -71,6 +78,7 @@ LEFT_OUT = {
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
     "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
+    "account-for-loss-in-pipeline-split": "stages are cut by their cost",
     "decoder-first-pipeline-num-layers": "stages are cut by their cost",
     "decoder-last-pipeline-num-layers": "stages are cut by their cost",
     "pipeline-model-parallel-layout": "stages are cut by their cost",
@@ -109,6 +117,18 @@ NEMO_NAMES = {
     "num-moe-experts": "num-experts",
     "bias": "add-bias-linear",
 }
+OLDER_NAMES = {
+    "moe-expert-parallel-size": "expert-model-parallel-size",
+    "model-parallel-size": "tensor-model-parallel-size",
+    "batch-size": "micro-batch-size",
+    "qk-nope-head-dim": "qk-head-dim",
+    "qk-rope-head-dim": "qk-pos-emb-head-dim",
+    "topk": "moe-router-topk",
+    "activations-checkpoint-method": "recompute-method",
+    "activations-checkpoint-num-layers": "recompute-num-layers",
+    "num-key-value-heads": "num-query-groups",
+}
+"""Options of older releases, of Megatron-DeepSpeed and of Pai-Megatron-Patch: today's."""
 SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-bias-linear": "disable-bias-linear"}
 """Options of a YAML file whose `false` is another option."""
 
@@ -118,10 +138,23 @@ def read_script(text: str) -> Recipe:
     return _recipe(NAME, options_of(text))
 
 
-def read_yaml(document: Mapping[str, Any]) -> Recipe:
-    """A YAML file of Megatron-LM or NeMo, its tables flattened. Raises ConfigError as `read_script`."""
-    flat: dict[str, Any] = {}
-    _flatten(document, flat)
+def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
+    """A YAML file of Megatron-LM, NeMo or Megatron-Bridge, its tables flattened.
+
+    Args:
+        document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
+
+    Raises:
+        ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
+    """
+    if isinstance(matrix := document.get("perf_matrix"), Mapping):
+        rows = [" ".join(path.split(".")[:3]) for path in flat_table(matrix)]
+        raise ConfigError(
+            f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
+            "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
+        )
+    flat, contradicted = _options_of_table(document.get("MODEL_ARGS", document))
+    bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
     nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
     options: dict[str, list[str]] = {}
     for key, value in flat.items():
@@ -130,17 +163,40 @@ def read_yaml(document: Mapping[str, Any]) -> Recipe:
             options[SWITCHED_OFF[name]] = []
         elif value is not None and value is not False:
             options[name] = [] if value is True else [str(value)]
-    if nemo:
+    if nemo or bridge or "gated-linear-unit" in options:
         _nemo_words(options)
-    return _recipe(NEMO if nemo else NAME, options)
+    framework = BRIDGE if bridge else NEMO if nemo else NAME
+    assumed = bool(model or bridge) and not options.keys() & {"bf16", "fp16", "fp32", "precision"}
+    if assumed:
+        options["bf16"] = []
+    recipe = _recipe(framework, options, model)
+    recipe.left_out |= contradicted
+    if assumed:
+        recipe.left_out["--bf16"] = "no precision is in the file: taken as bf16, which the defaults of its framework have"
+    return recipe
 
 
-def _flatten(node: Mapping[str, Any], into: dict[str, Any]) -> None:
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            _flatten(value, into)
-        elif not (isinstance(value, str) and "${" in value):
-            into.setdefault(str(key).lstrip("-").replace("_", "-"), value)  # Megatron's own tests write the dashes
+def _options_of_table(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of all tables by the last word of their key, as Megatron's options are spelt; the first counts.
+
+    Also those that stand twice with different sizes, with which was taken.
+    """
+    found: dict[str, Any] = {}
+    contradicted: dict[str, str] = {}
+    for key, value in flat_table(document).items():
+        if isinstance(value, str) and "${" in value:
+            value = re.sub(r"\$\{\w+:([^{}]*)\}", r"\1", value).strip("\"'")  # the default of Primus' variables
+            if "${" in value or not value:
+                continue
+        name = key.rpartition(".")[2].lstrip("-").replace("_", "-")  # Megatron's own tests write the dashes
+        first = found.setdefault(name, value)
+        if type(first) is type(value) is int and first != value and DEPENDS.search(name):
+            contradicted[key] = f"it is {value}, and {first} stands before it: {first} was taken"
+    return found, contradicted
+
+
+DEPENDS = re.compile(r"size|length|layers|degree|batch")
+"""Words of options whose number matters."""
 
 
 def _nemo_words(options: dict[str, list[str]]) -> None:
@@ -163,7 +219,9 @@ def _nemo_words(options: dict[str, list[str]]) -> None:
         options["nproc-per-node"], options["nnodes"] = options.pop("devices"), options.pop("num-nodes")
 
 
-NEMO_SAME_TIME = frozenset({"max-steps", "max-epochs", "max-time", "accelerator", "logger", "pre-process", "post-process"})
+NEMO_SAME_TIME = frozenset(
+    {"max-steps", "max-epochs", "max-time", "accelerator", "logger", "pre-process", "post-process", "-target-", "-partial-"}
+)
 
 
 AXES = {
@@ -181,8 +239,36 @@ SWITCHES = {
     "untie-embeddings-and-output-weights": ("tied", False),
 }
 """Options without a value: the argument of the model, and what it is where the option is given."""
+SIZES = {"layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads"}
+"""Options that every model by its sizes has, by argument of the model."""
+RESIZED = {
+    "num-layers": "layers",
+    "hidden-size": "hidden",
+    "num-attention-heads": "heads",
+    "ffn-hidden-size": "ffn",
+    "num-query-groups": "kv_heads",
+    "num-experts": "experts",
+    "moe-router-topk": "active",
+    "moe-ffn-hidden-size": "expert_ffn",
+}
+"""Options that change a model by name."""
+TOKENIZERS = {"GPT2BPETokenizer": 50257}
+"""Vocabularies of tokenizers that have one file alone."""
 LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
 """Options of multi-latent attention by argument of the model."""
+LAYOUT = "pipeline-model-parallel-layout"
+ROUNDS = "microbatch-group-size-per-virtual-pipeline-stage"
+MOST_STAGES = 4096
+UNEVEN = frozenset(
+    {
+        LAYOUT,
+        "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+    }
+)
+"""Options that cut the layers otherwise than evenly."""
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
@@ -193,6 +279,7 @@ class _Options:
     def __init__(self, framework: str, words: Mapping[str, list[str]]) -> None:
         self.framework, self.words = framework, words
         self.read: dict[str, Any] = {}
+        self.unknown: list[str] = []
 
     def flag(self, name: str) -> bool:
         if name in self.words and not (self.words[name] and self.words[name][0].lower() in ("false", "0")):
@@ -207,35 +294,53 @@ class _Options:
         self.read[name] = words[0]
         return words[0]
 
-    def number(self, name: str, default: int | None = None, least: int = 0) -> int:
+    def number(self, name: str, default: int, least: int = 0) -> int:
+        """A whole number; the default where the option is not given, or hangs on what the file lacks (`unknown`)."""
         text = self.text(name)
         if text and UNKNOWN in text:
             self.read.pop(name)
+            self.unknown.append(name)
             text = ""
-            if default is None:
-                raise ConfigError(f"{self.framework}: --{name} depends on a value that the file lacks; write its number")
         if not text:
-            if default is None:
-                raise ConfigError(f"{self.framework}: --{name} is missing; add it")
             return default
         self.read[name] = whole_number(self.framework, f"--{name}", text, least)
         return int(self.read[name])
 
 
-def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
+def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> Recipe:
+    words = {OLDER_NAMES.get(name, name): value for name, value in given.items() if OLDER_NAMES.get(name) not in given}
+    if "activations-checkpoint-method" in given:  # it recomputed whole layers
+        words.setdefault("recompute-granularity", ["full"])
     options = _Options(framework, words)
-    recipe = Recipe(framework=framework, args=_shape(options))
-    if "vocab" not in recipe.args:
-        recipe.missing["vocab"] = "the size of the vocabulary follows from a tokenizer file; add --vocab-size N"
+    recipe = Recipe(framework=framework)
+    if model:
+        recipe.name_model("model", model)
+        recipe.args = {key: options.number(name, 0) for name, key in RESIZED.items() if name in words}
+    elif not words.keys() & {*SIZES.values(), "vocab-size"}:
+        recipe.model = ""
+        recipe.missing["model.name"] = "the sizes of the model are in a checkpoint or in a recipe of Python"
+    else:
+        recipe.args = _shape(options)
+        for key, name in SIZES.items():
+            if not recipe.args[key]:
+                del recipe.args[key]
+                recipe.missing[f"model.args.{key}"] = _lacking(name, options)
+        if "vocab" not in recipe.args:
+            why = "the size of the vocabulary follows from a tokenizer file; add --vocab-size N"
+            recipe.missing["model.args.vocab"] = why
     args, training = recipe.args, recipe.training
-    if not (seq := options.number("seq-length", 0)):
-        recipe.missing["seq"] = "--seq-length is missing; add it"
+    if not (seq := options.number("seq-length", 0)) and not model:
+        recipe.missing["model.args.seq"] = _lacking("seq-length", options)
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
         setattr(recipe, axis, options.number(name, 1, least=1))
+        if name in options.unknown:
+            recipe.missing[f"plan.mesh.{axis}"] = _lacking(name, options)
     recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
+    if "global-batch-size" in options.unknown:
+        recipe.missing["training.global_batch"] = _lacking("global-batch-size", options)
     recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
     low = any([options.text("fp8-format"), *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))])
     high = "bf16" if options.flag("bf16") else "amp_fp16" if options.flag("fp16") else "fp32"
@@ -269,31 +374,45 @@ def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
     if offloaded := options.number("cpu-offloading-num-layers", 0):
         recipe.offloaded_layers = offloaded
         options.flag("cpu-offloading")
-    recipe.taken = dict(options.read)
+    recipe.taken |= options.read
+    for name in options.unknown:
+        if name not in (*SIZES.values(), *AXES.values(), "global-batch-size", "seq-length"):
+            recipe.left_out[f"--{name}"] = "it hangs on a value that the file lacks: taken as where it is not given"
     if "fp16" in options.read and training["precision"] == "amp_fp16":
         recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
     every = "uniform" in words.get("recompute-method", [])
     for name in words:
         if name in options.read or name in HARMLESS or (every and name == "recompute-num-layers"):
             recipe.ignored += [] if name in options.read else [f"--{name}"]
+        elif name in options.unknown:
+            continue
         elif name in LEFT_OUT:
             recipe.left_out[f"--{name}"] = LEFT_OUT[name]
         elif SAME_TIME.match(name):
             recipe.ignored.append(f"--{name}")
+        elif DEGREE.search(name.replace("-", "_")) and words[name] and words[name][0].isdigit() and int(words[name][0]) > 1:
+            raise ConfigError(
+                f"{framework}: --{name} {words[name][0]} is a degree of parallelism that parsim does not know; set it to 1"
+            )
         else:
             recipe.unknown.append(f"--{name}")
     return recipe
 
 
+def _lacking(name: str, options: _Options) -> str:
+    if name in options.unknown:
+        return f"--{name} depends on a value that the file lacks; write its number"
+    return f"--{name} is missing; add it"
+
+
 def _shape(options: _Options) -> dict[str, Any]:
     """Arguments of the model `transformer`."""
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
-    sizes = ("num-layers", "hidden-size", "num-attention-heads")
-    layers, hidden, heads = (options.number(name, least=1) for name in sizes)
+    layers, hidden, heads = (options.number(name, 0) for name in SIZES.values())
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
-    vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
+    vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
     step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
@@ -306,6 +425,8 @@ def _shape(options: _Options) -> dict[str, Any]:
     }
     if not vocab:
         del args["vocab"]
+    if not hidden and "ffn-hidden-size" not in options.read:
+        del args["ffn"]  # it follows from the hidden size that --set gives, but for SwiGLU in whole steps of 64
     if not rotary and (positions := options.number("max-position-embeddings", 0)):
         args["positions"] = positions
     if head_dim := options.number("kv-channels", 0):
@@ -313,20 +434,34 @@ def _shape(options: _Options) -> dict[str, Any]:
     groups = options.number("num-query-groups", 0)
     if groups and (options.flag("group-query-attention") or groups != heads):
         args["kv_heads"] = groups
-    if experts := options.number("num-experts", 0):
+    if (experts := options.number("num-experts", 0)) > 1:
         args |= {"experts": experts, "active": options.number("moe-router-topk", 2)}
         args["expert_ffn"] = options.number("moe-ffn-hidden-size", 0) or ffn
-        args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", 0)
+        layers = max(layers, 1)
+        shared = options.number("num-shared-experts", 0) * args["expert_ffn"]
+        args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
         counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
         dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
         every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
         args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
-    if options.flag("multi-latent-attention"):
+    if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
     return args
+
+
+def _tokens_known(options: _Options) -> int:
+    """The vocabulary of a tokenizer that has one alone, or that is named as a model which ships; 0: not known."""
+    if tokens := TOKENIZERS.get(options.text("tokenizer-type"), 0):
+        return tokens
+    for name in ("tokenizer-model", "tokenizer-name-or-path"):
+        row = named(" ".join(options.words.get(name, [])))
+        if row is not None and row.shape is not None:
+            options.text(name)
+            return row.shape.vocab
+    return 0
 
 
 def _is_one(words: list[str]) -> bool:
@@ -349,7 +484,7 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
         and "block" in options.words.get("recompute-method", [])
         and "recompute-num-layers" in options.words
     ):
-        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers")
+        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers", 1)
     elif granularity == "full":
         recipe.recompute = "full"
     elif granularity == "selective" and unfused:
@@ -362,18 +497,35 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
 
 
 def _read_chunks(options: _Options, recipe: Recipe) -> None:
-    layers, pp = recipe.args["layers"], recipe.pp
+    row = named(recipe.model)
+    layers, pp = recipe.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0), recipe.pp
     each = options.number("num-layers-per-virtual-pipeline-stage", 0)
     recipe.chunks = options.number("num-virtual-stages-per-pipeline-rank", 0) or options.number("num-virtual-stages", 0) or 1
-    if each:
+    if each and layers:
         if layers % (pp * each):
             raise ConfigError(
                 f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {each} layers per virtual stage; the "
                 f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
             )
         recipe.chunks = layers // pp // each
+    elif layout := options.words.get(LAYOUT):
+        recipe.chunks = max(1, _stages_of_layout("".join(layout)) // pp)
     if pp == 1:
         recipe.chunks = 1
+    if recipe.chunks > 1:
+        recipe.rounds_of = options.number(ROUNDS, pp)
+        if recipe.rounds_of != pp:
+            recipe.left_out[f"--{ROUNDS}"] = f"a rank turns to its next chunk after pp = {pp} microbatches"
+    if pp > 1 and not UNEVEN & set(options.words) and layers % (pp * recipe.chunks):
+        raise ConfigError(
+            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {recipe.chunks} stages per rank; change "
+            f"one of them, or give --{LAYOUT}"
+        )
+
+
+def _stages_of_layout(text: str) -> int:
+    """Stages of a pipeline layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core counts them."""
+    return 1 + re.sub(r"\(([^)]+)\)\*(\d+)", lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text).count("|")
 
 
 UNKNOWN = "?"
@@ -401,7 +553,10 @@ def options_of(text: str) -> dict[str, list[str]]:
     """
     variables: dict[str, str] = {}
     words: list[str] = []
-    for statement in _statements(text):
+    branches = _Branches()
+    for line in _statements(text):
+        if not (statement := branches.step(line, variables)):
+            continue
         assignment = _ASSIGN.match(statement)
         if assignment is None:
             words += _words(expanded(statement, variables))
@@ -413,6 +568,8 @@ def options_of(text: str) -> dict[str, list[str]]:
             value = value[1:-1].replace("\n", " ")
         new = expanded(value, variables)
         new = f"{variables.get(name, '')} {new}".strip() if adds else new
+        if branches.live is None and not adds:  # several values, by what the file does not say: none is known
+            new = new if variables.get(name, new) == new else UNKNOWN
         if len(new) > MOST_LETTERS:
             raise ConfigError(
                 f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
@@ -427,6 +584,112 @@ def options_of(text: str) -> dict[str, list[str]]:
         else:
             current.append(word)
     return options
+
+
+class _Branches:
+    """Which of the branches around a statement runs, where nothing runs: yes, no, or None for what the file does not decide."""
+
+    def __init__(self) -> None:
+        self.lives: list[bool | None] = []
+        self.decided: list[bool | None] = []
+        """Whether an earlier branch of the same `if` ran."""
+        self.subjects: list[str | None] = []
+        """Of a `case`; None for an `if`."""
+
+    @property
+    def live(self) -> bool | None:
+        return False if False in self.lives else None if None in self.lives else True
+
+    def step(self, line: str, variables: dict[str, str]) -> str:
+        """What of a line is a statement that may run; "": nothing."""
+        if form := re.match(r"(el)?if\b\s*(.*)$", line, re.DOTALL):
+            if not form[1]:
+                self._open(None)
+            self._branch(_condition(form[2], variables))
+            return ""
+        if form := re.match(r"case\s+(.*?)\s+in\b\s*(.*)$", line, re.DOTALL):
+            self._open(_plain(form[1], variables))
+            self.lives[-1] = False
+            return self.step(form[2], variables) if form[2] else ""
+        if line in ("fi", "esac") or line.startswith(("fi ", "esac ")):
+            if self.lives:
+                for stack in (self.lives, self.decided, self.subjects):
+                    stack.pop()
+            return ""
+        if self.subjects and (subject := self.subjects[-1]) is not None and (form := _PATTERN.match(line)):
+            texts = [_plain(text, variables) for text in form[1].split("|")]
+            known = UNKNOWN not in subject
+            self._branch(any(fnmatchcase(subject, text.strip()) for text in texts) if known else None)
+            line = form[2]
+        if self.lives and re.match(r"else\b", line):
+            self._branch(True)
+        line = re.sub(r"^(then|else|do)\b\s*", "", line)
+        return "" if self.live is False else line
+
+    def _open(self, subject: str | None) -> None:
+        self.lives.append(False)
+        self.decided.append(False)
+        self.subjects.append(subject)
+
+    def _branch(self, condition: bool | None) -> None:
+        """The next branch: it runs if its condition holds and no earlier one did."""
+        if not self.lives:
+            return
+        before = self.decided[-1]
+        self.lives[-1] = False if before or condition is False else True if before is False and condition else None
+        self.decided[-1] = True if before or (before is False and condition) else None if condition is not False else before
+
+
+_PATTERN = re.compile(r"^\(?([^()\s][^()]*)\)\s*(.*)$", re.DOTALL)
+
+
+def _plain(text: str, variables: dict[str, str]) -> str:
+    """A word with its variables; one that nobody set is empty, as in an empty environment."""
+    text = re.sub(
+        r"\$\{(\w+)\}|\$([A-Za-z_]\w*)",
+        lambda m: variables.get(m[1] or m[2], "") if not (m[1] or m[2]).isdigit() else UNKNOWN,
+        text,
+    )
+    return expanded(text, variables).strip().replace('"', "").replace("'", "")
+
+
+def _condition(text: str, variables: dict[str, str]) -> bool | None:
+    """Whether a test of a shell holds; None: what the file does not say."""
+    text = re.sub(r"\bthen\b.*$", "", text, flags=re.DOTALL).strip()
+    for word, rule in (("||", any), ("&&", all)):
+        if word in text:
+            parts = [_condition(part, variables) for part in text.split(word)]
+            known = rule(part for part in parts if part is not None)
+            return None if None in parts and known is (rule is all) else known
+    form = re.fullmatch(r"(?:\[\[?|test\b)\s*(.*?)\s*(?:\]\]?)?", text, re.DOTALL)
+    if form is None:
+        return None
+    body = form[1]
+    if body.startswith("! "):
+        inner = _condition(f"[ {body[2:]} ]", variables)
+        return None if inner is None else not inner
+    if unary := re.fullmatch(r"-([zn])\s+(.*)", body, re.DOTALL):
+        word = _plain(unary[2], variables)
+        return None if UNKNOWN in word else (not word) == (unary[1] == "z")
+    if binary := re.fullmatch(r"(.*?)\s*(==|!=|=|-eq|-ne|-gt|-ge|-lt|-le)\s*(.*)", body, re.DOTALL):
+        left, right = (_plain(binary[place], variables) for place in (1, 3))
+        if UNKNOWN in left + right:
+            return None
+        if binary[2] in ("=", "==", "!="):
+            return fnmatchcase(left, right) == (binary[2] != "!=")
+        if re.fullmatch(r"-?\d+", left) and re.fullmatch(r"-?\d+", right):
+            return _COMPARED[binary[2]](int(left), int(right))
+    return None
+
+
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
 
 
 def _statements(text: str) -> list[str]:
@@ -595,8 +858,7 @@ def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
                 f"{NAME} has the pipeline orders {' and '.join(ORDERS)}, and the plan has {plan.pipeline_order}; plan with "
                 "--set plan.pipeline_order=1f1b"
             )
-        if plan.chunks > 1:
-            options.append(f"--num-virtual-stages-per-pipeline-rank {plan.chunks}")
+        options += _stages(recipe, model)
     if recipe.zero == 1:
         options += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     elif recipe.zero:
@@ -606,6 +868,24 @@ def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
     if recipe.zero and recipe.replicate > 1:
         options.append(f"--num-distributed-optimizer-instances {recipe.replicate}")
     return options
+
+
+def _stages(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    """How the layers are cut: evenly, or as the plan has them. A layout also says how many stages a rank has."""
+    plan, every = recipe.plan, model.shape.layers
+    even, rest = divmod(every, len(plan.stages))
+    layers = layers_of_stages(plan)
+    if layers is None and not rest:
+        recipe.left_out["plan.stages"] = cut_in_layers(recipe, [even] * len(plan.stages))
+    elif layers is None:
+        raise ConfigError(
+            f"{NAME} cuts {every} layers evenly or between layers, not into {len(plan.stages)} stages that begin inside a "
+            f"layer; plan with a number of stages that divides {every}"
+        )
+    elif any(len(stage) != even for stage in layers):
+        parts = [f"t*{len(stage)}" if stage else "" for stage in layers]
+        return [f"--{LAYOUT} '{'|'.join(['E' + parts[0], *parts[1:-1], parts[-1] + 'L'])}'"]
+    return [] if plan.chunks == 1 else [f"--num-virtual-stages-per-pipeline-rank {plan.chunks}"]
 
 
 def _training(recipe: PlannedRecipe, model: Transformer) -> list[str]:
@@ -644,6 +924,24 @@ def _recompute(recipe: PlannedRecipe, model: Transformer) -> list[str]:
 
 LISTS = (".args", ".txt")
 """Plain lists of options, which other texts may be too."""
+MARK = re.compile(
+    r"(tensor|pipeline)[-_]model[-_]parallel[-_]size|^MODEL_ARGS\s*:|^ConfigContainer\s*:|encoder_seq_length|megatron|"
+    r"^\W*num[-_]attention[-_]heads\s*:",
+    re.MULTILINE,
+)
+"""Of a YAML file that is Megatron's, NeMo's or Bridge's."""
+OTHERS = re.compile(
+    r"^\s+(batch_accumulation_per_replica|framework)\s*:|^\s*distributed_type\s*:|^base_model\s*:|^[\s\"']*per_device_",
+    re.MULTILINE,
+)
+"""Of one that is another tool's, which may name Megatron."""
+
+
+def _sniff(source: SourceFile) -> bool:
+    suffix, text = source.path.suffix, source.text
+    if suffix in YAML:
+        return bool(MARK.search(text)) and not OTHERS.search(text)
+    return suffix in SCRIPTS or (suffix in LISTS and "--num-layers" in text)
 
 
 def _read(source: SourceFile) -> Recipe:
@@ -657,10 +955,7 @@ FORMATS = {
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",
-        sniff=lambda source: (
-            (source.path.suffix in (*SCRIPTS, *YAML) and not is_nanotron(source))
-            or (source.path.suffix in LISTS and "--num-layers" in source.text)
-        ),
+        sniff=_sniff,
         read=_read,
         writes="recipe",
         write=write_megatron,

@@ -1,6 +1,6 @@
 """A training in parsim's words, between the config files of frameworks: read from a file, or made of a plan to be written.
 
-`read_recipe` reads a file of Megatron-LM, NeMo or torchtitan as it is, and says what became of every key. `recipe_of_plan` is
+`read_recipe` reads a file of a framework as it is, and says what became of every key. `recipe_of_plan` is
 the other way: the mesh as frameworks count it, with what no framework's file can say. What is written is read back, and
 compared.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
-from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, sequence_of, shape_of
+from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
 from parsim.plans.plan import Plan
-from parsim.units import nearest_divisors
+from parsim.units import nearest_divisors, printable
 
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
@@ -37,16 +37,18 @@ class Recipe:
     """A file, read.
 
     Attributes:
-        framework: whose file it is. model: a name of the table; args: its arguments. training: keys of [training].
+        framework: whose file it is. model: a name of the table, "" where the file has none; args: its arguments.
+        training, software: keys of [training] and [software].
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
         replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
+        rounds_of: microbatches that a rank runs of one chunk in a row, where a rest of fewer than pp is refused; 0: none is.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
             "selective" (by operator).
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
         optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
-        missing: arguments of the model that the file does not say and --set may, with what to add.
+        missing: keys of a run file that the file does not say and --set may, with why.
         taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
         with what it does instead. ignored: keys that change neither. unknown: keys that parsim does not know.
     """
@@ -55,6 +57,7 @@ class Recipe:
     model: str = GENERIC
     args: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    software: dict[str, Any] = field(default_factory=dict)
     tp: int = 1
     pp: int = 1
     dp: int = 0
@@ -67,6 +70,7 @@ class Recipe:
     recompute: str = "none"
     every: int = 2
     chunks: int = 1
+    rounds_of: int = 0
     order: str = ""
     processes: int = 0
     optimizer_offload: bool = False
@@ -99,6 +103,7 @@ class Recipe:
         mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
+        settings |= {f"software.{key}": value for key, value in self.software.items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
@@ -146,7 +151,14 @@ class Recipe:
                 f"{self.framework}: the global batch ({batch}) must be divisible by {dp} replicas x micro-batch "
                 f"{self.micro_batch} = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
             )
-        return int(batch) // parts
+        microbatches, size = int(batch) // parts, self.rounds_of
+        if size and (microbatches < size or 0 < microbatches % size < self.pp):
+            raise ConfigError(
+                f"{self.framework} runs an interleaved pipeline in rounds of {size} microbatches, and a rest of at least pp = "
+                f"{self.pp}: {microbatches} per replica are refused at the start; the nearest that are taken: "
+                f"{max(1, microbatches // size) * size} or {(microbatches // size + 1) * size}"
+            )
+        return microbatches
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, under `config_file`."""
@@ -155,7 +167,7 @@ class Recipe:
             "taken": self.taken,
             "left_out": self.left_out,
             "ignored": sorted(self.ignored),
-            "unknown": sorted(self.unknown),
+            "unknown": by_weight(self.unknown),
         }
 
     def lines(self) -> list[str]:
@@ -165,8 +177,115 @@ class Recipe:
         ]
         lines += [f"  {key}: matters and is left out: {why}" for key, why in self.left_out.items()]
         if self.unknown:
-            lines.append(f"  unknown, may matter: {', '.join(sorted(self.unknown))}")
+            lines.append(f"  unknown, may matter: {', '.join(by_weight(self.unknown))}")
         return lines
+
+    def name_model(self, key: str, name: str) -> None:
+        """Take the model by the name that a file gives it; `missing` notes a name that no shipped shape has."""
+        self.taken[key] = name
+        if is_transformer(name):
+            self.model = normalised(name)
+        else:
+            self.model = ""
+            self.missing["model.name"] = f"{key} = {printable(name)!r} is no model whose sizes ship (see `parsim models`)"
+
+
+HEAVY = re.compile(
+    r"parallel|shard|zero|fsdp|tp_|pp_|degree|world|nodes|batch|accumulat|seq|length|layers|hidden|heads|expert|vocab|"
+    r"checkpointing|recompute|remat|offload|precision|dtype|fp8|fp4|quant|lora|adapter|optim|compile|packing"
+)
+"""Words in keys that change time or memory more often than not."""
+
+
+def by_weight(keys: Iterable[str]) -> list[str]:
+    """Keys that parsim does not know, those first whose words change time or memory more often than not."""
+    return sorted(keys, key=lambda key: (HEAVY.search(key.lower()) is None, key))
+
+
+DEGREE = re.compile(
+    r"((tensor|pipeline|context|expert|sequence|model|fsdp|ulysses|ring)[a-z]*_?(model_)?parallel[a-z]*(_(size|degree|dim))?"
+    r"|(^|\.)parallelism\.[a-z_]+|(^|[._])(tp|pp|cp|ep|etp|sp)(_(size|degree))?)$"
+)
+"""How a key ends that counts ranks of an axis of the mesh."""
+
+
+class FileKeys:
+    """The values of a file by key, with dots between tables; those that were read are noted."""
+
+    def __init__(self, framework: str, document: Mapping[str, Any]) -> None:
+        self.framework = framework
+        self.values = flat_table(document)
+        self.read: dict[str, Any] = {}
+
+    def text(self, *keys: str, default: str = "") -> str:
+        """The first of these keys that is there."""
+        for key in keys:
+            if key in self.values:
+                self.read[key] = self.values[key]
+                return str(self.values[key])
+        return default
+
+    def number(self, *keys: str, default: int | None = None) -> int:
+        """A whole number >= 0. Raises ConfigError: another value, or none and no default."""
+        text = self.text(*keys)
+        if text:
+            return whole_number(self.framework, next(key for key in keys if key in self.values), text)
+        if default is None:
+            raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
+        return default
+
+    def flag(self, *keys: str, default: bool = False) -> bool:
+        return self.text(*keys, default=str(default)).lower() in ("true", "1", "yes", "on")
+
+    def sort(self, recipe: Recipe, *, left_out: Mapping[str, str], ignored: re.Pattern[str]) -> None:
+        """Say in the recipe what became of every key.
+
+        Args:
+            left_out: keys that matter and are not modelled, with what is done instead. ignored: matches those that change
+                neither time nor memory.
+
+        Raises:
+            ConfigError: a degree of parallelism above 1 that nobody read.
+        """
+        recipe.taken |= self.read
+        for key, value in self.values.items():
+            if key in recipe.taken:
+                continue
+            if key in left_out:
+                if value in (False, "", 0, "none", "None"):
+                    recipe.ignored.append(key)
+                else:
+                    recipe.left_out[key] = left_out[key]
+            elif ignored.match(key):
+                recipe.ignored.append(key)
+            elif DEGREE.search(key.lower()) and isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                raise ConfigError(
+                    f"{self.framework}: {key} = {value!r} is a degree of parallelism that parsim does not know; set it to 1"
+                )
+            else:
+                recipe.unknown.append(key)
+
+
+def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by their keys with dots between; empty ones are left out."""
+    found: dict[str, Any] = {}
+    tables: list[tuple[str, Mapping[str, Any]]] = [("", document)]
+    for prefix, node in tables:  # which grows: outer tables before inner ones, in the order of the file
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                tables.append((f"{prefix}{key}.", value))
+            elif value is not None:
+                found[f"{prefix}{key}"] = value
+    return found
+
+
+def refuse_adapters(framework: str, key: str, value: str) -> None:
+    """Raise ConfigError for a file that trains a few added weights: priced as full training it would be wrong."""
+    if value.lower() not in ("", "none", "full", "false"):
+        raise ConfigError(
+            f"{framework}: {key} = {value} trains adapters, which no model by name has; drop the key to price full training, "
+            "or give an nn.Module with its frozen parameters"
+        )
 
 
 LARGEST_COUNT = 10**12
@@ -229,7 +348,7 @@ def is_framework_file(path: Path) -> bool:
     Args:
         path: as the user gave it.
     """
-    if path.suffix in ("", ".json"):  # a model
+    if path.suffix == "" or (path.suffix == ".json" and not path.is_file()):  # a model
         return False
     try:
         text = read_text(path, LARGEST_BYTES)
@@ -237,7 +356,13 @@ def is_framework_file(path: Path) -> bool:
         return path.suffix in (*SCRIPTS, *YAML)
     if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
         return False
-    return _format_of(SourceFile(path, text.encode())) is not None
+    return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
+
+
+WHOSE = (
+    "a script or YAML of Megatron-LM, NeMo, Megatron-Bridge, Primus, nanotron, MaxText, Lightning, axolotl, torchtune, "
+    "Accelerate or TrainingArguments, or a TOML of torchtitan"
+)
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -250,12 +375,10 @@ def read_recipe(path: Path) -> Recipe:
     try:
         source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path}: {error}; give a script, YAML or TOML file of Megatron-LM or torchtitan"
-        ) from error
+        raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
     row = _format_of(source)
     if row is None or row.read is None:
-        raise ConfigError(f"{path} is no script, YAML or TOML file of Megatron-LM or torchtitan")
+        raise ConfigError(f"{path} is of no kind that parsim knows: give {WHOSE}")
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
         try:
             recipe: Recipe = row.read(source)
@@ -402,12 +525,26 @@ def transformer_of(recipe: PlannedRecipe) -> Transformer:
         recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"
     _check_placements(recipe)
     recipe.recompute, recipe.every = _recomputed_layers(framework, plan)
-    if plan.mesh.pp > 1:
-        counts = (len({layer[1] for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages)
-        recipe.left_out["plan.stages"] = f"{framework} cuts stages itself; the plan has {' + '.join(map(str, counts))} layers"
     others = {key: args.get(key, value) for key, value in OWN.items()}
     seq = sequence_of(recipe.model, args)
     return Transformer(shape=written_out(shape_of(recipe.model, args), seq), seq=seq, others=others)
+
+
+def layers_of_stages(plan: Plan) -> list[list[int]] | None:
+    """The layers of each stage; None: one is in two stages, which frameworks that cut between layers cannot express."""
+    found = [sorted({int(layer[1]) for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages]
+    every = [layer for layers in found for layer in layers]
+    return found if len(every) == len(set(every)) else None
+
+
+def cut_in_layers(recipe: PlannedRecipe, counts: Sequence[int]) -> str:
+    """What is left out of stages that begin inside a layer, with the layers that the framework puts into each."""
+    plan = recipe.plan
+    first = [stage.components[0] for stage in plan.stages[1:] if _LAYER.match(stage.components[0])]
+    return (
+        f"{recipe.framework} cuts between layers, here into {' + '.join(map(str, counts))}; stages of the plan begin at "
+        f"{first_few(first)}. Plan with --set model.granularity=block and tp = 1 for whole layers"
+    )
 
 
 def written_out(shape: Shape, seq: int) -> Shape:

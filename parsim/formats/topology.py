@@ -1,4 +1,4 @@
-"""How the GPUs and network cards of a machine hang together: `nvidia-smi topo -m`, `rocm-smi --showtopo`, `lstopo --of xml`.
+"""How the GPUs and network cards of a machine hang together: `nvidia-smi topo -m`, rocm-smi, amd-smi, `lstopo --of xml`.
 
 The readers return a MachineTree, which says what joins what. How fast a lane is stays what the profile says, since no tool
 knows.
@@ -9,15 +9,16 @@ sockets). Between GPUs joined by NVLink the entry hides the tree: network cards 
 With `-mp` the matrix and its legend are without NVLink. Where GPUs hang on their CPU by NVLink-C2C, all cards say SYS.
 Leaves out: which of several PCIe switches between two devices (PXB) is whose; they count as one.
 
-The tables of rocm-smi: types of links ("XGMI", "PCIE") and hops between two GPUs, and the NUMA node of each. XGMI in one hop is
-one lane. It shows neither network cards nor PCIe switches.
+The tables of rocm-smi and amd-smi, and their JSON: types of links ("XGMI", "PCIE") and hops between two GPUs, and, in rocm-smi,
+the NUMA node of each. XGMI in one hop is one lane. They show neither network cards nor PCIe switches.
 
 The XML of hwloc 1 and 2: the tree of packages, bridges and PCI devices. A GPU is a PCI device with an OS device of CUDA, NVML
 or ROCm below it. Where no driver listed any, it is a display or 3D controller of NVIDIA or AMD. A network card has an
 OpenFabrics device. Devices behind one port of a host bridge share a switch. Those below one package (or NUMA node, where there
 is no package) share a socket. With NVML, hwloc 2.5 and later list the NVLinks as a matrix "NVLinkBandwidth", in MB/s per
-direction, between GPUs and switches. Lanes follow from the speed of a lane. Files without the matrix do not show lanes: those
-of the profile stay. Leaves out: speeds of PCIe links; switches in a row count as one, the highest.
+direction, between GPUs, switches and, on POWER, CPUs; what goes to CPUs is left out. Lanes follow from the speed of a lane.
+Files without the matrix do not show lanes: those of the profile stay. Leaves out: speeds of PCIe links; switches in a row
+count as one, the highest.
 
 Source: open-mpi.org/projects/hwloc, documentation 2.x: "Importing and exporting topologies from/to XML files", "Distances".
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from math import inf
@@ -475,49 +476,108 @@ def _refuse_contradictions(
 ROCM_TITLE = re.compile(r"=+ *(.*?) *=+")
 ROCM_ROW = re.compile(r"GPU(\d{1,3})\s+(\S.*)")
 ROCM_NUMA = re.compile(r"GPU\[(\d{1,3})\]\s*:\s*\(Topology\) Numa Node:\s*(\d{1,4})")
+AMD_TITLE = re.compile(r"([A-Z][A-Z -]+) TABLE:")
+AMD_ROW = re.compile(r"([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d)\s+(.*)")
+ROCM_PAIR = re.compile(r"\(Topology\) (Link type|Hops) between DRM devices (\d{1,3}) and (\d{1,3})")
 LINK_TYPES, HOPS = "Link Type between two GPUs", "Hops between two GPUs"
-EXPECTED_ROCM = "the whole output of `rocm-smi --showtopo`"
+TITLES = {"LINK TYPE": LINK_TYPES, "HOPS": HOPS}
+"""Tables of amd-smi, by the names that rocm-smi has for them."""
+EXPECTED_ROCM = "the whole output of `rocm-smi --showtopo` or of `amd-smi topology`, as text or --json"
+Pairs = dict[tuple[int, int], str]
 
 
-def is_rocm_topology(text: str) -> bool:
-    """Whether a text looks like the tables of rocm-smi."""
-    return LINK_TYPES in text
+def is_rocm_topology(source: SourceFile) -> bool:
+    """Whether a file looks like the tables of rocm-smi or amd-smi, or like their JSON."""
+    text = source.text[:SNIFFED]
+    if source.begins("[", "{"):
+        return (
+            bool(re.search(r'"link_type"\s*:\s*("|\{)|\(Topology\) Link type between DRM', text))
+            and "schemaVersion" not in text
+        )
+    return LINK_TYPES in text or "LINK TYPE TABLE:" in text
 
 
 def read_rocm_topology(source: SourceFile) -> MachineTree:
-    """Read the tables of rocm-smi.
+    """Read what rocm-smi or amd-smi says of the links between GPUs.
 
     Raises:
         ImportedFileError: a table is missing, cut or not square, or its types of links are unknown.
     """
-    tables: dict[str, dict[int, list[str]]] = {}
     nodes: dict[int, int] = {}
-    title = ""
-    for line in (ANSI.sub("", line) for line in source.text.splitlines()):
-        if heading := ROCM_TITLE.fullmatch(line.strip()):
-            title = heading[1]
-        elif numa := ROCM_NUMA.match(line):
-            nodes[int(numa[1])] = int(numa[2])
-        elif (row := ROCM_ROW.match(line)) and not row[2].startswith("GPU"):
-            tables.setdefault(title, {})[int(row[1])] = row[2].split()
-    types = tables.get(LINK_TYPES, {})
-    size = len(types)
-    if not 0 < size <= MOST_DEVICES or sorted(types) != list(range(size)) or any(len(row) != size for row in types.values()):
+    tables = _amd_document(source) if source.begins("[", "{") else _amd_tables(source.text, nodes)
+    types, hops = tables.get(LINK_TYPES, {}), tables.get(HOPS, {})
+    size = max((max(pair) for pair in types), default=-1) + 1
+    square = all((a, b) in types for a in range(size) for b in range(size) if a != b)
+    if not 0 < size <= MOST_DEVICES or not square:
         raise ImportedFileError(
             f"{source.path}: the table of link types is missing, cut or not square; expected {EXPECTED_ROCM}"
         )
-    hops = tables.get(HOPS, {})
     lanes: dict[tuple[int, int], int] = {}
     for a, b in combinations(range(size), 2):
-        kind = types[a][b]
-        if kind != types[b][a] or kind not in ("XGMI", "PCIE"):
+        kind = types[a, b].upper()
+        if kind != types[b, a].upper() or kind not in ("XGMI", "PCIE"):
             raise ImportedFileError(
-                f"{source.path}: GPU{a} to GPU{b} is {shown(kind)}, and GPU{b} to GPU{a} {shown(types[b][a])}; both "
+                f"{source.path}: GPU{a} to GPU{b} is {shown(types[a, b])}, and GPU{b} to GPU{a} {shown(types[b, a])}; both "
                 "are XGMI or both PCIE"
             )
-        if kind == "XGMI" and (a not in hops or hops[a][b : b + 1] in ([], ["1"])):
+        if kind == "XGMI" and hops.get((a, b), "1") == "1":
             lanes[a, b] = 1
-    return _tree([(gpu, nodes.get(gpu, 0)) for gpu in range(size)], [], lanes)
+    if nodes:
+        return _tree([(gpu, nodes.get(gpu, 0)) for gpu in range(size)], [], lanes)
+    tree = _tree([(gpu, gpu * MOST_SOCKETS // size) for gpu in range(size)], [], lanes)
+    return replace(tree, notes=("the file does not say which GPUs share a socket: taken as the first and the second half",))
+
+
+def _amd_tables(text: str, nodes: dict[int, int]) -> dict[str, Pairs]:
+    """The entries of the tables of a text by title and pair; of addresses the n-th row is GPU n."""
+    tables: dict[str, Pairs] = {}
+    places: dict[str, int] = {}
+    title = ""
+    for line in (ANSI.sub("", line).strip() for line in text.splitlines()):
+        row: tuple[int, str] | None = None
+        if heading := ROCM_TITLE.fullmatch(line):
+            title = heading[1]
+        elif heading := AMD_TITLE.fullmatch(line):
+            title, places = TITLES.get(heading[1], heading[1]), {}
+        elif numa := ROCM_NUMA.match(line):
+            nodes[int(numa[1])] = int(numa[2])
+        elif (form := ROCM_ROW.match(line)) and not form[2].startswith("GPU"):
+            row = int(form[1]), form[2]
+        elif (form := AMD_ROW.match(line)) and not AMD_ROW.match(form[2] + " "):
+            row = places.setdefault(form[1], len(places)), form[2]
+        if row is not None:
+            pairs = {(row[0], column): entry for column, entry in enumerate(row[1].split()) if column != row[0]}
+            tables.setdefault(title, {}).update(pairs)
+    return tables
+
+
+def _amd_document(source: SourceFile) -> dict[str, Pairs]:
+    """The entries of a JSON: of amd-smi since 2024 a list of links for each GPU, before that tables; of rocm-smi sentences."""
+    document = source.json("a topology of amd-smi")
+    tables: dict[str, Pairs] = {LINK_TYPES: {}, HOPS: {}}
+    if isinstance(document, dict):
+        sentences = document.get("system", document)
+        for key, value in sentences.items() if isinstance(sentences, dict) else ():
+            if form := ROCM_PAIR.fullmatch(str(key)):
+                a, b = int(form[2]), int(form[3])
+                table = tables[LINK_TYPES if form[1] == "Link type" else HOPS]
+                table[a, b] = table[b, a] = str(value)
+        return tables
+    for gpu in document if isinstance(document, list) else ():
+        if not isinstance(gpu, dict) or not isinstance(gpu.get("gpu"), int):
+            raise ImportedFileError(f"{source.path} lists no GPUs with their links; expected {EXPECTED_ROCM}")
+        own = int(gpu["gpu"])
+        for link in gpu.get("links") or ():
+            if isinstance(link, dict) and isinstance(link.get("gpu"), int) and link["gpu"] != own:
+                tables[LINK_TYPES][own, link["gpu"]] = str(link.get("link_type", ""))
+                if isinstance(link.get("num_hops"), int):
+                    tables[HOPS][own, link["gpu"]] = str(link["num_hops"])
+        for title, key in ((LINK_TYPES, "link_type"), (HOPS, "hops")):
+            older = gpu.get(key)
+            for name, value in older.items() if isinstance(older, dict) else ():
+                if (place := re.fullmatch(r"gpu_(\d{1,3})", str(name))) and int(place[1]) != own:
+                    tables[title][own, int(place[1])] = str(value)
+    return tables
 
 
 EXPECTED_XML = "the output of `lstopo --of xml` (`lstopo topology.xml`) on a machine with its GPUs"
@@ -529,6 +589,8 @@ CARD_OS_DEVICES = re.compile(
 )
 GPU_VENDORS = ("10de", "1002")
 GPU_CLASSES = ("0300", "0302", "0380", "1200")
+CPU_KINDS = ("Package", "Socket", "NUMANode", "Group", "Machine", "Core", "PU")
+"""Ends of NVLinks that are CPUs, as on POWER."""
 MOST_OBJECTS = 200_000
 MOST_DEPTH = 200
 LANE_MB_PER_S, FIRST_LANE_MB_PER_S, BLACKWELL_LANE_MB_PER_S = 25_000, 20_000, 50_000
@@ -726,6 +788,8 @@ def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], in
         if node.attributes.get("gp_index")
     }
     places = [by_index.get(index.rpartition(":")[2]) for index in matrix.indexes]
+    kinds = {node.attributes.get("gp_index", ""): node.kind for node in document.objects}
+    is_cpu = [kinds.get(index.rpartition(":")[2], index.rpartition(":")[0]) in CPU_KINDS for index in matrix.indexes]
     size, values = len(places), matrix.values
     if size * size != len(values) or not all(value.isascii() and value.isdigit() and len(value) < 12 for value in values):
         raise ImportedFileError(f"the matrix NVLinkBandwidth lists {size} devices and {len(values)} values; it must be square")
@@ -734,7 +798,7 @@ def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], in
     for row, a in enumerate(places):
         for column, b in enumerate(places):
             bandwidth = int(values[row * size + column])
-            if a is None or a == b or not bandwidth:
+            if a is None or a == b or not bandwidth or is_cpu[column]:
                 continue
             if b is None:
                 switched[a] += bandwidth
@@ -771,10 +835,10 @@ FORMATS = {
         read=partial(_reading, read_topo_matrix, "nvidia-smi topo -m"),
     ),
     "rocm-topo": FileFormat(
-        what="the output of rocm-smi --showtopo",
+        what="the output of rocm-smi --showtopo or amd-smi topology",
         reads="machine",
-        sniff=lambda source: is_rocm_topology(source.text[:SNIFFED]),
-        read=partial(_reading, read_rocm_topology, "rocm-smi --showtopo"),
+        sniff=is_rocm_topology,
+        read=partial(_reading, read_rocm_topology, "rocm-smi or amd-smi"),
     ),
     "lstopo": FileFormat(
         what="the output of lstopo --of xml",

@@ -7,12 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError, near_matches
+from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.files import document_text, parse_toml, write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.recipe import PlannedRecipe, Recipe, read_back, transformer_of, whole_number
+from parsim.formats.recipe import (
+    PlannedRecipe,
+    Recipe,
+    cut_in_layers,
+    layers_of_stages,
+    read_back,
+    transformer_of,
+    whole_number,
+)
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, known_names, named, normalised
+from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, is_transformer, known_names, normalised, shape_of
+from parsim.plans.pipeline import check_torch_schedule
 
 NAME = "torchtitan"
 TABLES = frozenset({"parallelism", "activation_checkpoint", "job", "lr_scheduler", "float8", "metrics", "profiling"})
@@ -72,7 +81,7 @@ IGNORED = frozenset(
     optimizer.fused optimizer.foreach training.max_norm training.steps training.dataset training.dataset_path training.seed
     training.deterministic training.gc_freq training.gc_debug training.data_parallel_replicate_degree training.warmup_steps
     model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype
-    parallelism.pipeline_parallel_split_points activation_checkpoint.mode activation_checkpoint.selective_ac_option
+    activation_checkpoint.mode activation_checkpoint.selective_ac_option
     activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
     parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
     float8.filter_fqns float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
@@ -88,8 +97,15 @@ LEFT_OUT = {
 }
 
 
-def read_toml(document: Mapping[str, Any]) -> Recipe:
-    """A file of torchtitan. Raises ConfigError for a model that is not known, or sizes that cannot be."""
+def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
+    """A file of torchtitan.
+
+    Args:
+        document: its tables. wrapped: the model by the name of a file around it, where the tables name none.
+
+    Raises:
+        ConfigError: a model that is not known, or sizes that cannot be.
+    """
     tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
     flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     float8 = document
@@ -99,12 +115,14 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     flat = _newer(flat)
-    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
+    name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
-    if model is None and named(f"{name}-{flavor}") is None:
-        near = near_matches(f"{name}-{flavor}".lower(), known_names())
-        raise ConfigError(f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near}")
-    recipe = Recipe(framework=NAME, model=model or f"{name}-{flavor}")
+    recipe = Recipe(framework=NAME, model=model or (f"{name}-{flavor}" if flavor else name))
+    if model is None and not is_transformer(recipe.model):
+        near = near_matches(recipe.model.lower(), known_names())
+        known = near if "did you mean" in near else " (`parsim models` lists those that are)"
+        recipe.missing["model.name"] = f"model.name = {name!r} with flavor = {flavor!r} is not known{known}"
+        recipe.model = ""
 
     def number(key: str, default: int) -> int:
         if key not in flat:
@@ -121,10 +139,14 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
             f"{NAME}: expert_tensor_parallel_degree = {flat['parallelism.expert_tensor_parallel_degree']} is neither 1 nor "
             f"tensor_parallel_degree ({recipe.tp}); set it to one of them"
         )
+    if recipe.tp > 1 and recipe.ep > 1 and flat.get("parallelism.expert_tensor_parallel_degree", 1) == 1:
+        recipe.left_out["parallelism.expert_tensor_parallel_degree"] = "experts are cut over the tensor shards as the rest is"
     _read_data_parallel(flat, number, recipe)
     if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)
     _read_pipeline(flat, number, recipe)
+    if recipe.pp > 1:
+        _read_cut(flat, number, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.args["kernels"] = "fused" if compiled else "eager"
     recipe.args["sequence_parallel"] = True
@@ -205,8 +227,76 @@ def _read_pipeline(flat: Mapping[str, Any], number: Callable[[str, int], int], r
     if schedule.lower() not in orders:
         recipe.left_out["parallelism.pipeline_parallel_schedule"] = f"{schedule} is not known, and 1F1B is taken"
     recipe.order, recipe.chunks = orders.get(schedule.lower(), ("1f1b", 1))
-    if recipe.chunks > 1 and number("parallelism.pipeline_parallel_layers_per_stage", 0):
-        recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
+
+
+def _read_cut(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
+    """The stages, as torchtitan 0.2.2 cuts them, and whether torch's schedule takes the microbatches.
+
+    Source: torchtitan/distributed/pipeline_parallel.py: pipeline_llm, build_pipeline_schedule.
+    """
+    layers = shape_of(recipe.model, recipe.args).layers
+    less = [number(f"parallelism.pipeline_parallel_{place}_stage_less_layers", 1) for place in ("first", "last")]
+    listed = flat.get("parallelism.module_fqns_per_model_part")
+    if isinstance(listed, list) and all(isinstance(part, list) for part in listed):
+        recipe.taken["parallelism.module_fqns_per_model_part"] = listed
+        counts = [sum(str(name).startswith("layers.") for name in part) for part in listed]
+        if len(counts) % recipe.pp or sum(counts) != layers:
+            raise ConfigError(
+                f"{NAME}: module_fqns_per_model_part has {len(counts)} parts with {sum(counts)} layers, and the model {layers} "
+                f"on pipeline_parallel_degree = {recipe.pp}; list every layer once, in a multiple of {recipe.pp} parts"
+            )
+    else:
+        per_stage = number("parallelism.pipeline_parallel_layers_per_stage", 0)
+        stages = -(-(layers + sum(less)) // per_stage) if per_stage else recipe.pp * recipe.chunks
+        if stages % recipe.pp or (stages > recipe.pp) != (recipe.chunks > 1):
+            raise ConfigError(
+                f"{NAME}: pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {layers} layers, and "
+                f"pipeline_parallel_schedule on pipeline_parallel_degree = {recipe.pp} takes "
+                + (f"a multiple of {recipe.pp} from {2 * recipe.pp} on" if recipe.chunks > 1 else f"{recipe.pp}")
+                + "; change the layers per stage"
+            )
+        counts = torchtitan_stages(layers, stages, *less)
+    recipe.chunks = len(counts) // recipe.pp
+    recipe.left_out["plan.stages"] = (
+        f"{NAME} puts {' + '.join(map(str, counts))} layers into its stages, and parsim cuts them by cost"
+    )
+    micro, local = recipe.micro_batch, recipe.local_batch
+    if local % micro:
+        raise ConfigError(
+            f"{NAME}: local_batch_size = {local} must be divisible by pipeline_parallel_microbatch_size = {micro}; the nearest "
+            f"that is: {max(1, round(local / micro)) * micro}"
+        )
+    try:
+        check_torch_schedule(recipe.order, recipe.pp, local // micro, recipe.chunks)
+    except PlanError as error:
+        raise ConfigError(
+            f"{NAME} does not start with {local // micro} microbatches (local_batch_size = {local} by "
+            f"pipeline_parallel_microbatch_size = {micro}): {error}"
+        ) from error
+
+
+def torchtitan_stages(layers: int, stages: int, first_less: int = 1, last_less: int = 1) -> list[int]:
+    """Layers of each stage as torchtitan cuts them: evenly, the embedding and the head counted as layers.
+
+    Args:
+        first_less, last_less: layers that the embedding and the head count as.
+
+    Raises:
+        ConfigError: more stages than layers, or an embedding or a head that counts for more than a stage has.
+
+    Source: torchtitan 0.2.2, torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
+    """
+    every, heaviest = layers + first_less + last_less, max(1, first_less, last_less)
+    each, more = divmod(every, stages)
+    if each < heaviest:
+        raise ConfigError(
+            f"{NAME} cannot cut {layers} layers into {stages} stages: each has {each}, and the embedding counts as "
+            f"{first_less} and the head as {last_less}; use at most {every // heaviest} stages"
+        )
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    return counts
 
 
 def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
@@ -326,6 +416,12 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
                 + ", ".join(f"{order} with {chunks}" for order, chunks in SCHEDULES.values())
             )
         table |= {"pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": recipe.micro_batch}
+        if (layers := layers_of_stages(plan)) is None:
+            counts = torchtitan_stages(shape_of(recipe.model, recipe.args).layers, len(plan.stages))
+            recipe.left_out["plan.stages"] = cut_in_layers(recipe, counts)
+        else:
+            parts = [[f"layers.{layer}" for layer in stage] for stage in layers]
+            table["module_fqns_per_model_part"] = [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
     return table
 
 

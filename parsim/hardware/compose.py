@@ -32,6 +32,7 @@ from pydantic import Field, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.instances import check_covered, instance_names, instances_of
 from parsim.hardware.network import Network, load_network
 from parsim.hardware.parts import GpuPart, LinkPart, PartFit, load_gpu, load_link, shorthand
 from parsim.hardware.profile import (
@@ -260,7 +261,8 @@ def load_profile(name_or_path: str) -> Profile:
 
     Args:
         name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
-            of equal GPUs such as "8xh100-sxm", whose number counts the GPUs of the node, however many the usual one has.
+            of equal GPUs such as "8xh100-sxm", whose number counts the GPUs of the node, however many the usual one has; or an
+            instance type of a cloud such as "p5.48xlarge".
 
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
@@ -268,6 +270,11 @@ def load_profile(name_or_path: str) -> Profile:
     path = Path(name_or_path)
     if path.suffix == SUFFIX:
         return read_parts_file(path)
+    if (rented := instances_of(name_or_path)) is not None:
+        number, instance = rented
+        if number > 1:
+            raise ProfileError(f"{name_or_path!r} are {number} machines, and one is asked for; write {instance.name}")
+        return load_profile(instance.node)
     if node := shorthand(name_or_path):
         count, gpu, link = node
         return profile_from_parts(gpu, count, link)
@@ -281,8 +288,13 @@ def load_profile(name_or_path: str) -> Profile:
                 f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
             ) from error
     if name_or_path not in shipped_profiles():
-        near = near_matches(name_or_path, shipped_profiles())
-        raise ProfileError(f"unknown profile {name_or_path!r}{near} (or GPUs by name, such as 8xh100-sxm)")
+        check_covered(name_or_path)
+        near = near_matches(name_or_path, [*shipped_profiles(), *instance_names()])
+        near = near if "did you mean" in near else f"; known: {', '.join(shipped_profiles())}"
+        raise ProfileError(
+            f"unknown profile {name_or_path!r}{near} (or GPUs by name, such as 8xh100-sxm; or an instance type, such as "
+            "p5.48xlarge)"
+        )
     return _parsed(shipped_text(name_or_path), name_or_path)
 
 

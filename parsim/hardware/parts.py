@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError
+from parsim.hardware.instances import CloudInstance, check_covered, instances_of
 from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import Count, HeldOut, KernelFit, Positive, ProfileRecord, WholeModels, load_record, shipped
 
@@ -125,7 +126,11 @@ def load_gpu(name_or_path: str) -> GpuPart:
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
-    return load_record(GpuPart, ("parts", "gpus"), "GPU", name_or_path, ALIASES["gpus"])
+    try:
+        return load_record(GpuPart, ("parts", "gpus"), "GPU", name_or_path, ALIASES["gpus"])
+    except ProfileError:
+        check_covered(name_or_path)
+        raise
 
 
 @lru_cache(maxsize=64)
@@ -166,16 +171,19 @@ FORM = re.compile(r"\s*(?P<count>\d[\d_,]*)\s*x\s*(?P<gpu>[^@\s][^@]*)(@(?P<link
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Nodes of `gpus_per_node` equal GPUs; link: None for the usual one."""
+    """Nodes of `gpus_per_node` equal GPUs; link: None for the usual one; instance: of a cloud, which says all of it."""
 
     gpu: str
     gpus_per_node: int
     nodes: int
     link: str | None = None
+    instance: CloudInstance | None = None
 
     @property
     def node(self) -> str:
         """One of the nodes, as a shorthand."""
+        if self.instance is not None:
+            return self.instance.node
         return f"{self.gpus_per_node}x{self.gpu}" + (f"@{self.link}" if self.link else "")
 
 
@@ -186,22 +194,32 @@ def shorthand(text: str) -> tuple[int, str, str | None] | None:
 
 
 def is_shorthand(text: str) -> bool:
-    """Whether a text has the form COUNTxGPU."""
-    return shorthand(text) is not None
+    """Whether a text has the form COUNTxGPU, or names instances of a cloud."""
+    return shorthand(text) is not None or instances_of(text) is not None
 
 
 def machines_of(text: str, per_node: int | None = None) -> Machines:
     """What a shorthand means: nodes of the usual size, or one smaller node.
 
     Args:
-        text: such as "1024xh100-sxm". per_node: GPUs of a node; None: the usual number.
+        text: such as "1024xh100-sxm", or "2xp5.48xlarge", whose number counts the instances. per_node: GPUs of a node; None:
+            the usual number.
 
     Raises:
         ProfileError: another form, an unknown GPU, or a number that is not a whole number of nodes.
     """
+    if (rented := instances_of(text)) is not None:
+        number, instance = rented
+        sizes = instance.sizes
+        if per_node not in (None, sizes.gpus):
+            raise ProfileError(f"{instance.name} has {sizes.gpus} GPUs, and cluster.gpus_per_node = {per_node}; drop the key")
+        return Machines(sizes.gpu or "", sizes.gpus, number, sizes.link, instance)
     parts = shorthand(text)
     if parts is None:
-        raise ProfileError(f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm")
+        check_covered(text)
+        raise ProfileError(
+            f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm, or an instance type such as p5.48xlarge"
+        )
     count, gpu, link = parts
     usual = per_node or load_gpu(gpu).gpus_per_node
     if count < 1:

@@ -371,6 +371,10 @@ class InnerExchange:
     experts: tuple[int, ...] = ()
 
 
+NORM_ARRAYS = 4
+"""Arrays of a batch norm with a number per channel: weight, bias, running mean and variance."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component(Footprint[Size]):
     """The paper's c_i: a layer or a block that can be run on its own.
@@ -441,6 +445,20 @@ class Component(Footprint[Size]):
                 return sharding
         rules = ", ".join(sharding.rule for sharding in self.shardings) or "none: it cannot be sharded"
         raise ModelError(f"component {self.name} has no sharding rule {rule!r}; it has {rules}")
+
+    @property
+    def least_samples(self) -> int:
+        """Samples that it must see at once in training: 2 where a batch norm has one value per channel and sample.
+
+        Its variance is that of one value otherwise, which torch refuses. Leaves out norms without weight and bias.
+        """
+        element = self.parameters[0].element_bytes if self.parameters else 4
+        alone = any(
+            operator.function == "native_batch_norm"
+            and operator.parameter_bytes == NORM_ARRAYS * element * dict(operator.shape).get("elements", 0)
+            for operator in self.operators
+        )
+        return 2 if alone else 1
 
     @property
     def forward_flop(self) -> float:

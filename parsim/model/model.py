@@ -97,6 +97,12 @@ class Model(Remembering):
     def value(self) -> Mapping[str, Value]:
         return {value.name: value for value in self.values}
 
+    @cached_property
+    def least_samples(self) -> Mapping[str, int]:
+        """Of the components that must see more than one sample at once, how many (`Component.least_samples`)."""
+        found = {component.name: component.least_samples for component in self.components}
+        return {name: samples for name, samples in found.items() if samples > 1}
+
     def component(self, name: str) -> Component:
         if name not in self.component_index:
             raise ModelError(f"{self.name} has no component {name!r}")

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +131,19 @@ def _hierarchical_one_peer(n: int, t: int, settings: Settings) -> Matrix:
     return matrix
 
 
+def _random_directed(n: int, t: int, settings: Settings) -> Matrix:
+    """i sends to i + 1 and to links - 1 others, drawn once; a sender divides what it has equally: columns alone sum to 1."""
+    links = min(settings["links"], n - 1)
+    if settings["links"] < 1:
+        raise AlgorithmError(f"every worker of random_directed sends to at least 1 other, got links = {settings['links']}")
+    matrix, rng = np.eye(n), np.random.default_rng([settings["seed"], n])
+    for worker in range(n if n > 1 else 0):
+        others = rng.permutation(np.setdiff1d(np.arange(n), (worker, (worker + 1) % n)))[: links - 1]
+        matrix[[(worker + 1) % n, *others], worker] = 1.0
+    shares: Matrix = matrix / matrix.sum(0)
+    return shares
+
+
 def _star(n: int, t: int, settings: Settings) -> Matrix:
     """Worker 0 with each other one, Metropolis-Hastings weights: 1/n on every edge."""
     adjacency = np.zeros((n, n), dtype=bool)
@@ -154,11 +168,15 @@ def rounds_of_one_peer(n: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFamily:
-    """A row of GRAPHS: the matrix of (n, t, settings), after how many rounds it repeats, and the settings it takes."""
+    """A row of GRAPHS: the matrix of (n, t, settings), after how many rounds it repeats, and the settings it takes.
+
+    directed: rows do not sum to 1, so that only push-sum keeps the mean.
+    """
 
     matrix: Callable[[int, int, Settings], Matrix]
     period: Callable[[int, Settings], int] = lambda n, settings: 1
     defaults: Settings = field(default_factory=dict)
+    directed: bool = False
 
 
 GRAPHS: dict[str, GraphFamily] = {
@@ -173,6 +191,7 @@ GRAPHS: dict[str, GraphFamily] = {
     "lattice": GraphFamily(matrix=_lattice, defaults={"neighbours": 4}),
     "mesh": GraphFamily(matrix=_mesh),
     "one_peer_exponential": GraphFamily(matrix=_one_peer_exponential, period=lambda n, settings: rounds_of_one_peer(n)),
+    "random_directed": GraphFamily(matrix=_random_directed, defaults={"links": 2, "seed": 0}, directed=True),
     "ring": GraphFamily(matrix=_ring),
     "star": GraphFamily(matrix=_star),
     "torus": GraphFamily(matrix=_torus),
@@ -261,6 +280,16 @@ def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOL
         )
 
 
+def check_column_stochastic(matrix: Matrix) -> None:
+    """Raise AlgorithmError unless the matrix is square, and what each worker keeps and sends is all that it has."""
+    columns = stochastic_error(matrix)[1]
+    if not columns <= STOCHASTIC_TOLERANCE or (matrix < 0).any():
+        raise AlgorithmError(
+            f"push-sum needs a column-stochastic matrix: entries >= 0 (least {matrix.min():.3g}) and columns that sum to 1, "
+            f"off by up to {columns:.3g}; divide each column by its sum"
+        )
+
+
 def unreached(matrices: list[Matrix]) -> tuple[int, ...]:
     """Workers that do not hear of worker 0, or that worker 0 does not hear of, however long the matrices repeat."""
     links = np.zeros(matrices[0].shape, dtype=bool)
@@ -301,7 +330,8 @@ class Ada:
 
     Attributes:
         kind: a row of ADA_SCHEDULES. n: workers. start: k_0; None: n - 1 (complete). least: k_min.
-        rate: gamma; neighbours less per epoch (linear), or the factor per epoch (exponential).
+        rate: gamma; neighbours less per epoch (linear), or the factor per epoch (exponential) or per milestone (step).
+        milestones: of step, ascending: the epochs from which on there are gamma times as many.
     """
 
     n: int
@@ -309,6 +339,7 @@ class Ada:
     start: int | None = None
     least: int = 2
     rate: float = 1.0
+    milestones: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in ADA_SCHEDULES:
@@ -317,9 +348,16 @@ class Ada:
             raise AlgorithmError(
                 f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
             )
-        if not 0 <= self.rate < math.inf or (self.kind == "exponential" and not 0 < self.rate <= 1):
+        if not 0 <= self.rate < math.inf or (self.kind != "linear" and not 0 < self.rate <= 1):
             raise AlgorithmError(
-                f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential), got {self.rate}"
+                f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential, step), got {self.rate}"
+            )
+        if (self.kind == "step") != bool(self.milestones) or any(
+            second <= first for first, second in pairwise((0, *self.milestones))
+        ):
+            raise AlgorithmError(
+                f"Ada of kind {self.kind} has milestones {list(self.milestones)}: step has ascending epochs from 1 on, for "
+                "example 7+14, and no other kind has any"
             )
 
     @property
@@ -339,8 +377,10 @@ class Ada:
 ADA_SCHEDULES: dict[str, Callable[[Ada, int], float]] = {
     "exponential": lambda ada, epoch: ada.first * ada.rate**epoch,
     "linear": lambda ada, epoch: ada.first - math.floor(ada.rate * epoch),
+    "step": lambda ada, epoch: ada.first * ada.rate ** sum(milestone <= epoch for milestone in ada.milestones),
 }
-"""k of an epoch, before it is made even and kept between k_min and n - 1: k_0 gamma^e, and k_0 - floor(gamma e)."""
+"""k of an epoch, before it is made even and kept between k_min and n - 1: k_0 gamma^e, k_0 - floor(gamma e), and k_0 gamma^m
+behind m milestones."""
 
 
 def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:

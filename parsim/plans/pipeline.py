@@ -65,6 +65,7 @@ class PipelineOrder:
         place: (stage, ranks) -> the rank of the pipeline that runs the stage; every rank has as many stages.
         fewest_chunks, most_chunks: stages per rank that it takes (most_chunks None: any number).
         halves: its backwards run in halves, BACKWARD_INPUT and BACKWARD_WEIGHT.
+        full_in_torch: torch's schedule refuses fewer microbatches than stages; parsim's executor runs them.
     """
 
     actions: Callable[[int, int, int, int], Actions]
@@ -72,6 +73,7 @@ class PipelineOrder:
     fewest_chunks: int = 1
     most_chunks: int | None = 1
     halves: bool = False
+    full_in_torch: bool = False
 
     def __post_init__(self) -> None:
         if self.fewest_chunks < 1 or (self.most_chunks is not None and self.most_chunks < self.fewest_chunks):
@@ -303,11 +305,13 @@ PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
     PipelineOrder,
     {
         "gpipe": PipelineOrder(actions=gpipe),
-        "1f1b": PipelineOrder(actions=one_forward_one_backward),
+        "1f1b": PipelineOrder(actions=one_forward_one_backward, full_in_torch=True),
         "interleaved": PipelineOrder(actions=interleaved, most_chunks=None),
         "zero-bubble": PipelineOrder(actions=zero_bubble, most_chunks=None, halves=True),
         "zero-bubble-v": PipelineOrder(actions=zero_bubble_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True),
-        "dualpipe-v": PipelineOrder(actions=dual_pipe_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True),
+        "dualpipe-v": PipelineOrder(
+            actions=dual_pipe_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True, full_in_torch=True
+        ),
     },
     error=PlanError,
 )
@@ -333,6 +337,29 @@ def check_chunks(order: str, chunks: int) -> None:
         f"pipeline_order {order!r} with chunks = {chunks}: it takes {row.fewest_chunks}{most} stages per rank; "
         f"set chunks = {row.fewest_chunks}"
     )
+
+
+def check_torch_schedule(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
+    """Check that torch's schedule of the order can be made: it refuses some pipelines that parsim's executor runs.
+
+    Raises:
+        PlanError: chunks or microbatches that torch refuses.
+
+    Source: torch 2.13, torch/distributed/pipelining/schedules.py: the constructors of Schedule1F1B, ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV.
+    """
+    check_chunks(order, chunks)
+    row, stages = PIPELINE_ORDERS[order], ranks * chunks
+    if row.full_in_torch and microbatches < stages:
+        raise PlanError(
+            f"torch's schedule of {order!r} needs at least as many microbatches as stages, and {microbatches} are fewer than "
+            f'pp = {ranks} x {chunks} = {stages}; set microbatches to {stages} or more, or pipeline_order = "gpipe"'
+        )
+    if row.most_chunks is None and microbatches % (rounds := max(1, microbatches // ranks)):
+        raise PlanError(
+            f"torch's schedule of {order!r} runs microbatches ({microbatches}) in {rounds} equal rounds on pp = {ranks}; use "
+            f"{rounds * ranks} or {rounds * ranks + ranks} microbatches"
+        )
 
 
 @lru_cache(maxsize=1024)

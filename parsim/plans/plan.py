@@ -185,20 +185,21 @@ MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-SIMULATED_ONLY = (
-    "segments",
+SWITCHES = (
+    "tensor_overlap",
+    "tensor_backward_overlap",
     "gather_ahead",
     "blocking_transfers",
     "scatter_gather",
-    "tensor_overlap",
-    "tensor_backward_overlap",
-    "optimizer_offload",
-    "activation_offload",
+    "backward_prefetch",
 )
-"""Keys of a plan that the executor does not know; empty or False where unused."""
+"""What software does whatever the plan. On a mesh, or with a ZeRO stage, where a switch means nothing it changes nothing."""
+SIMULATED_ONLY = ("segments", "optimizer_offload", "activation_offload")
+"""Keys of a plan that the executor does not know, as it does not know any of SWITCHES but the last; empty or False where
+unused."""
 
 
-UNSAID = (*SIMULATED_ONLY, "recompute", "backward_prefetch", "context_exchange", "clip_gradients", "synchronisation")
+UNSAID = (*SIMULATED_ONLY, *SWITCHES, "recompute", "context_exchange", "clip_gradients", "synchronisation")
 """Keys that the file of a plan leaves out where they have their defaults."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -338,15 +339,8 @@ class Plan:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
         check_segments(self.segments, self.recompute, [stage.components for stage in self.stages])
-        if self.gather_ahead and self.zero_stage != 1:
-            raise PlanError(f"gather_ahead belongs to zero_stage = 1, and the plan has zero_stage = {self.zero_stage}; drop it")
-        if self.tensor_overlap and self.mesh.tp == 1:
-            raise PlanError("tensor_overlap belongs to mesh.tp > 1, and tp is 1; drop it")
-        if self.tensor_backward_overlap and (self.mesh.tp == 1 or self.tensor_overlap):
-            raise PlanError(
-                f"tensor_backward_overlap belongs to mesh.tp > 1 without tensor_overlap, and tp is {self.mesh.tp}, "
-                f"tensor_overlap {str(self.tensor_overlap).lower()}; drop it"
-            )
+        if self.tensor_backward_overlap and self.tensor_overlap:
+            raise PlanError("tensor_overlap and tensor_backward_overlap are two ways to hide the same; drop one of them")
         if self.context_exchange not in CONTEXT_EXCHANGES:
             raise PlanError(
                 f"unknown context_exchange {self.context_exchange!r}{near_matches(self.context_exchange, CONTEXT_EXCHANGES)}"
@@ -445,7 +439,27 @@ class Plan:
     def not_executable(self) -> str:
         """The key that only the simulator supports; "" if there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
-        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
+        switched = [key for key in self.switched if key != "backward_prefetch"]
+        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key)), *switched]), "")
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether ZeRO 1 gathers parameters at the beginning of a step."""
+        return self.gather_ahead and self.zero_stage == 1
+
+    @property
+    def switched(self) -> tuple[str, ...]:
+        """The switches that are not as PyTorch has them and that mean something in this plan."""
+        mesh = self.mesh
+        means = {
+            "tensor_overlap": self.tensor_overlap and mesh.tp > 1,
+            "tensor_backward_overlap": self.tensor_backward_overlap and mesh.tp > 1,
+            "gather_ahead": self.gathers_ahead,
+            "blocking_transfers": self.blocking_transfers and mesh.pp > 1,
+            "scatter_gather": self.scatter_gather and mesh.pp > 1 and mesh.tp > 1,
+            "backward_prefetch": not self.backward_prefetch and self.zero_stage == 3,
+        }
+        return tuple(key for key in SWITCHES if means[key])
 
     @property
     def world_size(self) -> int:
@@ -499,13 +513,14 @@ class Plan:
         some = "" if offload is True else f"={len(self.offloaded)} of {len(self.components)}"
         again = self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
         again = FULL if len(self.recomputed) == len(self.components) else again
+        switched = self.switched
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         unusual = (
             (self.zero_stage, f"zero{self.zero_stage}"),
-            (self.gather_ahead, "ahead"),
-            (not self.backward_prefetch, "post"),
-            (self.tensor_overlap, "overlapped"),
-            (self.tensor_backward_overlap, "backward-overlapped"),
+            ("gather_ahead" in switched, "ahead"),
+            ("backward_prefetch" in switched, "post"),
+            ("tensor_overlap" in switched, "overlapped"),
+            ("tensor_backward_overlap" in switched, "backward-overlapped"),
             (self.context_exchange != "ring", self.context_exchange),
             (self.clip_gradients, "clip"),
             (self.optimizer_offload, "optimizer-offload"),
@@ -629,6 +644,13 @@ def check_plan(plan: Plan, model: Model) -> None:
     placements = dict(entry for stage in plan.stages for entry in stage.placed())
     for name, placement in placements.items():
         _check_placement(plan, model, name, placement)
+    for name, least in model.least_samples.items():
+        samples = plan.microbatch_samples * placements[name].batch_ways(plan.mesh.tp) // plan.mesh.tp
+        if samples < least:
+            raise PlanError(
+                f"{name} would see {samples} sample at once and needs {least}: its batch norm has one value per channel and "
+                f"sample. Use fewer microbatches or replicas, a global_batch of {least * plan.global_batch}, or larger inputs"
+            )
     if (apart := tied_apart(model, placements)) is not None:
         first, second, parameter = apart
         raise PlanError(

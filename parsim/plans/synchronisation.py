@@ -3,7 +3,9 @@
 all_reduce  gradients are summed in every step: synchronous training
 average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
             the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
-gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph
+gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph. It adapts and then
+            combines, x <- W (x - eta g(x)); or combines what it began the step with while it computes, x <- W x - eta g(x).
+            With push-sum over a directed graph, a mass w goes with x, and gradients are taken at x / w
 merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
             no replica waits for those behind it (asynchronous averaging, FedAsync)
 stale       stages work on different batches at once, and apply gradients that are `delays` steps late
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Annotated, Any
@@ -26,13 +28,15 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
 from parsim.hardware.records import Count, Name, Number
-from parsim.plans.averaging import MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight, turns_matrix
+from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
+    ADA_SCHEDULES,
     GRAPHS,
     Ada,
     Matrix,
     MixingGraph,
+    check_column_stochastic,
     check_connected,
     check_doubly_stochastic,
     mixing_graph,
@@ -42,12 +46,28 @@ from parsim.plans.mixing import (
 # Which graph replicas gossip on, round by round: a row of GRAPHS, or Ada's lattices, which begin dense and end sparse.
 #
 #     ring    lattice(neighbours=4)    ada(kind=linear, start=7, least=2, rate=1.0, rounds=50, epochs=4)
+#     ada(kind=step, start=14, rate=0.5, milestones=7+14, rounds=11, epochs=20)
 #
 # Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays.
 
 
 ADA = "ada"
-_ADA_KEYS: dict[str, type] = {"kind": str, "start": int, "least": int, "rate": float, "rounds": int, "epochs": int}
+
+
+def _milestones(text: str) -> str:
+    """Epochs joined by +. Raises ValueError."""
+    return "+".join(str(int(epoch)) for epoch in text.split("+"))
+
+
+_ADA_KEYS: dict[str, Callable[[str], Any]] = {
+    "kind": str,
+    "start": int,
+    "least": int,
+    "rate": float,
+    "milestones": _milestones,
+    "rounds": int,
+    "epochs": int,
+}
 MOST_EPOCHS = 1000
 
 
@@ -72,10 +92,10 @@ class MixingSchedule:
                 f"ada needs rounds >= 1 (mixing rounds between two changes of the graph) and epochs from 1 to {MOST_EPOCHS} "
                 "(how many graphs there are), for example ada(rounds=50, epochs=4)"
             )
-        if self.name == ADA and self._of("kind", "linear") not in ("linear", "exponential"):
+        if self.name == ADA and self._of("kind", "linear") not in ADA_SCHEDULES:
             raise PlanError(
-                f"ada(kind={self._of('kind', '')}) cannot be planned: a plan knows its graphs beforehand; use linear or "
-                "exponential"
+                f"ada(kind={self._of('kind', '')}) cannot be planned: a plan knows its graphs beforehand; use "
+                f"{', '.join(ADA_SCHEDULES)}"
             )
 
     def _of(self, key: str, default: Any) -> Any:
@@ -94,7 +114,8 @@ class MixingSchedule:
 
     def _ada(self, replicas: int) -> Ada:
         keys = {key: value for key, value in self.settings if key in ("kind", "start", "least", "rate")}
-        return Ada(n=replicas, **keys)
+        milestones = tuple(map(int, filter(None, self._of("milestones", "").split("+"))))
+        return Ada(n=replicas, milestones=milestones, **keys)
 
     def matrix(self, number: int, replicas: int) -> Matrix:
         """W of round `number`: float64 [replicas, replicas]."""
@@ -117,6 +138,11 @@ class MixingSchedule:
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
         names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
         return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether only push-sum keeps the mean on it."""
+        return self.name in GRAPHS and GRAPHS[self.name].directed
 
     def check(self, replicas: int) -> None:
         """Raise AlgorithmError unless every replica's weights reach every other, and the settings suit so many."""
@@ -162,18 +188,21 @@ def mixing_text(table: Any) -> Any:
     """The text of a table such as {"name": "lattice", "neighbours": 4}; anything else as it is. Raises PlanError."""
     if not isinstance(table, Mapping):
         return table
-    settings = ", ".join(f"{key}={value}" for key, value in table.items() if key != "name")
+    words = {key: "+".join(map(str, value)) if isinstance(value, list | tuple) else value for key, value in table.items()}
+    settings = ", ".join(f"{key}={value}" for key, value in words.items() if key != "name")
     if "name" not in table:
         raise PlanError('a mixing graph has a name, for example { name = "lattice", neighbours = 4 }')
     return str(parse_mixing(f"{table['name']}({settings})"))
 
 
+MERGE_KEYS = {"staleness": ("merge_rate", "merge_exponent"), "buffered": ("merge_buffer", "merge_rate")}
+"""The numbers of a merge, in the order of its text."""
 KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
-TURN_MERGES = ("half", "running", "staleness")
-"""Merges that replicas can make in turn. `buffered` is not a plan's: it keeps arrivals beside the global model."""
+COMBINATIONS = ("adapt_combine", "combine_adapt")
+PUSH_SUM = "push_sum"
 MOST_PERIOD = 10**6
 DRAWN_ROUNDS = 4
 """Rounds with drawn replicas that are simulated."""
@@ -181,6 +210,8 @@ DRAWN_ROUNDS = 4
 _BELONGS = {
     "period_steps": ("average", "gossip", "merge"),
     "graph": ("gossip",),
+    "combination": ("gossip",),
+    "push_sum": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
     "outer_learning_rate": ("average",),
@@ -190,6 +221,7 @@ _BELONGS = {
     "merge": ("merge",),
     "merge_rate": ("merge",),
     "merge_exponent": ("merge",),
+    "merge_buffer": ("merge",),
     "delays": ("stale",),
 }
 """Which kinds a key means something for."""
@@ -212,13 +244,18 @@ class Synchronisation:
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
         graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+        combination: of gossip, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        push_sum: of gossip, for graphs and weights whose columns alone sum to 1: what a replica sends and keeps is all it has.
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
         outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
         outer_momentum: of momentum and nesterov.
         participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
-        merge: of merge, one of TURN_MERGES: (g + w) / 2 as the reference does, the exact mean of a round, or less of late work.
-        merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late.
+        merge: of merge, one of MERGES: (g + w) / 2 as the reference does, the exact mean of a round, less of late work, or the
+            mean change of so many arrivals.
+        merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late; of
+            "buffered" the rate that its mean change is multiplied by.
+        merge_buffer: of "buffered" (FedBuff), the arrivals whose mean change makes one change of the global model.
         delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
     """
 
@@ -227,6 +264,8 @@ class Synchronisation:
     kind: Name = "all_reduce"
     period_steps: Count = 1
     graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
+    combination: Name = "adapt_combine"
+    push_sum: Annotated[bool, Field(strict=True)] = False
     weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
     outer_optimizer: Name = "none"
     outer_learning_rate: Number = 0.0
@@ -236,6 +275,7 @@ class Synchronisation:
     merge: Name = "half"
     merge_rate: Number = 1.0
     merge_exponent: Number = 0.5
+    merge_buffer: Count = 1
     delays: tuple[Seed, ...] = ()
 
     def __post_init__(self) -> None:
@@ -271,6 +311,7 @@ class Synchronisation:
                 raise PlanError(f'gossip has {what}; give one of them, for example graph = "ring"')
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
+            self._check_combination()
         if any(delay < 0 for delay in self.delays):
             raise PlanError(f"synchronisation.delays = {list(self.delays)}: a delay cannot be negative; use numbers >= 0")
 
@@ -292,18 +333,39 @@ class Synchronisation:
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
             )
 
-    def _check_merge(self) -> None:
-        if self.merge not in TURN_MERGES:
-            raise PlanError(f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, TURN_MERGES)}")
-        if self.merge != "staleness" and (self.merge_rate, self.merge_exponent) != (1.0, 0.5):
+    def _check_combination(self) -> None:
+        if self.combination not in COMBINATIONS:
             raise PlanError(
-                f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'
+                f"unknown synchronisation.combination {self.combination!r}{near_matches(self.combination, COMBINATIONS)}"
             )
+        if not self.combines_first:
+            return
+        if self.push_sum:
+            raise PlanError(
+                'synchronisation.push_sum divides what has been mixed by its mass, and "combine_adapt" adds a step to it '
+                'afterwards; use combination = "adapt_combine" with push_sum'
+            )
+        if self.period_steps != 1:
+            raise PlanError(
+                'synchronisation.combination = "combine_adapt" exchanges beside the computation of one step, and period_steps '
+                f'= {self.period_steps}; use period_steps = 1, or "adapt_combine"'
+            )
+
+    def _check_merge(self) -> None:
+        if self.merge not in MERGES:
+            raise PlanError(f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, MERGES)}")
+        usual = {"merge_rate": 1.0, "merge_exponent": 0.5, "merge_buffer": 1}
+        for key, value in usual.items():
+            takes = MERGE_KEYS.get(self.merge, ())
+            if key not in takes and getattr(self, key) != value:
+                owners = " and ".join(f'"{name}"' for name, keys in MERGE_KEYS.items() if key in keys)
+                raise PlanError(f"synchronisation.{key} belongs to {owners}, not to {self.merge!r}; drop it")
         if not 0 < self.merge_rate <= 1 or not 0 <= self.merge_exponent < math.inf:
             raise PlanError(
-                f"a merge by staleness has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and "
-                f"{self.merge_exponent:g}"
+                f"a merge has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and {self.merge_exponent:g}"
             )
+        if self.merge_buffer < 1:
+            raise PlanError(f"synchronisation.merge_buffer = {self.merge_buffer}: a buffer holds at least one arrival")
 
     @property
     def is_relaxed(self) -> bool:
@@ -314,6 +376,11 @@ class Synchronisation:
     def mixes(self) -> bool:
         """Whether weights are exchanged in rounds."""
         return self.kind in ("average", "gossip", "merge")
+
+    @property
+    def combines_first(self) -> bool:
+        """Whether weights are exchanged as they are when the step begins, beside its computation."""
+        return self.combination == "combine_adapt"
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -387,6 +454,7 @@ class Synchronisation:
 
     def _check_weights(self, replicas: int) -> None:
         if self.kind == "merge":
+            self.merge_rule(replicas)
             return
         if self.kind == "average":
             if self.weights:
@@ -395,6 +463,11 @@ class Synchronisation:
                 averaging_matrix(replicas, _array(self.weights)[0])
             return
         if self.graph:
+            if self.mixing.is_directed and not self.push_sum:
+                alike = ", ".join(name for name, family in GRAPHS.items() if not family.directed and name != "alone")
+                raise AlgorithmError(
+                    f"on the directed graph {self.graph} rows of weights do not sum to 1; set push_sum = true, or use {alike}"
+                )
             self.mixing.check(replicas)
             return
         if {len(row) for row in self.weights} != {replicas} or len(self.weights) != replicas:
@@ -402,7 +475,7 @@ class Synchronisation:
                 f"{replicas} replicas need {replicas} rows of {replicas} weights, got {len(self.weights)} rows"
             )
         matrix = _array(self.weights)
-        check_doubly_stochastic(matrix)
+        (check_column_stochastic if self.push_sum else check_doubly_stochastic)(matrix)
         if apart := unreached([matrix]):
             raise AlgorithmError(
                 f"the weights connect nothing with replica 0 for {len(apart)} replicas ({', '.join(map(str, apart[:8]))}); add "
@@ -412,21 +485,22 @@ class Synchronisation:
     def matrix(self, number: int, replicas: int) -> Any:
         """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer).
 
-        Of merge [replicas, 1 + replicas]: the first column is what replica i takes of the global model before the round. The
-        last row is the global model after it.
+        Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.averaging.turn_weight`).
         """
         if self.kind == "merge":
-            return turns_matrix(self._merge_rule(replicas), number)
+            return np.array([[self.turn_weight(number, replica, replicas) for replica in range(replicas)]])
         if self.kind == "gossip":
             return self.mixing.matrix(number, replicas) if self.graph else _array(self.weights)
         return averaging_matrix(replicas, self.shares(number, replicas))
 
     def turn_weight(self, number: int, replica: int, replicas: int) -> float:
         """How much of its own weights a replica that merges gives the global model in round `number`."""
-        return turn_weight(self._merge_rule(replicas), number, replica)
+        return turn_weight(self.merge_rule(replicas), number, replica)
 
-    def _merge_rule(self, replicas: int) -> MergeRule:
-        return MergeRule(kind=self.merge, workers=replicas, rate=self.merge_rate, exponent=self.merge_exponent)
+    def merge_rule(self, replicas: int) -> MergeRule:
+        """The merge of so many replicas. Raises AlgorithmError: a buffer of more arrivals than there are replicas."""
+        numbers = {"rate": self.merge_rate, "exponent": self.merge_exponent, "buffer": self.merge_buffer}
+        return MergeRule(kind=self.merge, workers=replicas, **numbers)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
         """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
@@ -450,6 +524,10 @@ class Synchronisation:
         words = [f"{self.kind}{period}"]
         if self.graph:
             words.append(self.graph)
+        if self.combines_first:
+            words.append(f"combination={self.combination}")
+        if self.push_sum:
+            words.append(PUSH_SUM)
         if self.weights:
             words.append("weights=" + ";".join(",".join(f"{weight!r}" for weight in row) for row in self.weights))
         if self.outer is not None:
@@ -460,7 +538,7 @@ class Synchronisation:
         if self.seed:
             words.append(f"seed={self.seed}")
         if self.merge != "half":
-            numbers = f":{self.merge_rate!r}:{self.merge_exponent!r}" if self.merge == "staleness" else ""
+            numbers = "".join(f":{getattr(self, key)!r}" for key in MERGE_KEYS.get(self.merge, ()))
             words.append(f"merge={self.merge}{numbers}")
         if self.delays:
             words.append(f"delays={','.join(map(str, self.delays))}")
@@ -511,7 +589,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
             found["period_steps"] = int(period)
         for word in words:
             name, given, value = word.partition("=")
-            if not given or "(" in name:
+            if word != PUSH_SUM and (not given or "(" in name):
                 name = "graph"
             if name in seen:
                 raise PlanError(f"{text!r} is not a synchronisation: {word!r} is a second {name}; give one")
@@ -519,6 +597,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
             match name:
                 case "graph":
                     found["graph"] = word
+                case "combination":
+                    found["combination"] = value
+                case "push_sum":
+                    found[PUSH_SUM] = True
                 case "weights":
                     found["weights"] = tuple(tuple(map(float, row.split(","))) for row in value.split(";"))
                 case "outer":
@@ -530,8 +612,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["seed"] = int(value)
                 case "merge":
                     found["merge"], *numbers = value.split(":")
-                    names = ("merge_rate", "merge_exponent") if found["merge"] == "staleness" else ()
-                    found |= _numbers(word, names, numbers)
+                    found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
                 case _:
@@ -543,7 +624,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
     return Synchronisation(**found)
 
 
-_WORDS = ("weights", "outer", "participation", "seed", "merge", "delays")
+_WORDS = ("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge", "delays")
 
 
 def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:
@@ -551,7 +632,8 @@ def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str,
     if len(numbers) > len(names):
         takes = f"at most {len(names)} ({', '.join(names)})" if names else "none"
         raise PlanError(f"{word!r} has {len(numbers)} numbers, and takes {takes}; drop the rest")
-    return {name: float(number) for name, number in zip(names, numbers, strict=False)}
+    kinds = {"merge_buffer": int}
+    return {name: kinds.get(name, float)(number) for name, number in zip(names, numbers, strict=False)}
 
 
 def _words(text: str) -> list[str]:

@@ -132,6 +132,7 @@ class Comparison:
     Attributes:
         interval_correction: how the predicted interval of the step was corrected (those of kinds never are).
         at_pace: None where nobody looked how fast the cores were.
+        skew_s: between the first and the last rank's begin of a step, on average; None: the plan holds its ranks together.
     """
 
     step: StepComparison
@@ -141,6 +142,7 @@ class Comparison:
     aa_floor: AAFloor | None
     interval_correction: Mapping[str, Any] | None = None
     at_pace: PaceComparison | None = None
+    skew_s: float | None = None
 
     @property
     def largest_errors(self) -> tuple[TaskComparison, ...]:
@@ -172,6 +174,8 @@ class Comparison:
             document["interval_correction"] = dict(self.interval_correction)
         if self.at_pace is not None:
             document["at_pace"] = self.at_pace.to_dict()
+        if self.skew_s is not None:
+            document["skew_s"] = self.skew_s
         if tasks:
             document["tasks"] = [row.to_dict() for row in self.tasks]
         return document

@@ -937,7 +937,8 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.kind == "gossip":
         arriving = most_neighbours(rule, plan.mesh.dp)[plan.replica_of_rank(rank)] * trained
-        lines.append(("neighbour_buffers", max(0, arriving - sum(memory.line(name) for name in LET_GO))))
+        let_go = 0 if rule.combines_first else sum(memory.line(name) for name in LET_GO)  # that arrives beside the step
+        lines.append(("neighbour_buffers", max(0, arriving - let_go)))
     return replace(memory, lines=(*memory.lines, *lines))
 
 

@@ -75,7 +75,7 @@ class PlanningProblem(Remembering):
     routing: how tokens reach experts, and what the framework hides of it.
     division: of which the model is already that of a rank (`on`); None: the model is whole.
     inner_axes: whether a search is free to choose cp and ep where the constraints leave them open: only the simulator has them.
-    clip_gradients: that plans are to clip by the global norm.
+    clip_gradients: that plans are to clip by the global norm. switches: (name of a switch, how every plan has it).
     optimizer_offload, activation_offload: what plans are to keep in the host's memory.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -103,6 +103,7 @@ class PlanningProblem(Remembering):
     division: InnerAxes | None = None
     inner_axes: bool = False
     clip_gradients: bool = False
+    switches: tuple[tuple[str, bool], ...] = ()
     optimizer_offload: bool = False
     activation_offload: ActivationOffload = False
 
@@ -115,6 +116,11 @@ class PlanningProblem(Remembering):
     def fixed_zero_stage(self) -> int:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
+
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that plans may have."""
+        return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
 
     def state_bytes_per_element(self, optimizer: str = "") -> int:
         """What the optimizer of a `Parameter` ("": the problem's) keeps of it."""

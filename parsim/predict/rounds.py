@@ -11,7 +11,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -38,7 +38,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
 from parsim.program.templates import lower_columns
-from parsim.work import Collective, Compute, Phase, SendRecv
+from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 # Tensor-parallel communication beside products.
 #
@@ -94,6 +94,20 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
         exposed(estimate) if estimate.median_s and _among_shards(plan, unit, IN_PIECES) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
+
+
+def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
+    """The share of a conversion among all tp ranks that products cannot hide, at least, whatever the plan.
+
+    Args:
+        work: of the conversion. switches: of every plan.
+    """
+    if isinstance(work, Collective) and len(work.group) == tp:
+        if switches.get("tensor_overlap") and work.operation in IN_PIECES:
+            return 1 / tp
+        if switches.get("tensor_backward_overlap") and work.operation in SUMS:
+            return 1 / 2
+    return 1.0
 
 
 def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
@@ -164,14 +178,15 @@ def is_one_step(plan: Plan) -> bool:
 def folds(problem: PlanningProblem, plan: Plan) -> bool:
     """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
 
-    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
-    gradients, noise of single ranks, and machines on which computation and communication slow one another.
+    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, gossip beside the step,
+    stages with stale gradients, noise of single ranks, and machines on which computation and communication slow one another.
     """
     rule, profile = plan.synchronisation, problem.cluster.profile
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    return rule.kind in ("average", "gossip") and rule.participation == 1.0 and not noisy and profile.overlap is None
+    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first
+    return alike and not noisy and profile.overlap is None
 
 
 def step_program(

@@ -17,7 +17,7 @@ from parsim.program.passes.gradients import (
     add_replica_sums,
 )
 from parsim.program.passes.offload import add_activation_copies, add_offloaded_optimizer
-from parsim.program.passes.rounds import add_round, without_arrivals, without_idle
+from parsim.program.passes.rounds import add_packing, add_round, without_arrivals, without_idle
 from parsim.program.passes.unsharded import add_unsharded_buckets
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
@@ -55,6 +55,8 @@ def lower(
     """
     layout = layout or PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)
+    if plan.synchronisation.combines_first:
+        add_packing(draft, layout)
     for add in PASSES:
         add(draft, layout)
     steps = len(draft)

@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.plans.synchronisation import Synchronisation
-from parsim.relaxed.replicas import LocalTraining, steps_of
+from parsim.relaxed.replicas import LocalTraining, SampleOrder, steps_of
 
 SCORED_EVERY = 5
 """Steps between two scores. So the steps to a target are known to so many."""
@@ -36,7 +35,7 @@ def course_to(
     rule: Synchronisation,
     replicas: int,
     training: LocalTraining,
-    order: BatchOrder,
+    order: SampleOrder,
     *,
     most_steps: int,
     stages: Sequence[Sequence[str]] = (),
@@ -48,9 +47,9 @@ def course_to(
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
-    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
+    for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:
-            scores.append((step, training.score(workers.weights.mean(0))))
+            scores.append((step, training.score(kept.mean(workers.weights))))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])

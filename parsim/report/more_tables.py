@@ -17,6 +17,36 @@ from parsim.report.tables import NOTHING, ReportTable, columns_of, interval_text
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
 
 
+def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """Instance types of clouds by name, as `CloudInstance.to_dict` has them."""
+    rows = [
+        (
+            name,
+            row["cloud"],
+            row["machine"],
+            row["network_text"],
+            "" if row["usd_per_hour"] is None else f"{row['usd_per_hour']:g}",
+            row["price_source"].partition(", ")[2],
+        )
+        for name, row in rented.items()
+    ]
+    return ReportTable(
+        title="Instance types",
+        columns=columns_of(
+            "instance",
+            "cloud",
+            "machine",
+            "network",
+            "USD per hour",
+            "price of",
+            words=("instance", "cloud", "machine", "price of"),
+            wraps="network",
+        ),
+        rows=tuple(rows),
+        notes=("Give one as --on, or several as --on 2xp5.48xlarge. A price that is empty is that of the GPU's part.",),
+    )
+
+
 def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
     """What a profile holds: measured points with their range and spread, and the fits made of them."""
     compute, collectives = profile.compute, profile.communication.points

@@ -154,11 +154,18 @@ def validation_table(
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
         *([PACE_NOTE] if paced else []),
+        *_skew_notes([comparison for _, _, comparison in runs]),
         "A/A floor: difference between two halves of the same measurement (median and p95 over random halves of its rounds)",
         *correction_notes([comparison for _, _, comparison in runs]),
     )
     columns = columns_of(*names, words=("model", "within"), wraps="plan")
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
+
+
+def _skew_notes(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far ranks of relaxed plans are apart: their steps are timed by their own clocks, so no step contains it."""
+    apart = [format_seconds(comparison["skew_s"]) for comparison in comparisons if "skew_s" in comparison]
+    return [f"ranks begin the same step {', '.join(apart)} apart on average; measured is each rank's own step"] if apart else []
 
 
 def _yes_or_no(holds: bool | None) -> str:

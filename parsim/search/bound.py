@@ -29,7 +29,9 @@ from parsim.plans.pipeline import few_rounds, pipeline_actions
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
+from parsim.predict.rounds import least_exposed
 from parsim.program.passes.compute import computations
+from parsim.program.passes.convert import is_scattered
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.records import once
@@ -236,10 +238,13 @@ def _hops_s(
     target: ValueLayout,
 ) -> float:
     """A conversion on the tp ranks from `base` on: of every hop the message or group that takes least."""
-    total, size_bytes = 0.0, value.size_bytes(samples)
+    total, size_bytes, switches = 0.0, value.size_bytes(samples), dict(problem.switches)
+
+    def exposed_s(work: Work) -> float:
+        return least_exposed(work, mesh.tp, switches) * problem.price([(work, base)], mesh)[0].median_s
+
     for hop in conversion(source, target, mesh.tp):
-        works = hop_works(hop, base, size_bytes, mesh.tp)
-        total += min((problem.price([(work, base)], mesh)[0].median_s for work in works), default=0.0)
+        total += min(map(exposed_s, hop_works(hop, base, size_bytes, mesh.tp)), default=0.0)
     return total
 
 
@@ -561,6 +566,8 @@ class _Computation:
     def _transfer_s(self, value: Value, home: int, stage: int, moved: ValueLayout) -> float:
         """From place to place, in the replica whose links are slowest."""
         size_bytes = round(value.size_bytes(self.plan.microbatch_samples) * moved.local_share(self.plan.mesh.tp))
+        if is_scattered(self.layout, moved):
+            size_bytes = -(-size_bytes // moved.ways)
         ends = self.layout.rank(home, self._replica), self.layout.rank(stage, self._replica)
         return self._work_s(SendRecv(source=ends[0], destination=ends[1], size_bytes=size_bytes), ends[0])
 
@@ -864,7 +871,7 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
         summed = seconds(bucket_work(layout, bucket)) if several else 0.0
         stage = layout.zero_stage_of(bucket)
         sending += summed * (layout.plan.microbatches if stage >= 2 else 1)
-        if several and stage in (1, 2):
+        if several and stage in (1, 2) and not layout.plan.gathers_ahead:
             gathering += seconds(gathering_work(bucket))
         later = [work.remaining_s[name] for name in layout.completes(bucket.family, place) if name in work.remaining_s]
         remaining = min(later, default=work.busy_s)  # of tied parameters at any of their places

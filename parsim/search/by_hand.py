@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.model.catalogue.frameworks import Framework
@@ -24,6 +23,7 @@ from parsim.plans.plan import (
     DEFAULT_BUCKET_BYTES,
     NONE,
     SELECTIVE,
+    SWITCHES,
     ActivationOffload,
     Plan,
     Recompute,
@@ -221,13 +221,12 @@ def custom_plan(
     recompute: Recompute = NONE,
     context_exchange: str = "ring",
     synchronisation: Synchronisation = ALL_REDUCE,
-    switches: Mapping[str, bool] | None = None,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
         placements: by component; None: tensor parallelism as the model allows it.
-        context_exchange, synchronisation: as in Plan. switches: keys of Plan that are true or false, by name.
+        context_exchange, synchronisation: as in Plan.
 
     Raises:
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components, or tp
@@ -249,25 +248,12 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
-    given: dict[str, Any] = dict(switches or {})
-    plan = replace(plan, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    plan = replace(plan, context_exchange=context_exchange, synchronisation=synchronisation)
     plan = recomputing_layers(problem, plan, recompute)
     check_plan(plan, problem.model)
     return plan
 
 
-def framework_switches(framework: Framework, mesh: Mesh, zero: int) -> dict[str, bool]:
-    """The switches of Plan as the framework has them, of those that mean anything on the mesh.
-
-    Args:
-        zero: stage of the plan.
-    """
-    pp, tp, copies = mesh.pp, mesh.tp, mesh.copies
-    return {
-        "blocking_transfers": framework.blocking_transfers and pp > 1,
-        "scatter_gather": framework.scatter_gather and pp > 1 and tp > 1,
-        "backward_prefetch": framework.backward_prefetch or zero != 3 or copies == 1,
-        "tensor_overlap": framework.tensor_overlap and framework.sequence and tp > 1,
-        "tensor_backward_overlap": framework.tensor_backward_overlap and tp > 1,
-        "gather_ahead": framework.gather_ahead and zero == 1 and copies > 1,
-    }
+def framework_switches(framework: Framework) -> dict[str, bool]:
+    """The switches of every plan as the framework has them."""
+    return {key: getattr(framework, key) for key in SWITCHES}

@@ -429,6 +429,7 @@ class Cutting:
             clip_gradients=self.problem.clip_gradients,
             optimizer_offload=self.problem.optimizer_offload,
             activation_offload=self.problem.activation_offload,
+            **dict(self.problem.switches),
         )
 
     def fastest(self) -> Plan:

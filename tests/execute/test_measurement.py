@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from parsim.app.training_checks import whole_periods
 from parsim.errors import ExecutionError
-from parsim.execute.measurement import RankRecord, load_measurement, merge_times
+from parsim.execute.measurement import Measurement, RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
 from tests.models import chain_model
 
@@ -57,10 +59,50 @@ def test_records_round_trip_and_merge(tmp_path: Path) -> None:
     record(1).save(tmp_path)
     assert RankRecord.load(tmp_path, 1) == record(1)
     seen = load_measurement(tmp_path, graph)
-    assert seen.step_s.tolist() == [5.0 / 4, 1.0]  # from the first rank's start to the last rank's end
+    assert seen.step_s.tolist() == [1.0, 1.0]  # each rank's own: rank 1 begins its first round a second later
+    assert seen.skew_s == pytest.approx(0.5)
     assert seen.losses == (1.0, 0.5)  # each replica holds its part of the mean
     assert seen.peak_bytes == (100, 101)
-    assert seen.mean_step_s == pytest.approx(1.125)
+    assert seen.mean_step_s == pytest.approx(1.0)
+
+
+def drifting(steps: int, period: int, *, local_s: tuple[float, float], round_s: float) -> Measurement:
+    """Two ranks without a barrier: each makes local steps of its own, and at a period's end they leave a round together."""
+    ranks = (RankRecord(rank=0), RankRecord(rank=1))
+    began = 0.0
+    for first in range(0, steps, period):
+        local = range(min(period, steps - first) - 1)
+        met = began + round_s + len(local) * max(local_s)
+        for record, own_s in zip(ranks, local_s, strict=True):
+            now = began
+            for _ in local:
+                record.rounds.append((now, now + own_s, 1))
+                now += own_s
+            record.rounds.append((now, met, 1))
+        began = met
+    return Measurement(ranks=ranks)
+
+
+@pytest.mark.parametrize("period", [1, 4, 22, 200])
+def test_a_relaxed_step_is_a_period_over_its_steps_and_not_the_distance_between_ranks(period: int) -> None:
+    """Local steps of 3 and 4 ms, a round of 6: (6 + 4 (H - 1)) / H ms, whatever the first rank waits."""
+    plan = Plan(
+        strategy="dp",
+        mesh=Mesh(dp=2),
+        stages=(Stage(components=("c0", "loss"), ranks=(0, 1)),),
+        global_batch=4,
+        synchronisation=parse_synchronisation(f"average/{period}"),
+    )
+    seen = drifting(3 * period + period // 2, period, local_s=(0.003, 0.004), round_s=0.006)
+    left_out, together = whole_periods(seen, plan)
+    assert (left_out, together) == (period // 2, period)
+    whole = drifting(3 * period, period, local_s=(0.003, 0.004), round_s=0.006)
+    step_s = (0.006 + 0.004 * (period - 1)) / period
+    assert replace(whole, together=period).step_s == pytest.approx([step_s] * 3)
+    assert whole.skew_s == pytest.approx(0.001 * (period - 1) / 2)
+    rounds = zip(*(record.rounds for record in whole.ranks), strict=True)
+    ends = [max(end for _, end, _ in spans) - min(start for start, _, _ in spans) for spans in rounds]
+    assert (sum(ends) / len(ends) > 1.5 * step_s) == (period > 4), "what the distance would add"
 
 
 def test_streams_keep_dependencies_and_issue_order() -> None:

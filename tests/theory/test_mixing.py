@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from experiments.relaxed.graphs import (
     ClosedLoopAda,
     ConsensusMeasured,
-    StepAda,
-    check_column_stochastic,
     debias,
     failing_links,
     lattice_gap,
@@ -28,6 +26,7 @@ from parsim.plans.mixing import (
     Ada,
     MixingGraph,
     allowed_neighbours,
+    check_column_stochastic,
     check_connected,
     check_doubly_stochastic,
     circulant,
@@ -37,6 +36,8 @@ from parsim.plans.mixing import (
     mixing_graph,
     stochastic_error,
 )
+
+UNDIRECTED = sorted(name for name, family in GRAPHS.items() if not family.directed)
 
 # The specification's table, float64: n, ring, torus, exponential, lattice of 4, 6 and 10 neighbours.
 GAPS = """
@@ -79,7 +80,7 @@ def test_spectral_gaps_are_those_of_the_table(line: str) -> None:
         assert spectral_gap(mixing_graph(name, int(n), **settings)(0)) == pytest.approx(float(gap), abs=1e-6), name
 
 
-@given(st.sampled_from(sorted(GRAPHS)), st.integers(1, 40), st.integers(0, 20))
+@given(st.sampled_from(UNDIRECTED), st.integers(1, 40), st.integers(0, 20))
 def test_every_graph_keeps_the_mean_and_reaches_everyone(name: str, n: int, t: int) -> None:
     graph = mixing_graph(name, n)
     assert graph(t) is graph(t + graph.period), "it repeats"
@@ -131,7 +132,7 @@ def test_a_ring_of_eight_contracts_as_its_rho_says() -> None:
     assert np.linalg.norm(np.linalg.matrix_power(matrix, 20) @ slowest) == pytest.approx(rho**20 * np.linalg.norm(slowest))
 
 
-@given(st.sampled_from(sorted(set(GRAPHS) - {"alone"})), st.integers(2, 24), st.integers(0, 99))
+@given(st.sampled_from(sorted(set(UNDIRECTED) - {"alone"})), st.integers(2, 24), st.integers(0, 99))
 def test_no_mixing_leaves_more_than_rho(name: str, n: int, seed: int) -> None:
     matrix = mixing_graph(name, n)(seed)
     values = np.random.default_rng(seed).standard_normal(n)
@@ -191,6 +192,10 @@ def test_denser_graphs_mix_faster_at_equal_size() -> None:
         (lambda: rotating_peers(8, 4), "between 1 and 3"),
         (lambda: Ada(n=8, kind="liner"), "did you mean linear"),
         (lambda: Ada(n=8, start=2, least=4), "2 <= least <= start"),
+        (lambda: Ada(n=8, kind="step", rate=0.5), "step has ascending epochs from 1 on"),
+        (lambda: Ada(n=8, kind="step", rate=0.5, milestones=(7, 3)), r"milestones \[7, 3\]"),
+        (lambda: Ada(n=8, milestones=(7,)), "no other kind has any"),
+        (lambda: mixing_graph("random_directed", 8, links=0), "sends to at least 1 other"),
         (lambda: ClosedLoopAda(n=8, target=0.0), "target > 0"),
     ],
 )
@@ -223,6 +228,14 @@ def test_push_sum_finds_the_mean_where_plain_mixing_does_not(n: int, seed: int) 
         assert np.abs(plain - values.mean(0)).max() > 1e-3
 
 
+@given(st.integers(2, 24), st.integers(1, 30), st.integers(0, 9))
+def test_random_directed_graphs_are_connected_and_columns_alone_sum_to_one(n: int, links: int, seed: int) -> None:
+    graph = mixing_graph("random_directed", n, links=links, seed=seed)
+    check_column_stochastic(graph(0))
+    check_connected(graph)
+    assert ((graph(0) != 0).sum(0) == min(links, n - 1) + 1).all(), "every worker sends to as many"
+
+
 @pytest.mark.parametrize("peers", [1, 2])
 def test_push_sum_keeps_the_mean_when_links_fail(peers: int) -> None:
     graph = failing_links(rotating_peers(12, peers), 0.3, seed=5)
@@ -242,20 +255,18 @@ def test_ada_goes_from_dense_to_sparse() -> None:
     assert Ada(n=16).neighbours(0) == 15, "n-1 is the complete graph"
     halving = Ada(n=1008, kind="exponential", start=64, rate=0.5)
     assert [halving.neighbours(epoch) for epoch in range(8)] == [64, 32, 16, 8, 4, 2, 2, 2]
-    steps = StepAda(n=32, start=20, rate=0.5, milestones=(2, 5))
+    steps = Ada(n=32, kind="step", start=20, rate=0.5, milestones=(2, 5))
     assert [steps.neighbours(epoch) for epoch in range(7)] == [20, 20, 10, 10, 10, 4, 4]
     assert [graph.connections(0) for graph in map(ada.graph, range(3))] == [14, 12, 12]
 
 
-@given(st.sampled_from([*ADA_SCHEDULES, "step", "closed_loop"]), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
+@given(st.sampled_from([*ADA_SCHEDULES, "closed_loop"]), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
 def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch: int, drift: float) -> None:
     if kind == "closed_loop":
         measured = ConsensusMeasured(before=drift + 0.25, after=0.25, neighbours=n - 1)
         graph = ClosedLoopAda(n=n, target=0.5).graph(epoch, measured)
-    elif kind == "step":
-        graph = StepAda(n=n, rate=0.7, milestones=(3, 9)).graph(epoch)
     else:
-        graph = Ada(n=n, kind=kind, rate=0.7).graph(epoch)
+        graph = Ada(n=n, kind=kind, rate=0.7, milestones=(3, 9) if kind == "step" else ()).graph(epoch)
     check_doubly_stochastic(graph(0), tolerance=1e-12)
     check_connected(graph)
     assert 2 <= graph.connections(0) <= n - 1

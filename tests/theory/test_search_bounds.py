@@ -17,7 +17,7 @@ from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import ZERO_STAGES, Plan, Stage
+from parsim.plans.plan import SWITCHES, ZERO_STAGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import ROUNDING, computation_bound_s, least_noise, step_bound_s
@@ -32,6 +32,8 @@ from tests.machines import PROFILES, machine
 from tests.models import chain_model
 
 MODELS = {name: load_model(ModelSpec(name=name)) for name in ("gpt_small", "resnet_small")}
+SMALL_LLAMA = (("layers", 3), ("hidden", 256), ("heads", 4), ("kv_heads", 4), ("ffn", 512), ("vocab", 1024), ("seq", 128))
+MODELS["llama"] = load_model(ModelSpec(name="llama3-8b", args=SMALL_LLAMA), granularity="sublayer")
 MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for tp in (1, 2, 4) if 1 < pp * dp * tp <= 8]
 
 
@@ -45,6 +47,7 @@ MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for 
     zero_stage=st.sampled_from(ZERO_STAGES),
     bucket_bytes=st.sampled_from((2**16, 2**20, 25 * 2**20)),
     recompute=st.sampled_from(("none", "full")),
+    switched=st.sets(st.sampled_from(SWITCHES)),
 )
 def test_no_plan_is_simulated_below_its_bound(
     model: str,
@@ -55,8 +58,13 @@ def test_no_plan_is_simulated_below_its_bound(
     zero_stage: int,
     bucket_bytes: int,
     recompute: str,
+    switched: set[str],
 ) -> None:
-    problem = PlanningProblem(model=MODELS[model], cluster=machine(8, profile), global_batch=32)
+    switches = {key: (key in switched) != (key == "backward_prefetch") for key in SWITCHES}
+    switches["tensor_overlap"] = switches["tensor_overlap"] and not switches["tensor_backward_overlap"]
+    problem = PlanningProblem(
+        model=MODELS[model], cluster=machine(8, profile), global_batch=32, switches=tuple(switches.items())
+    )
     try:
         plan = some_plan(problem, mesh, microbatches, order)
         plan = replace(plan, zero_stage=zero_stage, bucket_bytes=bucket_bytes, recompute=recompute)

@@ -12,7 +12,7 @@ import pytest
 
 from parsim.app.config import parse_config
 from parsim.app.load import fixed_plan, problem_of
-from parsim.errors import ConfigError, PlanError
+from parsim.errors import ConfigError, PlanError, ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
@@ -28,6 +28,7 @@ from parsim.search.by_hand import (
     pins_by_pattern,
     placements_by_pattern,
 )
+from parsim.search.space import microbatch_counts
 from tests.models import residual_model, sharded_model
 
 MODEL = sharded_model()
@@ -194,3 +195,22 @@ def test_from_the_run_file_to_the_plan(tmp_path: Path) -> None:
     assert len(asked.forbids) == 5
     with pytest.raises(ConfigError, match=r"holds a finished Model of granularity block: model.granularity = 'layer' cannot"):
         problem_of(parse_config(text, ["model.granularity=layer"]))
+
+
+def test_a_batch_norm_of_one_value_per_channel_needs_two_samples_at_once() -> None:
+    """ResNet-50 at 32 x 32 ends in maps of 1 x 1, and torch trains none of one sample. Larger maps, as a convolution's, may."""
+    torch = pytest.importorskip("torch")
+    from parsim.model.load import model_from_module
+
+    features = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    model = model_from_module(features, input_shape=(8,), granularity="layer")
+    assert model.least_samples == {"1": 2}
+    images = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(32, 4))
+    assert not model_from_module(images, input_shape=(3, 4, 4), granularity="layer").least_samples
+    asked = problem(model=model, global_batch=8)
+    assert microbatch_counts(asked, Mesh(dp=2)) == [1, 2]
+    assert custom_plan(asked, Mesh(dp=2), microbatches=2).microbatch_samples == 2
+    with pytest.raises(PlanError, match=r"1 would see 1 sample at once and needs 2: its batch norm has one value per channel"):
+        custom_plan(asked, Mesh(dp=2), microbatches=4)
+    with pytest.raises(ScheduleError, match=r"leaves 1 sample per replica, and 1 needs 2 at once .*; use a multiple of 8"):
+        microbatch_counts(replace(asked, global_batch=4), Mesh(dp=4))

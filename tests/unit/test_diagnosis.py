@@ -182,6 +182,17 @@ def test_time_between_tasks_is_told_where_tasks_do_not_explain_the_step() -> Non
     assert found.findings[0].seconds == pytest.approx(step_s / 2, rel=0.1)
 
 
+def test_a_verdict_is_that_of_the_interval_and_names_the_noise_beside_it() -> None:
+    """A table with "within: NO" and a run that "went as predicted" would contradict one another."""
+    played, evaluation = machine("dp", 2)
+    timelines, _ = played.steps(STEPS, 5)
+    step_s = evaluation.result.step_s.p95 * 1.02
+    found = diagnosis_of(played.problem, evaluation, timelines, step_s=step_s, timed=STEPS, floor=0.05)
+    assert found.as_predicted is False
+    assert found.text.startswith("not as predicted")
+    assert "that far it may be noise: two halves of the run differ by 5.0%" in found.text
+
+
 def test_updates_of_a_profile_are_part_of_the_prediction() -> None:
     played, _ = machine("dp", 2)
     slow = RunCorrections(ranks=((0, 1.0), (1, 1.5)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -74,6 +76,71 @@ def test_commands_have_options_that_exist(page: str, command: str) -> None:
         in_part = "Missing" in type(error).__name__ or (len(words) == 1 and "requires an argument" in str(error))
         problem = "" if in_part else str(error)
     assert not problem, f"{page}: {command}: {problem}"
+
+
+BROUGHT = {
+    r"\.\.\.|\b(?<!/)[A-Z]{3,}[A-Z_]*\b": "a name that stands for the reader's own file or folder",
+    r"nccl|gather\.txt|-nodes\.txt|topo\.txt|machine\.xml|my-machine|our-network|mine\.json": "a file of another tool",
+    r"trace\.json|report\.sqlite|ds_config": "a file of another tool",
+    r"my_extensions|nets:|segmentation": "code that the page describes",
+    r"runs/": "a folder of an earlier sweep",
+    r"^(\.venv/bin/)?parsim (run|calibrate|validate|demo|doctor)\b": "measures or trains on this machine",
+}
+"""What the reader brings to a command, by a pattern of it. All others are run."""
+
+
+def complete(page: Path) -> list[str]:
+    """The commands of a page of docs/ that run as they stand, in its order; `parsim cost --explain` names an option."""
+    found = commands(page.read_text(encoding="utf-8"))
+    needs = re.compile("|".join(BROUGHT))
+    whole = [command for command in dict.fromkeys(found) if not re.fullmatch(r"\S* [a-z]+( --[-a-z]+)?", command)]
+    return [command for command in whole if not needs.search(command)]
+
+
+RUNNABLE = {page: complete(page) for page in PAGES if page.parent.name == "docs" and not page.stem.startswith("tutorial")}
+"""Those of the tutorials are run by tests/unit/test_tutorials.py."""
+ASKED = [
+    (page, command) for page, every in RUNNABLE.items() for command in every if words_of(command)[0] in ("plan", "simulate")
+]
+
+
+class ReachedSearch(Exception):
+    """A question was understood, and its model and machine were loaded."""
+
+
+def test_pages_show_commands_that_run() -> None:
+    assert len(ASKED) >= 8
+    assert sum(map(len, RUNNABLE.values())) >= 14
+    assert all(any(re.search(need, command) for _, command in ALL_COMMANDS) for need in BROUGHT)
+
+
+@pytest.mark.parametrize(("page", "command"), ASKED, ids=lambda value: value if isinstance(value, str) else value.stem)
+def test_printed_questions_are_understood(page: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, up to the search: what is missing or contradicts itself is an error before it."""
+
+    def reached(*_: object, **__: object) -> None:
+        raise ReachedSearch
+
+    monkeypatch.setattr("parsim.app.ask.search_plans", reached)
+    monkeypatch.setattr("parsim.app.ask.fixed_plan", reached)
+    words = words_of(command)
+    if "--out" in words:
+        words[words.index("--out") + 1] = str(tmp_path / "out")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ReachedSearch):
+        typer.main.get_command(build())(words, standalone_mode=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page, every in RUNNABLE.items() if every], ids=lambda page: page.stem)
+def test_printed_commands_run(page: Path, tmp_path: Path) -> None:
+    """In the order of the page, in one folder, from which the repository's own files can be reached."""
+    for name in ("tests", "examples", "hardware_profiles"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in RUNNABLE[page]:
+        words = [sys.executable, "-m", "parsim", *words_of(command)]
+        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
 # --- links -------------------------------------------------------------------------------------------------------------

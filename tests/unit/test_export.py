@@ -218,6 +218,41 @@ def test_dualpipe_v_is_kept_and_switches_of_a_plan_by_hand_are_named(answers: An
     assert {"plan.gather_ahead", "model.args.document_tokens"} <= set(done.left_out)
 
 
+def by_hand(answers: Answers, model: str, *keys: str, microbatches: int = 4, order: str = "1f1b", chunks: int = 1) -> Path:
+    """A plan on a pipeline of 4, whose stages follow from the costs and not from a search."""
+    pipeline = ["plan.strategy=custom", "plan.mesh={pp=4,dp=2}", f"plan.pipeline_order={order}", f"plan.chunks={chunks}"]
+    keys = (*pipeline, f"plan.microbatches={microbatches}", "plan.recompute=none", "training.precision=bf16", *keys)
+    return answers(model, "8xh100-sxm", 2 * microbatches, keys)
+
+
+@pytest.mark.parametrize(("order", "chunks", "stages"), [("1f1b", 1, 4), ("dualpipe-v", 2, 8)])
+def test_what_torch_refuses_at_the_start_is_not_exported(
+    answers: Answers, tmp_path: Path, order: str, chunks: int, stages: int
+) -> None:
+    """parsim's own executor runs such a plan, which has a price; torch 2.13 raises ValueError before the first step."""
+    folder = by_hand(answers, "qwen3-0.6b", microbatches=3, order=order, chunks=chunks)
+    with pytest.raises(ConfigError, match=f"does not start with 3 microbatches.* pp = 4 x {chunks} = {stages}"):
+        export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_stages_of_a_plan_are_those_of_the_files(answers: Answers, tmp_path: Path) -> None:
+    """torchtitan counts embedding and head as layers, Megatron-LM cuts evenly: the files say which layers a stage has."""
+    folder = by_hand(answers, "qwen3-0.6b")
+    stages = json.loads((folder / "plan.json").read_text())["stages"]
+    counts = [len({name.split(".")[1] for name in stage["components"] if name.startswith("h.")}) for stage in stages]
+    done = export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
+    parts = tomllib.loads((tmp_path / "run.toml").read_text())["parallelism"]["module_fqns_per_model_part"]
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == counts
+    assert (parts[0][0], parts[-1][-2:], sum(counts)) == ("tok_embeddings", ["norm", "output"], 28)
+    assert "plan.stages" not in done.left_out
+    assert f"{' + '.join(map(str, counts))} layers" in read_recipe(tmp_path / "run.toml").left_out["plan.stages"]
+    done = export_folder(folder, format="megatron", out=tmp_path / "run.sh")
+    assert "plan.stages" not in done.left_out
+    layout = "|".join(f"t*{count}" for count in counts)
+    assert (f"--pipeline-model-parallel-layout 'E{layout}L'" in (tmp_path / "run.sh").read_text()) == (len(set(counts)) > 1)
+
+
 def test_frameworks_refuse_other_models(answers: Answers) -> None:
     folder = answers("resnet_small", "8xh100-sxm", 64, ["plan.strategy=dp"])
     for format in ("megatron", "torchtitan"):
@@ -263,7 +298,7 @@ def test_the_command_and_python_write_the_same(
         main()
     assert ended.value.code == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["left_out"]["plan.stages"].startswith("Megatron-LM cuts stages itself; the plan has ")
+    assert told["left_out"]["plan.stages"].startswith("Megatron-LM cuts between layers, here into 2 + 2; ")
     prediction = simulate("transformer", cluster="8xh100-sxm", global_batch=32, overrides=CUT)
     done = prediction.export("megatron", out=tmp_path / "python.sh")
     assert done.to_dict() == told | {"file": str(tmp_path / "python.sh"), "launch": "bash python.sh"}

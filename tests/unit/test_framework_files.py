@@ -9,7 +9,8 @@ import pytest
 import parsim
 from parsim.errors import ConfigError
 from parsim.formats.megatron import expanded, options_of, read_script
-from parsim.formats.recipe import Recipe, is_framework_file, read_recipe
+from parsim.formats.recipe import Recipe, is_framework_file, read_recipe, yaml_table
+from parsim.formats.source import SourceFile
 from parsim.formats.torchtitan import read_toml
 
 FILES = Path(__file__).parents[1] / "frameworks"
@@ -148,7 +149,7 @@ def test_what_grows_without_bounds_is_refused(tmp_path: Path) -> None:
         options_of(doubling)
     pytest.importorskip("yaml")
     bomb = tmp_path / "bomb.yaml"
-    lines = ["a0: &a0 {x: 1}"]
+    lines = ["tensor_model_parallel_size: 1", "a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{k}: *a{n - 1}" for k in range(9)) + "}" for n in range(1, 9)]
     bomb.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"aliases .* stand for more than 100,000 values"):
@@ -210,9 +211,86 @@ def test_precisions_of_megatron_say_what_they_are_taken_as() -> None:
 
 
 def test_dualpipe_v_of_torchtitan_is_its_own_order() -> None:
-    recipe = titan(parallelism={"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "DualPipeV"})
+    recipe = pipelined(8, {"pipeline_parallel_schedule": "DualPipeV"})
     assert (recipe.order, recipe.chunks) == ("dualpipe-v", 2)
     assert "parallelism.pipeline_parallel_schedule" not in recipe.left_out
+
+
+def pipelined(local_batch: int, keys: dict[str, object], model: dict[str, object] | None = None) -> Recipe:
+    """Llama 3 8B, of 32 layers, or another model on 4 stages with microbatches of one sample."""
+    training: dict[str, object] = {"local_batch_size": local_batch, "seq_len": 128}
+    model = model or {"name": "llama3", "flavor": "8B"}
+    return titan(model=model, training=training, parallelism={"pipeline_parallel_degree": 4} | keys)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least"), [("1F1B", 4), ("DualPipeV", 8), ("GPipe", 1), ("ZBVZeroBubble", 1), ("Interleaved1F1B", 1)]
+)
+def test_a_pipeline_that_torch_refuses_at_the_start_is_refused(schedule: str, least: int) -> None:
+    """torch 2.13: Schedule1F1B and ScheduleDualPipeV take no fewer microbatches than stages, the others any number."""
+    assert pipelined(least, {"pipeline_parallel_schedule": schedule}).local_batch == least
+    if least > 1:
+        with pytest.raises(ConfigError, match=f"does not start with {least - 1} microbatches.*as many microbatches as stages"):
+            pipelined(least - 1, {"pipeline_parallel_schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_rounds_that_torch_refuses_are_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError, match=r"microbatches \(11\) in 2 equal rounds on pp = 4; use 8 or 12 microbatches"):
+        pipelined(11, {"pipeline_parallel_schedule": schedule})
+    with pytest.raises(ConfigError, match=r"local_batch_size = 9 must be divisible by pipeline_parallel_microbatch_size = 2"):
+        pipelined(9, {"pipeline_parallel_microbatch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers", "chunks"),
+    [
+        ({}, "8 + 9 + 8 + 7", 1),
+        ({"pipeline_parallel_schedule": "Interleaved1F1B"}, "4 + 5 + 4 + 4 + 4 + 4 + 4 + 3", 2),
+        ({"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}, "8 + 8 + 8 + 8", 1),
+        (
+            {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 3},
+            "2 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 2 + 1",
+            3,
+        ),
+    ],
+)
+def test_stages_of_torchtitan_count_the_embedding_and_the_head(keys: dict[str, object], layers: str, chunks: int) -> None:
+    """torchtitan 0.2.2, generate_llm_fqn_per_model_part. With 3 layers per stage 34 layers make 12 stages, 3 per rank."""
+    recipe = pipelined(8, keys)
+    assert recipe.chunks == chunks
+    assert f"{layers} layers into its stages" in recipe.left_out["plan.stages"]
+
+
+def test_stages_that_torchtitan_cannot_make_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layers_per_stage = 5 makes 7 stages of 32 layers"):
+        pipelined(8, {"pipeline_parallel_layers_per_stage": 5})
+    with pytest.raises(ConfigError, match="cannot cut 32 layers into 4 stages: each has 12, and the embedding counts as 16"):
+        pipelined(8, {"pipeline_parallel_first_stage_less_layers": 16})
+    parts = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm", "output"]]
+    with pytest.raises(ConfigError, match="4 parts with 3 layers, and the model 32"):
+        pipelined(8, {"module_fqns_per_model_part": parts})
+
+
+@pytest.mark.parametrize(("batch", "taken"), [(4, True), (6, False), (8, True), (3, False)])
+def test_rounds_that_megatron_refuses_are_refused(batch: int, taken: bool) -> None:
+    """Megatron-Core 0.16.1, forward_backward_pipelining_with_interleaving."""
+    pipeline = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
+    recipe = read_script(SIZES.replace("layers 4", "layers 8") + pipeline + f"--global-batch-size {batch}")
+    if taken:
+        assert recipe.settings(4)["plan.microbatches"] == batch
+    else:
+        with pytest.raises(ConfigError, match=f"in rounds of 4 microbatches, .* {batch} per replica are refused"):
+            recipe.settings(4)
+
+
+def test_layers_that_megatron_refuses_to_cut_are_refused() -> None:
+    """Megatron-Core 0.16.1, get_num_layers_to_build; a layout says what each stage has."""
+    pipeline = "--pipeline-model-parallel-size 3 "
+    with pytest.raises(ConfigError, match="4 layers must be divisible by pp 3 x 1 stages"):
+        read_script(SIZES + pipeline)
+    recipe = read_script(SIZES + pipeline + "--pipeline-model-parallel-layout 'Et|(t|)*3L|'")
+    assert recipe.chunks == 2
 
 
 def test_experts_of_megatron() -> None:
@@ -224,9 +302,7 @@ def test_experts_of_megatron() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (SIZES.replace("--num-layers 4 ", ""), "--num-layers is missing"),
         (SIZES.replace("256", "wide"), "--hidden-size = 'wide' must be a whole number"),
-        (SIZES.replace("256", "$HIDDEN"), "depends on a value that the file lacks"),
         (
             SIZES + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
             "4 layers must be divisible by pp 2 x 3",
@@ -236,6 +312,13 @@ def test_experts_of_megatron() -> None:
 def test_scripts_that_cannot_be(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_script(text)
+
+
+def test_sizes_that_a_script_lacks_are_named() -> None:
+    """They may be set beside the file, so that the reader does not give up."""
+    assert read_script(SIZES.replace("--num-layers 4 ", "")).missing == {"model.args.layers": "--num-layers is missing; add it"}
+    missing = read_script(SIZES.replace("256", "$HIDDEN")).missing
+    assert "depends on a value that the file lacks" in missing["model.args.hidden"]
 
 
 def test_context_and_expert_axes_of_megatron() -> None:
@@ -267,8 +350,9 @@ def test_devices_and_batch_must_divide(extra: str, devices: int, message: str) -
 
 
 def test_torchtitan_models_that_are_not_known() -> None:
-    with pytest.raises(ConfigError, match=r"flavor = '71B' is not known; did you mean"):
-        titan(model={"name": "llama3", "flavor": "71B"})
+    recipe = titan(model={"name": "llama3", "flavor": "71B"})
+    assert recipe.model == ""
+    assert "flavor = '71B' is not known; did you mean" in recipe.missing["model.name"]
 
 
 def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:
@@ -311,9 +395,9 @@ def test_a_file_is_planned_as_it_is() -> None:
 def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
     older: dict[str, dict[str, object]], newer: dict[str, object]
 ) -> None:
-    small: dict[str, object] = {"local_batch_size": 1, "seq_len": 128}
+    small: dict[str, object] = {"local_batch_size": 2, "seq_len": 128}
     tables = older | {"training": small | older.get("training", {})}
-    assert titan(**tables).settings(8) == titan(parallelism=newer).settings(8)
+    assert titan(**tables).settings(8) == titan(training=small, parallelism=newer).settings(8)
 
 
 def test_degrees_that_are_not_known_or_contradict_one_another_are_errors() -> None:
@@ -426,15 +510,13 @@ BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.sh", f"{BASE} --num-layers inf", "--num-layers = 'inf' must be a whole number from 1"),
-        ("a.sh", f"{BASE} --hidden-size nan", "--hidden-size = 'nan' must be a whole number from 1"),
+        ("a.sh", f"{BASE} --num-layers inf", "--num-layers = 'inf' must be a whole number from 0"),
+        ("a.sh", f"{BASE} --hidden-size nan", "--hidden-size = 'nan' must be a whole number from 0"),
         ("a.sh", f"{BASE} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by = '0' must be"),
         ("a.sh", f"{BASE} --tensor-model-parallel-size 0", "--tensor-model-parallel-size = '0' must be"),
         ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq 0", "--moe-layer-freq = '0' must be"),
         ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq [0]*{'9' * 5000}", "must be a whole number from 0"),
         ("a.sh", f"{BASE} --seq-length {'9' * 5000}", "must be a whole number from 0"),
-        ("n.yaml", "model: &m {num_layers: 4, itself: *m}", "aliases .* stand for more than"),
-        ("n.yaml", "num_layers: " + "[" * 3000 + "]" * 3000, "not YAML that can be read"),
         ("t.toml", '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0', "degree = 0 must be"),
         ("t.toml", '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ndata_parallel_shard_degree=0', "degree = 0 must be"),
     ],
@@ -445,3 +527,23 @@ def test_counts_that_cannot_be_are_refused_in_a_short_message(tmp_path: Path, na
     with pytest.raises(ConfigError, match=said) as caught:
         read_recipe(tmp_path / name)
     assert len(str(caught.value)) <= 600
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: &m {itself: *m}", "aliases .* stand for more than 100,000 values"),
+        ("b: &b {k: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join(['*b'] * 9)}]}}\n" for n in range(9)), ""),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)), "aliases"),
+        ("num_layers: " + "[" * 3000 + "]" * 3000, "not YAML that can be read"),
+        ("a: " + "9" * 5000, "not YAML that can be read"),
+    ],
+)
+def test_yaml_is_bounded_before_it_is_built(text: str, said: str) -> None:
+    pytest.importorskip("yaml")
+    source = SourceFile(Path("a.yaml"), text.encode())
+    if not said:
+        assert len(yaml_table(source)) == 10
+        return
+    with pytest.raises(ConfigError, match=said):
+        yaml_table(source)

@@ -112,15 +112,15 @@ def test_where_a_history_lies() -> None:
         ("{half a li", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[1, 2]", "not an object"),
-        (json.dumps({"schema_version": 1, "model": "m"}), "no run"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": True}), "no measured_s"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": math.nan}), "not JSON"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": 10**400}), "not JSON"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "machine": 3}), "machine is not a string"),
-        (json.dumps({"schema_version": 1, **asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
+        (json.dumps({"schema_version": 2, "model": "m"}), "no run"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "measured_s": True}), "no measured_s"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "measured_s": math.nan}), "not JSON"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "measured_s": 10**400}), "not JSON"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "machine": 3}), "machine is not a string"),
+        (json.dumps({"schema_version": 2, **asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
         (
-            json.dumps({"schema_version": 1, **asdict(record(0)), "machine": "other, 64 cores"}),
+            json.dumps({"schema_version": 2, **asdict(record(0)), "machine": "other, 64 cores"}),
             "of other hardware (other, 64 cores)",
         ),
     ],
@@ -208,3 +208,16 @@ def test_intervals_of_a_profile_with_a_history_are_corrected(tmp_path: Path) -> 
     document = after.to_dict()["interval_correction"]
     assert document["text"] == "x1.50 from 12 validations"
     assert document["uncorrected_step_s"] == before.step_s.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "rounds", "counts"),
+    [("dp dp=2 mb=1x8 average/22", 200, False), ("dp dp=2 mb=1x8 average/22", 10, True), ("dp dp=2 mb=1x8", 200, True)],
+)
+def test_a_relaxed_training_of_the_first_version_counts_no_more(tmp_path: Path, plan: str, rounds: int, counts: bool) -> None:
+    """Its steps were timed from the first rank's begin to the last one's end; those of validations, in rounds, were not."""
+    path = tmp_path / "p.history.jsonl"
+    path.write_text(json.dumps({"schema_version": 1, **asdict(replace(record(0), plan=plan, steps=200, rounds=rounds))}))
+    known = read_history(path, PROFILE)
+    assert len(known.records) == counts
+    assert counts or "its steps contain the distance between ranks (`parsim validate FOLDER`" in known.left_out[0]

@@ -142,3 +142,14 @@ def test_a_view_in_place_of_a_table_is_not_run() -> None:
     )
     with pytest.raises(ImportedFileError, match="has no table CUPTI_ACTIVITY_KIND_KERNEL"):
         read_nsys(source(connection.serialize()))
+
+
+def test_nvlink_to_cpus_carries_nothing_between_gpus() -> None:
+    """POWER: two lanes of every GPU go to the CPU of its socket, which hwloc lists as one end of them."""
+    values = ["0 300000 0 0 75000", "300000 0 0 0 75000", "0 0 0 300000 0", "0 0 300000 0 0", "75000 75000 0 0 0"]
+    matrix = f"""<indexes length="15">PCIDev:15 PCIDev:13 PCIDev:35 PCIDev:38 Package:30 </indexes>
+    <u64values length="90">{" ".join(values)} </u64values>
+  </distances2>"""
+    start = LSTOPO.index("<indexes length")
+    text = LSTOPO[:start].replace('nbobjs="4"', 'nbobjs="5"') + matrix + "\n</topology>\n"
+    assert read_lstopo(source(text)).lanes == read_lstopo(source(LSTOPO)).lanes

@@ -156,13 +156,22 @@ def test_a_named_model_plans_like_any_other() -> None:
         ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
         (
             {"plan.strategy": "custom", "plan.mesh": {"pp": 8}, "plan.scatter_gather": True},
-            r"plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it",
+            r"plan.scatter_gather = true belongs to plan.mesh with pp > 1 and tp > 1; drop it",
         ),
         (
             {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True},
-            r"plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it",
+            r"plan.blocking_transfers = true belongs to plan.mesh with pp > 1; drop it",
         ),
-        ({"plan.tensor_overlap": True}, r'plan.tensor_overlap is for hand-written plans.* set strategy = "custom"'),
+        ({"plan.tensor_overlap": True, "plan.mesh": {"tp": 1}}, r"plan.tensor_overlap = true belongs to .* tp > 1; drop it"),
+        (
+            {"plan.gather_ahead": True, "plan.zero_stage": 2},
+            r"gather_ahead = true belongs to zero_stage = 1, .*= 2;",
+        ),
+        ({"plan.backward_prefetch": False, "plan.zero_stage": 1}, r"backward_prefetch = false belongs to zero_stage = 3"),
+        (
+            {"plan.tensor_backward_overlap": True, "plan.mesh": {"tp": 2}, "software.framework": "megatron"},
+            r"tensor_backward_overlap = true and software.* 'megatron' has tensor_overlap.*set plan.tensor_overlap = false",
+        ),
         ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
         ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
     ],

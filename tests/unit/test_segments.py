@@ -29,7 +29,7 @@ from parsim.program.lifetimes import KeptActivations
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.task import Resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, to_text
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.execute.test_bad_run import cpu_profile
@@ -181,9 +181,11 @@ def test_gathered_ahead_the_first_forward_waits_for_its_parameters() -> None:
             assert len(waits) == (task.origin.microbatch == 0)
 
 
-def test_gathering_ahead_belongs_to_zero_1() -> None:
-    with pytest.raises(PlanError, match="zero_stage = 1"):
-        plan(tp=1, dp=2, zero_stage=2, gather_ahead=True)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gathering_ahead_means_nothing_but_with_zero_1(stage: int) -> None:
+    ahead, usual = (plan(tp=1, dp=2, zero_stage=stage, gather_ahead=on, segments=()) for on in (True, False))
+    assert to_text(lower(ahead, model())) == to_text(lower(usual, model()))
+    assert (ahead.executable, ahead.summary()) == (usual.executable, usual.summary())
 
 
 def test_what_the_executor_cannot_run_says_so_in_its_json() -> None:

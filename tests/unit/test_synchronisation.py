@@ -44,6 +44,10 @@ strategy = "dp"
 """
 
 
+SLOW = "ada(rounds=2,epochs=2,rate=0.5)"
+STEPS = "ada(kind=step, start=3, rate=0.5, milestones=1+2, rounds=4, epochs=3)"
+
+
 @st.composite
 def synchronisations(draw: st.DrawFn) -> Synchronisation:
     kind = draw(st.sampled_from(("all_reduce", "average", "gossip", "merge", "stale")))
@@ -61,13 +65,18 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
             seed=draw(st.integers(0, 9)) if participation < 1 else 0,
         )
     if kind == "gossip":
-        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
-        return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), graph=draw(st.sampled_from(graphs)))
+        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", SLOW, STEPS)
+        ways = ({}, {"push_sum": True}, {"combination": "combine_adapt"})
+        way = draw(st.sampled_from(ways))
+        period = 1 if "combination" in way else draw(st.integers(1, 9))
+        return Synchronisation(kind=kind, period_steps=period, graph=draw(st.sampled_from(graphs)), **way)
     if kind == "merge":
-        merge = draw(st.sampled_from(("half", "running", "staleness")))
+        merge = draw(st.sampled_from(("half", "running", "staleness", "buffered")))
         given = {"merge_rate": draw(st.floats(0.01, 1.0)), "merge_exponent": draw(st.floats(0.0, 3.0))}
-        period = draw(st.integers(1, 9))
-        return Synchronisation(kind=kind, period_steps=period, merge=merge, **(given if merge == "staleness" else {}))
+        if merge == "buffered":
+            given = {"merge_rate": given["merge_rate"], "merge_buffer": draw(st.integers(1, 4))}
+        given = given if merge in ("staleness", "buffered") else {}
+        return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), merge=merge, **given)
     return Synchronisation(kind=kind, delays=draw(st.sampled_from(((), (2, 0)))) if kind == "stale" else ())
 
 
@@ -93,12 +102,21 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
     [
         ("merge/4 merge=staleness:0.6:0.5:0.4", "3 numbers, and takes at most 2"),
         ("merge/4 merge=half:0.6", "1 numbers, and takes none"),
+        ("merge/4 merge=buffered:0", "a buffer holds at least one arrival"),
+        ("merge/4 merge=buffered:2:0.5:1", "3 numbers, and takes at most 2"),
         ("merge/4 merge=running:1:0.5", "2 numbers, and takes none"),
         ("average/8 outer=nesterov:0.7:0.9:0.1", "3 numbers, and takes at most 2"),
         ("average/8 outer=sgd:inf", "learning rate above 0"),
         ("average/8 outer=sgd:nan", "learning rate above 0"),
         ("average/8 participation=0.5 participation=0.7", "second participation"),
         ("gossip/1 ring torus", "second graph"),
+        ("gossip/1 ring push_sum push_sum", "second push_sum"),
+        ("gossip/1 ring combination=combine", "did you mean combine_adapt"),
+        ("gossip/4 ring combination=combine_adapt", "use period_steps = 1"),
+        ("gossip/1 ring push_sum combination=combine_adapt", 'use combination = "adapt_combine" with push_sum'),
+        ("average/4 push_sum", "belongs to kind gossip"),
+        ("gossip/1 ada(kind=step, milestones=1+b, rounds=4, epochs=3)", "is not a number"),
+        ("gossip/1 ada(kind=closed_loop, rounds=4, epochs=3)", "use exponential, linear, step"),
         ("gossip/1 lattice(neighbours=2, neighbours=4)", "neighbours twice"),
         ("average/8 participaton=0.5", "did you mean.*participation"),
         ("average/", "not a synchronisation"),
@@ -146,8 +164,9 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
         ({"kind": "stale", "delays": (1, -1)}, "a delay cannot be negative"),
         ({"kind": "merge", "period_steps": 0}, "1 is after every step"),
-        ({"kind": "merge", "merge": "buffered"}, "known: half, running, staleness"),
-        ({"kind": "merge", "merge_rate": 0.5}, 'belong to "staleness"'),
+        ({"kind": "merge", "merge": "bufered"}, "did you mean buffered"),
+        ({"kind": "merge", "merge": "running", "merge_buffer": 2}, 'merge_buffer belongs to "buffered", not to'),
+        ({"kind": "merge", "merge_rate": 0.5}, 'belongs to "staleness" and "buffered"'),
         ({"kind": "merge", "merge": "staleness", "merge_rate": 0.0}, "rate in"),
         ({"kind": "merge", "merge": "staleness", "merge_exponent": float("nan")}, "exponent from 0"),
         ({"kind": "merge", "graph": "ring"}, "belongs to kind gossip"),
@@ -167,10 +186,21 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="gossip", weights=((1.0, 0.0), (0.0, 1.0))), {"dp": 2}, "connect nothing"),
         (Synchronisation(kind="gossip", weights=((1.0,),)), {"dp": 2}, "2 rows"),
         (Synchronisation(kind="gossip", graph="alone"), {"dp": 4}, "not connected"),
+        (
+            Synchronisation(kind="gossip", graph="random_directed"),
+            {"dp": 4},
+            "directed graph random_directed.* push_sum = true",
+        ),
+        (
+            Synchronisation(kind="gossip", push_sum=True, weights=((0.5, 0.5), (0.4, 0.6))),
+            {"dp": 2},
+            "push-sum needs a column-stochastic matrix",
+        ),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=nan)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=inf)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
+        (Synchronisation(kind="merge", merge="buffered", merge_buffer=5), {"dp": 4}, "between 1 and workers, got 4 and 5"),
         (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
         (Synchronisation(kind="stale", delays=(3, 0)), {"dp": 2, "pp": 2}, r"\[2, 0\]"),
     ],
@@ -252,8 +282,10 @@ def test_what_a_run_cannot_mix_is_refused() -> None:
 
 def test_a_training_is_averaged_over_whole_periods() -> None:
     seen = Measurement(ranks=(RankRecord(rank=0, rounds=[(0.0, float(step_s), 1) for step_s in range(10)]),))
-    assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10
+    left_out, together = whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4)))
+    assert (left_out, together) == (2, 4)
+    assert replace(seen, left_out=left_out, together=together).step_s.tolist() == [3.5, 7.5]
+    assert whole_periods(seen, plan_of(ALL_REDUCE)) == (0, 1)
 
 
 def test_a_training_without_a_round_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,6 +75,33 @@ def rocm(gpus: int) -> str:
     ]
     nodes = [f"GPU[{gpu}]\t\t: (Topology) Numa Node: {gpu // 4}" for gpu in range(gpus)]
     return "\n".join([" ROCm System Management Interface ".center(90, "="), *tables, *nodes, ""])
+
+
+def amd(gpus: int) -> str:
+    """`amd-smi topology` of a full mesh, whose GPUs have addresses."""
+    addresses = [f"0000:{16 * gpu + 5:02x}:00.0" for gpu in range(gpus)]
+
+    def table(title: str, own: str, entry: str) -> list[str]:
+        rows = [f"{name} " + "".join(f"{own if name == to else entry:<13s}" for to in addresses) for name in addresses]
+        return [f"{title} TABLE:", " " * 13 + " ".join(addresses), *rows]
+
+    tables = [*table("ACCESS", "ENABLED", "ENABLED"), *table("WEIGHT", "0", "15"), *table("HOPS", "0", "1")]
+    return "\n".join([*tables, *table("LINK TYPE", "SELF", "XGMI"), *table("NUMA BW", "N/A", "50000-50000"), "", "Legend:", ""])
+
+
+def amd_json(gpus: int, form: str) -> str:
+    """`amd-smi topology --json` since 2024, before that, and `rocm-smi --showtopo --json`."""
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a < b]
+    if form == "sentences":
+        words = {"Link type": "XGMI", "Hops": "1"}
+        rows = {f"(Topology) {what} between DRM devices {a} and {b}": word for what, word in words.items() for a, b in pairs}
+        return json.dumps({"system": rows})
+    kinds = [["SELF" if a == b else "XGMI" for b in range(gpus)] for a in range(gpus)]
+    if form == "tables":
+        tables = [{f"gpu_{b}": kind for b, kind in enumerate(row)} for row in kinds]
+        return json.dumps([{"gpu": a, "bdf": f"0000:{a:02x}:00.0", "link_type": table} for a, table in enumerate(tables)])
+    links = [[{"gpu": b, "link_type": kind, "num_hops": 1} for b, kind in enumerate(row)] for row in kinds]
+    return json.dumps([{"gpu": a, "bdf": f"0000:{a:02x}:00.0", "links": row[::-1]} for a, row in enumerate(links)])
 
 
 def switched(lanes: int) -> Callable[[int, int], str]:
@@ -157,6 +185,8 @@ MACHINES: dict[str, tuple[str, str, str]] = {
         ),
     ),
     "MI300X": ("8xmi300x", "roce-400g", rocm(8)),
+    "MI300X by amd-smi": ("8xmi300x", "roce-400g", amd(8)),
+    **{f"MI300X by JSON, {form}": ("8xmi300x", "roce-400g", amd_json(8, form)) for form in ("links", "tables", "sentences")},
     "lstopo of SXM GPUs without NVML": (
         "4xa100-sxm-80gb",
         "infiniband-200g",

@@ -256,7 +256,7 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
 
     The first forward of a component that uses the bucket waits for it.
     """
-    if not layout.plan.gather_ahead:
+    if not layout.plan.gathers_ahead:
         return
     order = layout.model.component_index
     users = {bucket: layout.users_of(bucket) for bucket in layout.buckets if layout.is_divided(bucket)}
@@ -272,7 +272,7 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
 
 def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
-    if layout.plan.gather_ahead:
+    if layout.plan.gathers_ahead:
         return
     queues, works, entries = _Queues(draft), _Works(), dict[int, DraftEntry]()
     for family, place in layout.buckets.places(draft.keeps_any):

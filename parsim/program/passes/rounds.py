@@ -1,7 +1,8 @@
 """A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
 
 average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
-gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
+gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent; where it
+         combines first, packing comes before the forward, and the messages go on beside the computation of the step
 merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
@@ -32,9 +33,13 @@ MESSAGE_STREAM = "dp"
 
 
 PACK_ACCESSES, TAKE_ACCESSES, NEIGHBOUR_ACCESSES, TURN_ACCESSES = 2, 3, 3, 5
+BUFFERED_ACCESSES = 14
 """4-byte reads and writes per element in `parsim.execute.mixing`, operation by operation. Packing is a product. Taking
 the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
+Of buffered changes a turn adds one, the buffer to the model, and empties it: four passes and three copies.
 """
+PUSH_ACCESSES, PUSHED_ACCESSES = 4, 4
+"""Of push-sum: a multiple of the kept model is added to what is packed; what arrived is divided by its mass, and kept."""
 OUTER_ACCESSES, MOMENTUM_ACCESSES, NESTEROV_ACCESSES = 12, 7, 5
 """Of an outer optimizer: the change, its step and two copies; of momentum: v m + g and a copy; of Nesterov: g + v m."""
 
@@ -58,12 +63,21 @@ def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ..
 def outer_arrays(layout: PlanIndex) -> int:
     """Arrays as large as the parameters that are kept from round to round.
 
-    An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model.
+    An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model. Push-sum keeps the
+    model of the last round; and who combines first the weights that the step began with, which are sent beside it.
     """
-    if layout.plan.synchronisation.kind == "merge":
+    rule = layout.plan.synchronisation
+    if rule.kind == "merge":
+        return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
+    if rule.push_sum or rule.combines_first:
         return 1
-    outer = layout.plan.synchronisation.outer
+    outer = rule.outer
     return 0 if outer is None else 2 if outer.momentum else 1
+
+
+def handed_arrays(rule: Synchronisation) -> int:
+    """Arrays as large as the parameters that go from replica to replica: the global model, and what is buffered beside it."""
+    return 2 if rule.merge == "buffered" else 1
 
 
 def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
@@ -85,6 +99,16 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
     return tuple(most.tolist())
 
 
+def add_packing(draft: Draft, layout: PlanIndex) -> None:
+    """Copy every bucket's weights for those who take them: before the step where the plan combines first, else behind it."""
+    rule = layout.plan.synchronisation
+    for bucket in layout.buckets:
+        for rank in draft.kept(bucket.group):
+            work = _mix(bucket, 1, PACK_ACCESSES + (PUSH_ACCESSES if rule.push_sum else 0))
+            updated: list[TaskKey] = [] if rule.combines_first else [(Phase.OPTIMIZER, rank)]
+            draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], updated, _origin(bucket))
+
+
 def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     """The tasks of round `number` behind the optimizer's step; none where the plan does not mix."""
     rule = layout.plan.synchronisation
@@ -98,11 +122,8 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     for replica, taken in enumerate(neighbours):
         for other in taken:
             takers[other].append(replica)
-    for bucket in layout.buckets:
-        for rank in draft.kept(bucket.group):
-            work = _mix(bucket, 1, PACK_ACCESSES)
-            updated: TaskKey = (Phase.OPTIMIZER, rank)
-            draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], [updated], _origin(bucket))
+    if not rule.combines_first:
+        add_packing(draft, layout)
     for bucket in layout.buckets:
         for peers in mixing_peers(layout, bucket):
             if rule.kind == "average":
@@ -123,6 +144,8 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                     links += [(replica, other) for other in takers[replica]]
                     after = [_message(bucket, peers, kept, *link) for link in links]
                     after = after or [("pack", bucket.number, rank)]
+                    after += [(Phase.OPTIMIZER, rank)] if rule.combines_first else []
+                    accesses += PUSHED_ACCESSES if rule.push_sum else 0
                     accesses += PACK_ACCESSES + NEIGHBOUR_ACCESSES * len(neighbours[replica])
                 work = _mix(bucket, arrays, accesses)
                 draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE)], after, _origin(bucket))
@@ -166,24 +189,25 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
 def _add_turns(draft: Draft, layout: PlanIndex) -> None:
     """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model: it waits for the round before."""
     lines = [(bucket, peers) for bucket in layout.buckets for peers in mixing_peers(layout, bucket)]
+    arrays = handed_arrays(layout.plan.synchronisation)
     for bucket, peers in lines:
         for replica, rank in enumerate(peers):
             if replica:
-                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])])
+                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])], arrays)
             after: list[TaskKey] = [(Phase.OPTIMIZER, rank)]
             if replica:
                 after.append(("message", bucket.number, peers[replica - 1], rank))
             handed = Resource(rank, f"{TURN}<{peers[replica - 1]}")
-            work = _mix(bucket, 2, TURN_ACCESSES)
+            work = _mix(bucket, 2, TURN_ACCESSES) if arrays == 1 else _mix(bucket, 4, BUFFERED_ACCESSES)
             draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE), handed], after, _origin(bucket))
     for bucket, peers in lines:
         first, last = peers[0], peers[-1]
         after = [("mix", bucket.number, last), ("mix", bucket.number, first), ("message", bucket.number, first, peers[1])]
-        _hand_on(draft, bucket, last, first, after)
+        _hand_on(draft, bucket, last, first, after, arrays)
 
 
-def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey]) -> None:
-    work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
+def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey], arrays: int) -> None:
+    work = SendRecv(source=source, destination=to, size_bytes=arrays * bucket.size_bytes)
     ends = [Resource(source, f"{TURN}>{to}"), Resource(to, f"{TURN}<{source}")]
     draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket))
 

@@ -1,0 +1,239 @@
+"""Hugging Face: TrainingArguments (JSON, and the YAML of TRL and LLaMA-Factory) and the YAML of Accelerate, read.
+
+Key names are those of transformers' TrainingArguments, of TRL's and LLaMA-Factory's additions, and of `accelerate config`. The
+model comes by `model_name_or_path`; a DeepSpeed config is read where it lies beside the file, or inside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, ImportedFileError
+from parsim.files import parse_json, read_text
+from parsim.formats.deepspeed import read_deepspeed
+from parsim.formats.recipe import LARGEST_BYTES, YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.source import FileFormat, SourceFile
+
+NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
+MARK = re.compile(r"(^|[\s\"'{,])per_device_train_batch_size[\"']?\s*:", re.MULTILINE)
+ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
+
+SAME_TIME = re.compile(
+    r"(output_dir|overwrite|do_|eval_|evaluation_|per_device_eval|learning_rate|weight_decay|adam_|max_grad_norm|num_train_epochs|"
+    r"max_steps|lr_|warmup|log|save_|seed|data_seed|run_name|report_to|push_to|hub_|resume|load_best|metric_|greater_|dataset|"
+    r"dataloader|remove_unused|label|disable_tqdm|prediction_loss|include_|local_rank|ddp_(backend|timeout|find)|past_index|"
+    r"length_column|no_cuda|use_cpu|jit_|skip_memory|ignore_data|debug|template|stage|preprocessing|plot_|val_size|trust_remote|"
+    r"overwrite_cache|max_samples|chat_|tokenizer|block_size|text_|neftune|accelerator_config|restore_callback|torchdynamo|"
+    r"prompt|response|image_|video_|model_revision|attn_implementation|flash_attn|use_mps|full_determinism|save_safetensors|"
+    r"gradient_checkpointing_kwargs|compute_environment|debug|downcast|enable_cpu_affinity|machine_rank|main_|rdzv|same_network|"
+    r"tpu|use_cpu|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
+    r"forward|state_dict|sync|transformer_layer|use_orig|limit)|fsdp_config\.(auto_wrap|backward|cpu_ram|forward|limit|"
+    r"state_dict|sync|transformer_layer|use_orig|xla)|deepspeed_config\.(deepspeed_multinode|zero3_(init|save))|finetuning_type|"
+    r"max_length|torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
+)
+LEFT_OUT = {
+    "packing": "every sample has all its tokens",
+    "group_by_length": "every sample has all its tokens",
+    "use_liger_kernel": "losses and norms are those of the eager model",
+    "enable_liger_kernel": "losses and norms are those of the eager model",
+    "torch_compile_backend": "torch.compile fuses as Inductor does",
+    "fsdp_config.fsdp_offload_params": "parameters stay on the device",
+    "fsdp_config.offload_params": "parameters stay on the device",
+    "deepspeed_config.offload_param_device": "parameters stay on the device",
+    "deepspeed_config.zero_hpz_partition_size": "parameters are divided over all replicas",
+    "auto_find_batch_size": "the batch is the one of the file",
+    "ddp_bucket_cap_mb": "buckets are those of the plan",
+    "galore_target_modules": "the optimizer's state is that of AdamW",
+    "average_tokens_across_devices": "the loss is that of each replica",
+}
+STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+OLDER_STAGES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+"""Numbers that Accelerate's older files have for the names."""
+EIGHT_BITS = ("8bit", "bnb", "4bit")
+
+
+def read_arguments(source: SourceFile) -> Recipe:
+    """TrainingArguments. Raises ConfigError for adapters, or for a DeepSpeed config that is not there."""
+    document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
+    if not isinstance(document, Mapping):
+        raise ConfigError("it holds no table of keys")
+    config = document.get("deepspeed")
+    inside = config if isinstance(config, Mapping) else None
+    keys = FileKeys(NAME, {key: value for key, value in document.items() if not (key == "deepspeed" and inside)})
+    recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
+    refuse_adapters(NAME, "finetuning_type", keys.text("finetuning_type"))
+    if keys.flag("use_peft") or keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
+        refuse_adapters(NAME, "use_peft", "lora")
+    recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
+    if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
+        recipe.args["seq"] = seq
+    recipe.micro_batch = keys.number("per_device_train_batch_size", default=8)
+    recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
+    recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
+    recipe.software["compiled"] = keys.flag("torch_compile")
+    loaded = keys.text("torch_dtype", "dtype")
+    if keys.flag("pure_bf16") or (loaded in ("bfloat16", "bf16") and keys.flag("bf16")):
+        recipe.training["precision"] = "bf16"
+    else:
+        half = "amp_bf16" if keys.flag("bf16") else "amp_fp16" if keys.flag("fp16") else ""
+        recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
+    take_optimizer(keys.text("optim", default="adamw_torch_fused"), recipe)
+    fsdp = keys.text("fsdp").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
+    if stage := next((word for word in fsdp if word in STAGES), None):
+        recipe.zero = STAGES[stage]
+        _check_hybrid(NAME, "fsdp", stage)
+    elif fsdp and fsdp[0].lower() not in ("false", "none"):
+        recipe.zero = 3
+    if "offload" in fsdp:
+        recipe.left_out["fsdp"] = "parameters and states stay on the device"
+    if keys.flag("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
+        recipe.recompute = "full"
+    if inside is not None:
+        _take_deepspeed(json.dumps(inside), source.path, recipe)
+    elif path := keys.text("deepspeed"):
+        take_deepspeed_file(path, source.path, recipe)
+    keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
+    return recipe
+
+
+def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
+    """The YAML of `accelerate config`, which holds neither model nor batch. Raises ConfigError as `read_arguments`."""
+    keys = FileKeys(ACCELERATE, document)
+    recipe = Recipe(framework=ACCELERATE, model="", software={"framework": "hf-trainer"})
+    recipe.missing["model.name"] = "the model is in the training script"
+    recipe.missing["training.global_batch"] = "the batch is in the training script"
+    recipe.processes = keys.number("num_processes", default=0)
+    keys.number("num_machines", default=1)
+    kind = keys.text("distributed_type", default="NO").upper()
+    mixed = keys.text("mixed_precision", default="no").lower()
+    formats = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "fp8"}
+    if mixed not in formats:
+        raise ConfigError(f"{ACCELERATE}: mixed_precision = {mixed!r} must be one of {', '.join(formats)}")
+    recipe.training["precision"] = formats[mixed]
+    recipe.software["compiled"] = keys.text("dynamo_config.dynamo_backend", default="NO").upper() != "NO"
+    if kind == "FSDP":
+        stage = keys.text("fsdp_config.fsdp_sharding_strategy").lower()
+        stage = OLDER_STAGES.get(stage, stage)
+        again = keys.text("fsdp_config.fsdp_reshard_after_forward", default="true").lower()
+        newer = keys.number("fsdp_config.fsdp_version", default=1) > 1
+        recipe.zero = (2 if again == "false" else 3) if newer or not stage else STAGES.get(stage, 3)
+        _check_hybrid(ACCELERATE, "fsdp_sharding_strategy", stage)
+        if keys.flag("fsdp_config.fsdp_activation_checkpointing"):
+            recipe.recompute = "full"
+    elif kind == "DEEPSPEED":
+        if path_text := keys.text("deepspeed_config.deepspeed_config_file"):
+            take_deepspeed_file(path_text, path, recipe)
+        else:
+            recipe.zero = keys.number("deepspeed_config.zero_stage", default=2)
+        recipe.optimizer_offload = keys.text("deepspeed_config.offload_optimizer_device", default="none").lower() == "cpu"
+        keys.number("deepspeed_config.gradient_accumulation_steps", default=1)
+    elif kind == "MEGATRON_LM":
+        recipe.software = {"framework": "megatron"}
+        recipe.tp = keys.number("megatron_lm_config.megatron_lm_tp_degree", default=1)
+        recipe.pp = keys.number("megatron_lm_config.megatron_lm_pp_degree", default=1)
+        recipe.args["sequence_parallel"] = keys.flag("megatron_lm_config.megatron_lm_sequence_parallelism")
+        recipe.zero = 1 if keys.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer") else 0
+        recipe.recompute = "full" if keys.text("megatron_lm_config.megatron_lm_recompute_activations") == "full" else "none"
+        keys.text("megatron_lm_config.megatron_lm_num_micro_batches", "megatron_lm_config.megatron_lm_gradient_clipping")
+    elif kind not in ("NO", "MULTI_GPU"):
+        raise ConfigError(f"{ACCELERATE}: distributed_type = {kind} is no training on GPUs that parsim prices")
+    table = "parallelism_config.parallelism_config"
+    recipe.tp = keys.number(f"{table}_tp_size", default=recipe.tp)
+    recipe.cp = keys.number(f"{table}_cp_size", default=1)
+    recipe.replicate = keys.number(f"{table}_dp_replicate_size", default=1)
+    if keys.number(f"{table}_dp_shard_size", default=1) > 1:
+        recipe.zero = recipe.zero or 3
+    keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
+    return recipe
+
+
+def _check_hybrid(framework: str, key: str, stage: str) -> None:
+    if stage.startswith("hybrid"):
+        raise ConfigError(
+            f"{framework}: {key} = {stage} divides states within a node, whose size the file lacks; set it to full_shard, and "
+            "give --set plan.dp_shard=8 for nodes of eight"
+        )
+
+
+def take_optimizer(name: str, recipe: Recipe) -> None:
+    """Sets the optimizer, and the bytes of its state."""
+    low = name.lower()
+    if any(word in low for word in EIGHT_BITS):
+        recipe.training["state_dtype"] = "int8"
+    if low.startswith("sgd"):
+        recipe.training["optimizer"] = "sgd_momentum"
+    else:
+        recipe.training["optimizer"] = "adamw_fused" if "fused" in low or low in ("adamw_torch", "adamw") else "adamw"
+    if "adam" not in low and not low.startswith("sgd"):
+        recipe.left_out["optim"] = f"{name} is not modelled: time and state are those of AdamW"
+
+
+def take_deepspeed_file(name: str, beside: Path, recipe: Recipe) -> None:
+    """A DeepSpeed config by its path; one that is not there is known by the name that its project gives it, or missing."""
+    places = [Path(name), *(folder / name for folder in beside.parents), beside.parent / Path(name).name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is not None:
+        _take_deepspeed(read_text(found, LARGEST_BYTES), found, recipe)
+        return
+    stage = re.search(r"(?:zero|stage|z)_?([0-3])", Path(name).stem.lower())
+    if stage is None:
+        recipe.missing["plan.zero_stage"] = f"the DeepSpeed config {name} is not beside it"
+        return
+    recipe.zero = int(stage[1])
+    recipe.optimizer_offload = "offload" in name
+    recipe.left_out["deepspeed"] = f"{name} is not beside it: taken as ZeRO {recipe.zero}, by its name"
+
+
+def _take_deepspeed(text: str, path: Path, recipe: Recipe) -> None:
+    """What a DeepSpeed config says of precision, ZeRO and offload; what it says of the batch is "auto" under the Trainer."""
+    document = parse_json(text)
+    if isinstance(document, dict):
+        document = {key: value for key, value in document.items() if key not in BATCH}
+        document.setdefault("zero_optimization", {"stage": 0})
+    try:
+        run = read_deepspeed(SourceFile(path, json.dumps(document).encode()))
+    except ImportedFileError as error:
+        raise ConfigError(str(error)) from error
+    recipe.software["framework"] = "deepspeed"
+    recipe.zero = int(run.keys.get("plan.zero_stage", 0))
+    recipe.optimizer_offload = bool(run.keys.get("plan.optimizer_offload", False))
+    taken = {key.removeprefix("training."): value for key, value in run.keys.items() if key.startswith("training.")}
+    recipe.training |= {key: value for key, value in taken.items() if key in ("precision", "gradient_dtype", "clip_norm")}
+    recipe.taken["deepspeed"] = str(path)
+    if run.warnings:
+        recipe.left_out["deepspeed"] = "; ".join(run.warnings)
+
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def is_arguments(source: SourceFile) -> bool:
+    """Whether a file holds TrainingArguments."""
+    return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
+
+
+def is_accelerate(source: SourceFile) -> bool:
+    """Whether a file is one of `accelerate config`."""
+    return source.path.suffix in YAML and bool(ACCELERATE_MARK.search(source.text))
+
+
+FORMATS = {
+    "hf-trainer": FileFormat(
+        what="TrainingArguments of Hugging Face, as JSON or YAML",
+        tool=NAME,
+        reads="recipe",
+        sniff=is_arguments,
+        read=read_arguments,
+    ),
+    "accelerate": FileFormat(
+        what="a YAML file of accelerate config",
+        tool=ACCELERATE,
+        reads="recipe",
+        sniff=is_accelerate,
+        read=lambda source: read_accelerate(yaml_table(source), source.path),
+    ),
+}
