@@ -153,7 +153,8 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
             f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
             "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
         )
-    flat, contradicted = _options_of_table(document.get("MODEL_ARGS", document))
+    options_table = document.get("MODEL_ARGS")
+    flat, contradicted = _options_of_table(options_table if isinstance(options_table, Mapping) else document)
     bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
     nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
     options: dict[str, list[str]] = {}
@@ -413,7 +414,7 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
-    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
+    step = max(1, options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1))
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -443,7 +444,8 @@ def _shape(options: _Options) -> dict[str, Any]:
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
         dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
-        args["dense_layers"] = layers - math.ceil(layers / int(pattern)) if pattern.isdigit() else min(dense, layers - 1)
+        every = max(1, int(pattern)) if pattern.isdigit() else 0
+        args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
@@ -933,13 +935,15 @@ OTHERS = re.compile(
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""
+STARTS_OTHERS = re.compile(r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]")
+"""Of a script that starts torchtitan."""
 
 
 def _sniff(source: SourceFile) -> bool:
     suffix, text = source.path.suffix, source.text
     if suffix in YAML:
         return bool(MARK.search(text)) and not OTHERS.search(text)
-    return suffix in SCRIPTS or (suffix in LISTS and "--num-layers" in text)
+    return (suffix in SCRIPTS and not STARTS_OTHERS.search(text)) or (suffix in LISTS and "--num-layers" in text)
 
 
 def _read(source: SourceFile) -> Recipe:
@@ -950,6 +954,8 @@ def _read(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "megatron": FileFormat(
+        layouts="scripts with branches, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
+        refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",

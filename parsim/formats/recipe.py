@@ -86,6 +86,9 @@ class Recipe:
         Raises:
             ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
         """
+        for key in ("tp", "pp", "cp", "ep", "replicate", "micro_batch", "chunks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{self.framework}: {key} = {getattr(self, key)} of the file must be at least 1")
         shard = self.tp * self.pp * self.cp
         if devices % shard:
             raise ConfigError(
@@ -293,13 +296,17 @@ def refuse_adapters(framework: str, key: str, value: str) -> None:
         )
 
 
+MOST_COUNTED = 1e15
+"""Of a whole number of a file."""
+
+
 def whole_number(framework: str, key: str, value: object) -> int:
     """A count of a file. Raises ConfigError."""
     try:
         number = float(str(value).replace("_", ""))
     except ValueError as error:
         raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number") from error
-    if number != int(number) or number < 0:
+    if not 0 <= number <= MOST_COUNTED or number != int(number):
         raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number >= 0")
     return int(number)
 
@@ -372,8 +379,17 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _format_of(source: SourceFile) -> FileFormat | None:
-    rows = (row for _, row in file_formats().items() if row.reads == "recipe")
-    return next((row for row in rows if row.sniff(source)), None)
+    return next((row for _, row in _recipe_formats() if row.sniff(source)), None)
+
+
+def _recipe_formats() -> list[tuple[str, FileFormat]]:
+    return [(name, row) for name, row in file_formats().items() if row.reads == "recipe"]
+
+
+def format_name(path: Path) -> str:
+    """The name of the format of such a file; "": it is of none."""
+    source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+    return next((name for name, row in _recipe_formats() if row.sniff(source)), "")
 
 
 @dataclass(kw_only=True)
