@@ -1,15 +1,17 @@
 """Sixty questions for the search: the step of the fastest plan that fits with 95%, beside the recorded one, and CPU seconds.
 
-    python benchmarks/bench_questions.py [--quick] [--only TEXT] [--record]
+    python benchmarks/bench_questions.py [--quick] [--only TEXT] [--set MODULE:NAME=VALUE] [--record]
 
 From 1 to 16,384 GPUs, alike and mixed, with tight and ample memory; convolutions, dense transformers, experts, ZeRO, relaxed
 synchronisation. `--record` keeps the answers in `questions.json`. A step that is more than 0.2% longer than the recorded one is
-marked, and the exit status is then 1.
+marked, and the exit status is then 1. `--set` gives a constant another value, to see what it is worth:
+`--set parsim.search.tree:UNLIKELY=0.2`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -138,9 +140,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_quick(parser)
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--set", action="append", default=[], metavar="MODULE:NAME=VALUE")
     parser.add_argument("--record", action="store_true", help=f"keep the answers in {RECORDED.name}")
     options = parser.parse_args()
-    print(machine_line())
+    for text in options.set:
+        where, value = text.split("=")
+        module, name = where.split(":")
+        before = getattr(importlib.import_module(module), name)
+        setattr(importlib.import_module(module), name, type(before)(float(value)))
+    print(machine_line(), *options.set)
     some = [question for question in QUESTIONS if options.only in title(question)]
     if options.quick:
         some = some[:2]

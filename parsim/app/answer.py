@@ -10,7 +10,7 @@ from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
-from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
+from parsim.app.question import assumed_text, constant_text, left_out_text, loss_note, loss_text, precision_text, taken_defaults
 from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
@@ -218,6 +218,7 @@ class Answer:
             loss_text(problem.model),
             constant_text(problem.model),
             assumed_text(self.assumed),
+            left_out_text(self.question),
             precision_text(self.assumed, problem.cluster.devices[0].type.peak_flop_per_s),
         ]
         return list(filter(None, lines))

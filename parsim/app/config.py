@@ -538,6 +538,7 @@ def _check_by_hand(question: Question) -> None:
             "drop it: a searched plan exchanges in a ring"
         )
     _check_switches(question)
+    _check_framework(question)
     if by_hand and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
 
@@ -551,6 +552,40 @@ _NEEDS = {
 """Switches, and the axes of a mesh that they are about."""
 
 
+INNER_AXES = ("pp", "tp", "cp", "ep")
+
+
+def _check_framework(question: Question) -> None:
+    """Raise ConfigError where [plan] asks for what the framework of [software] does not have."""
+    plan, row = question.plan, question.software.row
+    if row is None:
+        return
+    what = f"software.framework = {row.name!r}{f' in {question.software.year}' if question.software.year else ''}"
+    for axis in INNER_AXES:
+        size = getattr(plan.mesh or MeshTable(), axis) or 1
+        if size > 1 and axis not in row.axes:
+            has = ", ".join(("dp", *row.axes))
+            raise ConfigError(f"plan.mesh.{axis} = {size} and {what}, whose plans have {has} alone; drop one of them")
+    if plan.zero_stage not in (AUTO, *row.zero_stages):
+        has = " or ".join(map(str, row.zero_stages))
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage} and {what}, which has zero_stage {has} alone; drop one of them")
+    software, exchanged = question.software, ("dispatcher", "expert_overlap", "delay_weight_gradients")
+    given = [key for key in exchanged if getattr(software, key)]
+    if given and "ep" not in row.axes:
+        raise ConfigError(
+            f"software.{given[0]} = {getattr(software, given[0])!r} is of exchanges between ranks that share experts, and "
+            f"{what} has no such plans; drop one of them"
+        )
+    if software.compiled is not None and not row.uncompiled and row.convolution is None:
+        raise ConfigError(
+            f"software.compiled = {str(software.compiled).lower()} and {what}, which runs the same kernels whether compiled "
+            "or not; drop compiled"
+        )
+    if row.orders and plan.pipeline_order not in (None, *row.orders):
+        has = ", ".join(row.orders)
+        raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} and {what}, which has {has} alone; drop one of them")
+
+
 def _check_switches(question: Question) -> None:
     """Raise ConfigError where a switch of [plan] means nothing on its mesh or with its ZeRO stage, or excludes another one."""
     plan, row = question.plan, question.software.row
@@ -560,6 +595,11 @@ def _check_switches(question: Question) -> None:
         if getattr(plan, key) and 1 in sizes:
             needs = " and ".join(f"{axis} > 1" for axis in axes)
             raise ConfigError(f"plan.{key} = true belongs to plan.mesh with {needs}; drop it")
+    if plan.tensor_overlap and plan.sequence_parallel is False:
+        raise ConfigError(
+            "plan.tensor_overlap = true hides all_gathers and reduce_scatters, and plan.sequence_parallel = false has "
+            "all_reduces in their place; drop one of them"
+        )
     usual = 0 if row is None else row.zero
     zero = usual if by_hand and plan.zero_stage == AUTO else plan.zero_stage
     for key, value, stage in (("gather_ahead", True, 1), ("backward_prefetch", False, 3)):
@@ -679,7 +719,18 @@ def _axes_of(table: MeshTable) -> Mesh:
     return Mesh(**{axis: size or 1 for axis, size in table})
 
 
-def constraints_of(plan: PlanSection) -> PlanConstraints:
-    """What a search must keep."""
-    kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"}
-    return PlanConstraints(**dict(plan.mesh or MeshTable()), **kept, synchronisation=plan.relaxed)
+def constraints_of(question: Question) -> PlanConstraints:
+    """What a search must keep: the keys of [plan], and what the framework of [software] can run."""
+    plan, row = question.plan, question.software.row
+    kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"} | dict(plan.mesh or MeshTable())
+    if row is None:
+        return PlanConstraints(**kept, synchronisation=plan.relaxed)
+    kept |= {axis: 1 for axis in INNER_AXES if axis not in row.axes}
+    return PlanConstraints(
+        **kept,
+        synchronisation=plan.relaxed,
+        zero_stages=row.zero_stages,
+        orders=row.orders,
+        layers_alike=not (plan.pin or plan.forbid),
+        framework=row.name,
+    )

@@ -87,6 +87,11 @@ NOT_BUILT = {
         ("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"),
         "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list",
     ),
+    **dict.fromkeys(
+        ("etp", "expert_tensor_parallel_size", "expert_tensor_parallel_degree", "expert_tensor_parallelism"),
+        "experts are cut over the ranks of mesh.tp as all layers are; for whole experts (expert tensor parallelism of 1) set "
+        "mesh.tp = 1 and give its ranks to mesh.dp or mesh.cp, over which mesh.ep divides experts",
+    ),
     "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",
 }
 """Keys of other libraries that no plan has, or not there, and what comes nearest."""

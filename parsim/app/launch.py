@@ -149,6 +149,7 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         data_root=training.data_root,
         dtype=training.dtype,
         seed=training.seed,
+        shards=training.shards,
         precision=training.precision,
         master_weights=training.keeps_master_weights,
         recipe=training.recipe,

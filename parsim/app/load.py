@@ -104,7 +104,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not plan.activation_offload,
         optimizer_offload=plan.optimizer_offload or False,
         activation_offload=offload_by_pattern(plan.activation_offload or False, model),
-        constraints=constraints_of(plan),
+        constraints=constraints_of(config),
         pins=pins,
         routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import ModelSection, PlanSection, Question, cluster_section, load_config, question_from
+from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
 from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
@@ -32,6 +32,7 @@ from parsim.model.formats import recorded_weights
 from parsim.model.load import model_from_module
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, SUBLAYER, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
+from parsim.plans.plan import ZERO_STAGES
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
@@ -74,6 +75,22 @@ def assumed_text(assumed: Mapping[str, Any]) -> str:
         else:
             texts.append(_PREDICTED_FROM[key].format(value))
     return f"assumed: {', '.join(texts)}" if texts else ""
+
+
+def left_out_text(question: Question) -> str:
+    """What a search did not propose because the framework cannot run it; empty where none is named."""
+    row = question.software.row
+    if row is None or question.plan.plan_path is not None or question.plan.strategy == "custom":
+        return ""
+    lacking = [axis for axis in INNER_AXES if axis not in row.axes]
+    stages = [str(stage) for stage in ZERO_STAGES if stage not in row.zero_stages]
+    parts = [
+        f"a mesh with {', '.join(lacking)}" if lacking else "",
+        f"ZeRO {', '.join(stages)}" if stages else "",
+        f"pipeline orders but {', '.join(row.orders)}" if row.orders and "pp" in row.axes else "",
+        "layers that lie or are recomputed otherwise than others",
+    ]
+    return f"not proposed, since {row.name} does not run it: {'; '.join(filter(None, parts))}"
 
 
 def precision_text(assumed: Mapping[str, Any], peak_flop_per_s: Mapping[str, float]) -> str:

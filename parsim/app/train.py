@@ -18,6 +18,7 @@ from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder, ending_told, forget_results, held, new_folder, resumption, write_json
 from parsim.app.training_checks import (
     check_adaptive,
+    check_shards,
     check_training,
     on_first_graph,
     rounds_in_words,
@@ -66,7 +67,7 @@ def train(
         max_restarts=max_restarts,
     )
     if adaptive:
-        check_adaptive(prediction.plan)
+        check_adaptive(prediction.plan, prediction.question.training.shards)
     prediction, warnings = _ready(prediction, nproc)
     steps = total_steps(prediction.question)
     for text in filter(None, (samples_not_taken(prediction.question, steps), *rounds_in_words(prediction.plan, steps))):
@@ -216,6 +217,7 @@ def _ready(prediction: Prediction, nproc: int | None) -> tuple[Prediction, list[
         raise PlanError(f"{cluster.name} has several nodes: only the processes of one can be started from here; run on one")
     check_runnable(prediction, nproc)
     check_training(prediction.question, prediction.problem.model)
+    check_shards(prediction.question, prediction.plan)
     warnings = warn_of_profile(prediction)
     return with_every_rank(with_loading(prediction)), warnings
 

@@ -321,7 +321,11 @@ HALF_BITS = 16
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32."""
+    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32.
+
+    torch's clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and
+    finite gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank.
+    """
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
         wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype

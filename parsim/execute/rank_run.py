@@ -17,7 +17,8 @@ from torch import Tensor
 
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.datasets import dataset_for
-from parsim.data.samples import Samples, order_of, train_and_validation
+from parsim.data.samples import Samples, train_and_validation
+from parsim.data.shards import training_order
 from parsim.errors import DivergedError, ExecutionError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.checkpoint.reshard import reshard
@@ -294,7 +295,9 @@ class RankRun:
             self.stage.also_resident["stashed_weights"] = self.stale.copies
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
         self.data = run_dataset(run, "train")
-        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.order = order = training_order(
+            self.data, run.plan.global_batch, run.seed, shards=run.shards, replicas=run.plan.mesh.dp
+        )
         self.rate: LearningRates | None = None
         if run.recipe.schedule is not None:
             self.rate = LearningRates(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)

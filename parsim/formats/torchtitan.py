@@ -139,6 +139,8 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
             f"{NAME}: expert_tensor_parallel_degree = {flat['parallelism.expert_tensor_parallel_degree']} is neither 1 nor "
             f"tensor_parallel_degree ({recipe.tp}); set it to one of them"
         )
+    if recipe.tp > 1 and recipe.ep > 1 and flat.get("parallelism.expert_tensor_parallel_degree", 1) == 1:
+        recipe.left_out["parallelism.expert_tensor_parallel_degree"] = "experts are cut over the tensor shards as the rest is"
     _read_data_parallel(flat, number, recipe)
     if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)

@@ -7,7 +7,7 @@ only which product of a recorded Model is left out of 8 and 4 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from parsim.errors import CostError, ExecutionError
@@ -83,11 +83,13 @@ FORMATS: Registry[NumberFormat] = Registry(
 )
 
 
+@cache
 def number_format(precision: str) -> NumberFormat:
     """What a precision means. Raises CostError for an unknown one."""
     return FORMATS[precision]
 
 
+@cache
 def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
     """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products are in them.
 

@@ -32,6 +32,9 @@ class PlanConstraints:
         pp, dp, tp, cp, ep: axes of the mesh. dp_shard: replicas in a sharding group.
         microbatches: per replica. bucket_bytes: of gradient buckets. chunks: stages per rank.
         synchronisation: of every plan; it is never free.
+        zero_stages, orders: among which the plans' are; no orders: any.
+        layers_alike: all layers are placed alike, and recomputed as a whole or not at all, as frameworks do.
+        framework: whose these are.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -47,6 +50,10 @@ class PlanConstraints:
     pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
     chunks: PartCount | None = None
     synchronisation: Synchronisation = ALL_REDUCE
+    zero_stages: tuple[int, ...] = ZERO_STAGES
+    orders: tuple[str, ...] = ()
+    layers_alike: bool = False
+    framework: str = ""
 
     def allow(self, mesh: Mesh) -> bool:
         """Whether a mesh has the axes that are given."""

@@ -117,6 +117,11 @@ class PlanningProblem(Remembering):
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
+    @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that plans may have."""
+        return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
+
     def state_bytes_per_element(self, optimizer: str = "") -> int:
         """What the optimizer of a `Parameter` ("": the problem's) keeps of it."""
         state_bytes = self._cache.state_bytes

@@ -9,7 +9,7 @@ Leaves out: workspace and buffers, unequal stages, tied parameters, replicas tha
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -23,7 +23,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.plan import AUTO, ZERO_STAGES
+from parsim.plans.plan import AUTO
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.bound import ChainSeconds
@@ -48,64 +48,94 @@ UNCOVERED = 0.85
 def estimated_s(
     problem: PlanningProblem,
     mesh: Mesh,
-    count: int,
-    order: tuple[str, int],
-    placements: Mapping[str, Placement],
-    chain: ChainSeconds,
-) -> float:
-    """Seconds of a step of the best plan; infinite where none is likely to fit.
+    counts: Sequence[int],
+    orders: Sequence[tuple[str, int]],
+    placements: Sequence[Mapping[str, Placement]],
+    chains: Sequence[ChainSeconds],
+) -> Floats:
+    """Seconds of a step of the best plan of every outline on a mesh; infinite where none is likely to fit.
 
     Args:
-        mesh, order: of the outline; the order with its stages per rank. count: microbatches.
-        placements: by component; what is left out is batch-sharded. chain: seconds of one microbatch.
+        counts: microbatches. orders: of the pipeline, with their stages per rank.
+        placements: per count, by component; what is left out is batch-sharded. chains: per count, seconds of one microbatch.
+
+    Returns:
+        float64 [counts, orders].
     """
-    samples = problem.global_batch // (mesh.dp * count)
-    placed = tuple(placements.get(component.name, BATCH) for component in problem.model.components)
-    held = held_totals(problem, mesh, samples, placed)
-    forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
-    rounds = count + (mesh.pp - 1) / order[1]
-    passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
-    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[mesh.least_zero_stage :]
+    names = [component.name for component in problem.model.components]
+    placed = [tuple(some.get(name, BATCH) for name in names) for some in placements]
+    samples = [problem.global_batch // (mesh.dp * count) for count in counts]
+    held = [held_totals(problem, mesh, *each) for each in zip(samples, placed, strict=True)]
+    fixed = isinstance(problem.zero_stage, int)
+    free = [stage for stage in problem.zero_stages if fixed or stage >= mesh.least_zero_stage]
+    stages = free if mesh.copies > 1 else free[:1]
 
-    def step_s(stage: int, again: float, slowest: float) -> float:
-        stage_s = max(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
-        sums_s, late_s = _sent_s(problem, mesh, count, held, stage)
-        hidden_s = backward_s / mesh.pp if stage < 2 else count * stage_s
-        exposed_s = UNCOVERED * sums_s if stage == 3 else max(0.0, sums_s - hidden_s) + late_s
-        return rounds * stage_s + passing_s + exposed_s + update_s(problem, mesh, stage)
+    def by_count(figures: Sequence[float]) -> Floats:
+        return np.array(figures, dtype=np.float64)[:, None, None]
 
-    shares = {
-        stage: _recomputed_share(problem, mesh, count, order, placed, held, stage)
-        for stage in (stages if mesh.copies > 1 else stages[:1])
-    }
-    best = min((step_s(stage, again, 1.0) for stage, again in shares.items() if again <= 1), default=INFINITE)
-    for stage, again in shares.items():
-        if again > 1 and step_s(stage, 1.0, 1.0) < best:  # longer stages only take longer
-            best = min(best, step_s(stage, 1.0, _slowest_share(problem, mesh, count, order, placed, stage)))
+    count, chunks = by_count(counts), np.array([each for _, each in orders], dtype=np.float64)[:, None]
+    forward_s = by_count([float(chain.forward_s.sum()) for chain in chains])
+    backward_s = by_count([float(chain.backward_s.sum()) for chain in chains])
+    passing_s = 2 * (mesh.pp * chunks - 1) * by_count([transfer_s(problem, mesh, each) for each in samples])
+    longest_s = by_count([chain.longest_s for chain in chains])
+    # beside a component that is longer than a stage, its place has the other stages of a place too
+    others_s = (chunks - 1) * (forward_s + backward_s - longest_s) / np.maximum(1, mesh.pp * chunks - 1)
+    sent = [[_sent_s(problem, mesh, each.parameters, zero) for zero in stages] for each in held]
+    once_s, every_s, late_s = np.moveaxis(np.array(sent, dtype=np.float64), -1, 0)[:, :, None, :]
+    updates_s = np.array([update_s(problem, mesh, zero) for zero in stages])
+    sums_s = once_s + count * every_s
+    stage = np.array(stages)
+
+    def steps_s(again: Floats | float, slowest: Floats | float) -> Floats:
+        """float64 [counts, orders, stages]"""
+        stage_s = np.maximum(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, longest_s + others_s)
+        hidden_s = np.where(stage < 2, backward_s / mesh.pp, count * stage_s)
+        exposed_s = np.where(stage == 3, UNCOVERED * sums_s, np.maximum(0.0, sums_s - hidden_s) + late_s)
+        step_s: Floats = (count + (mesh.pp - 1) / chunks) * stage_s + passing_s + exposed_s + updates_s
+        return step_s
+
+    again = _recomputed_shares(problem, mesh, counts, orders, placed, held, stages)
+    alike = again <= 1
+    best: Floats = np.where(alike, steps_s(np.where(alike, again, 1.0), 1.0), INFINITE).min(axis=-1)
+    all_again_s = steps_s(1.0, 1.0)  # longer stages only take longer
+    for row, column, number in zip(*np.nonzero(~alike & (all_again_s < best[:, :, None])), strict=True):
+        if all_again_s[row, column, number] < best[row, column]:
+            share = _slowest_share(problem, mesh, counts[row], orders[column], placed[row], stages[number])
+            if share < INFINITE:
+                best[row, column] = min(best[row, column], steps_s(1.0, share)[row, column, number])
     return best
 
 
-def _recomputed_share(
+def _recomputed_shares(
     problem: PlanningProblem,
     mesh: Mesh,
-    count: int,
-    order: tuple[str, int],
-    placed: tuple[Placement, ...],
-    held: HeldTotals,
-    stage: int,
-) -> float:
-    """The share of the forwards that must run again; infinite where that is not enough with equal stages."""
-    devices = problem.cluster.devices[: mesh.size]
-    room = USED * min(device.type.room_bytes for device in devices) * mesh.pp
-    name, chunks = order
-    alive = in_flight(name, 0, mesh.pp, count, chunks) / chunks
-    over = held.weights[stage] + alive * held.saved - room
-    if over <= 0 or problem.recompute != AUTO:
-        return 0.0
-    samples = problem.global_batch // (mesh.dp * count)
-    kept = float(least_bytes(problem, tightest(problem), mesh, samples, placed).sum())
-    freed = alive * (held.saved - (kept if problem.segments else max(held.kept, kept)))
-    return over / freed if over <= freed else INFINITE
+    counts: Sequence[int],
+    orders: Sequence[tuple[str, int]],
+    placed: Sequence[tuple[Placement, ...]],
+    held: Sequence[HeldTotals],
+    stages: Sequence[int],
+) -> Floats:
+    """float64 [counts, orders, stages]: the share of the forwards that must run again; infinite where that is not enough with
+    equal stages."""
+    if problem.recompute != AUTO:
+        return np.zeros((len(counts), len(orders), len(stages)))
+    alive = np.array([[in_flight(name, 0, mesh.pp, count, each) / each for name, each in orders] for count in counts])
+    samples = [problem.global_batch // (mesh.dp * count) for count in counts]
+    kept = [float(least_bytes(problem, tightest(problem), mesh, *each).sum()) for each in zip(samples, placed, strict=True)]
+    if not problem.segments:
+        kept = [max(least, each.kept) for least, each in zip(kept, held, strict=True)]
+    saved = np.array([each.saved for each in held])
+    weights = np.array([[each.weights[stage] for stage in stages] for each in held])
+    over = weights[:, None, :] + (alive * saved[:, None])[:, :, None] - USED * mesh.pp * _least_room(problem, mesh.size)
+    freed = (alive * (saved - kept)[:, None])[:, :, None]
+    enough = over <= freed
+    return np.where(over <= 0, 0.0, np.where(enough, over / np.where(enough & (freed > 0), freed, 1.0), INFINITE))
+
+
+@once
+def _least_room(problem: PlanningProblem, ranks: int) -> float:
+    """Bytes that weights and activations may have on the smallest of the first devices."""
+    return float(min(device.type.room_bytes for device in problem.cluster.devices[:ranks]))
 
 
 def least_bytes(problem: PlanningProblem, way: LeastKept, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
@@ -135,14 +165,15 @@ def _slowest_share(
     weights, kept = floor.weights.of(stage), least_bytes(problem, tightest(problem), mesh, samples, placed)
     up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, kept], axis=1)], axis=1)
     components = len(kept)
-
+    rooms = [USED * room - floor.largest_bytes for room in floor.rooms.tolist()]
     alive = [in_flight(name, place, mesh.pp, count, chunks) for place in range(mesh.pp)]
+    held_with = {number: (up_to[0] + number * up_to[1]).tolist() for number in set(alive)}
 
     def reaches(share: float) -> bool:
         taken = 0
-        for held_here, room in zip(alive, floor.rooms.tolist(), strict=True):
-            held = up_to[0] - up_to[0][taken] + held_here * (up_to[1] - up_to[1][taken])
-            most = int(np.searchsorted(held, USED * room - floor.largest_bytes, side="right")) - 1
+        for held_here, room in zip(alive, rooms, strict=True):
+            held = held_with[held_here]
+            most = bisect_right(held, held[taken] + room) - 1
             taken = min(most, round(taken + share * components / mesh.pp))
         return taken >= components
 
@@ -166,14 +197,15 @@ def _middle_bytes(problem: PlanningProblem, samples: int) -> int:
     return int(np.median(crossing_bytes(problem, samples)))
 
 
-def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
-    """Seconds of gradients and gathered parameters that computation may hide, and of those that follow the optimizer."""
+def _sent_s(problem: PlanningProblem, mesh: Mesh, parameter_bytes: float, stage: int) -> tuple[float, float, float]:
+    """Seconds of gradients and gathered parameters that computation may hide, once per step and per microbatch; and of those
+    that follow the optimizer."""
     if mesh.copies == 1:
-        return 0.0, 0.0
-    summed, gathered, across = sent_s(problem, mesh, max(1, round(held.parameters / mesh.pp)), stage)
+        return 0.0, 0.0, 0.0
+    summed, gathered, across = sent_s(problem, mesh, max(1, round(parameter_bytes / mesh.pp)), min(stage, 1))
     if stage == 3:
-        return count * (summed + 2 * gathered) + across, 0.0
-    return (count if stage == 2 else 1) * summed + across, gathered
+        return across, summed + 2 * gathered, 0.0
+    return (across, summed, gathered) if stage == 2 else (summed + across, 0.0, gathered)
 
 
 class Sent(NamedTuple):
@@ -184,8 +216,9 @@ class Sent(NamedTuple):
     across_s: float
 
 
+@once
 def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) -> Sent:
-    """What a ZeRO stage sends of a rank's `size_bytes` of parameters, in one piece each."""
+    """What a ZeRO stage (0, or 1 for all others) sends of a rank's `size_bytes` of parameters, in one piece each."""
 
     def seconds(operation: str, copies: range, part_bytes: int) -> float:
         group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in copies)

@@ -99,9 +99,9 @@ def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None])
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     """Meshes with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
     axis beside it adds little, and is left out where a model has many components, as pieces of the sequence are. None where the
-    constraints give tp, for then all that can be cut is cut."""
+    constraints give tp, for then all that can be cut is cut, or where layers are placed alike."""
     constraints = problem.constraints
-    if constraints.tp is not None:
+    if constraints.tp is not None or constraints.layers_alike:
         return []
     few = len(problem.model.components) <= FEW_COMPONENTS
     if inner_axes(problem)[0] > 1 and not few and constraints.cp is None:
@@ -110,7 +110,9 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
 
 
 def _single(problem: PlanningProblem) -> list[Mesh]:
-    """One device."""
+    """One device, which has whole sequences and all experts."""
+    if inner_axes(problem) != (1, 1):
+        raise ScheduleError("one device has nothing to divide a sequence or experts over; drop cp and ep")
     return _kept(problem, "single", [Mesh()])
 
 
@@ -122,7 +124,8 @@ def _dp(problem: PlanningProblem) -> list[Mesh]:
 def _mp(problem: PlanningProblem) -> list[Mesh]:
     """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp)."""
     some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1) if mesh.size > 1]
-    return _kept(problem, "mp", some or [Mesh(pp=problem.cluster.size)])  # too few components: it says so
+    whole = inner_axes(problem) == (1, 1)
+    return _kept(problem, "mp", some or ([Mesh(pp=problem.cluster.size)] if whole else []))  # too few components: it says so
 
 
 def _hp(problem: PlanningProblem) -> list[Mesh]:
@@ -141,9 +144,10 @@ def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:
     """The meshes that keep the constraints. Raises ScheduleError if none does."""
     kept = [mesh for mesh in some if problem.constraints.allow(mesh)]
     if not kept:
-        raise ScheduleError(
-            f"plan.mesh asks for {problem.constraints.axes}, which no mesh of {name} has; drop it or take another strategy"
-        )
+        axes, framework = problem.constraints.axes, problem.constraints.framework
+        if framework:
+            raise ScheduleError(f"no mesh of {name} has {axes}, which plan.mesh asks for or {framework} runs alone")
+        raise ScheduleError(f"plan.mesh asks for {axes}, which no mesh of {name} has; drop it or take another strategy")
     return kept
 
 

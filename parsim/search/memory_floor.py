@@ -480,8 +480,9 @@ def missing_bytes(
 ) -> float:
     """By how much no plan with these pipeline orders can fit; 0 where some might."""
     floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
-    stage = problem.zero_stage if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1]  # the most divided
-    return floor.missing_bytes(stage, pipeline, count, segments=problem.segments and problem.recompute != NONE)
+    return floor.missing_bytes(
+        max(problem.zero_stages), pipeline, count, segments=problem.segments and problem.recompute != NONE
+    )
 
 
 class HeldTotals(NamedTuple):

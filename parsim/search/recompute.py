@@ -174,7 +174,14 @@ class _Fewest:
 
     @property
     def is_known(self) -> bool:
-        return self.enough - self.too_few <= 1
+        """Whether one step less does not do: it was tried, or the line through the two closest says so."""
+        if self.enough - self.too_few <= 1:
+            return True
+        few = max(0, self.too_few)
+        if few not in self._over or self.enough not in self._over:
+            return False
+        sloped = (self._over[few] - self._over[self.enough]) / max(self._up_to[self.enough] - self._up_to[few], 1e-9)
+        return self._over[self.enough] + sloped * (self._up_to[self.enough] - self._up_to[self.enough - 1]) > 0
 
     def next(self) -> int:
         """A number between the two, if there is one."""

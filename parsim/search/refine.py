@@ -229,6 +229,8 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:
+    if problem.constraints.layers_alike and segments_of(problem):
+        return False
     return problem.recompute == AUTO and not floor_excess_bytes(problem, plan, recomputing=True)
 
 

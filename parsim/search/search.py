@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from parsim.costs.draws import medians_s
 from parsim.errors import CostError, PlanError, ScheduleError, near_matches
@@ -28,6 +28,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
 from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
+from parsim.search.memory_floor import floor_excess_bytes
 from parsim.search.refine import way_out
 from parsim.search.space import (
     MOST_LATE_VISITS,
@@ -35,6 +36,7 @@ from parsim.search.space import (
     Node,
     PosedPlacement,
     divided_problems,
+    inner_axes,
     is_small,
     most_late,
     most_singles,
@@ -135,127 +137,187 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
-    divided = divided_problems(problem)
-    mixes = "adaptive" in strategies
     names = _known_names(strategies)
-    posed: list[PosedPlacement] = []
-    skipped: dict[str, str] = {}
-    together = Incumbents(wanted=top or 1)
-    opening = _Opening(problem, divided)
-    parts: dict[str, list[Node]] = {}
-    owners: dict[str, Incumbents] = {}
-    for name in names:
-        if name != "single" and problem.cluster.size == 1:
-            skipped[name] = "one device: there is nothing to distribute"
-            continue
-        try:
-            parts[name] = _nodes(divided, name, posed)
-        except ScheduleError as error:
-            skipped[name] = str(error)
-            continue
-        shared = name == "adaptive" or top is not None
-        owners[name] = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
-        if opening.spare is None:
-            opening.early(name, parts[name], owners[name])
-            together.steps_s.update(owners[name].steps_s)
+    opening = _Opening(problem, divided_problems(problem))
+    families = _families_of(opening, names, mixes="adaptive" in strategies, top=top)
     cut_short = False
     try:
-        unrefined = _open_all(opening, parts, owners, together, mixes=mixes, top=top, tell=_Telling(say))
+        unrefined = _open_all(opening, families, _Telling(say))
     except KeyboardInterrupt:
         if not opening.judged:
             raise
-        unrefined, cut_short = list(owners), True
-    steps, tally = opening.steps, opening.tally
-    judged = opening.judged
-    if all(problem.allows(component.name, BATCH) for component in problem.model.components):
-        judged = [_without_idle_ranks(problem, entry, steps) for entry in judged]
-    found = {entry.plan.strategy for entry in judged}
-    for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
-        skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
+        unrefined, cut_short = list(families.owners), True
+    judged, steps = opening.judged, opening.steps
+    skipped = families.without_plan(judged, opening.impossible)
     if not judged:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise tally.unpriced or ScheduleError(f"no plan to choose from: {why}")
-    skipped.pop("adaptive", None)  # its plan is then the best one of the families
-    first = min(judged, key=_rank)
-    simplest = simplest_tie(problem, judged, steps.of) if first.fits else first
-    if simplest not in judged:  # a variant that no family had tried, and which may be the fastest
-        judged = [*judged, simplest]
-    fastest, shown = _rows(judged, simplest, mixes=mixes and problem.cluster.size > 1, top=top)
-    risky = min((entry for entry in judged if not entry.safe and entry.fits), key=_rank, default=None)
-    is_faster = risky is not None and fastest.safe and not is_tie(fastest.step_s, risky.step_s)
-    # the fastest may have lost its family's place to the simplest
-    before = [] if shown[0].plan.program == fastest.plan.program else [fastest]
-    entries = [*before, *shown, risky] if risky is not None and is_faster else [*before, *shown]
-    evaluations = _with_intervals(problem, _evaluated(problem, entries, steps), samples, simplest.plan.program)
-    candidates = evaluations[len(before) : len(before) + len(shown)]
-    chosen = evaluations[0] if fastest.fits else None
-    recommended = next(one for one in candidates if one.result.plan.program == simplest.plan.program) if chosen else None
-    if mixes and chosen is not None:
-        named = replace(chosen, result=_result_named(chosen, "adaptive"))
-        if recommended is not None and recommended.result.plan.program == named.result.plan.program:
-            recommended = named
-        chosen = named
+        raise opening.tally.unpriced or ScheduleError(f"no plan to choose from: {why}")
+    if all(problem.allows(component.name, BATCH) for component in problem.model.components):
+        judged = [_without_idle_ranks(problem, entry, steps) for entry in judged]
+    rows = _rows(problem, judged, steps.of, mixes=families.mixes and problem.cluster.size > 1, top=top)
+    choice = _evaluated_choice(problem, rows, steps, samples=samples, mixes=families.mixes)
     return Search(
-        candidates=candidates,
-        chosen=chosen,
-        recommended=recommended,
-        riskier=evaluations[-1] if is_faster else None,
-        status="best_of_candidates" if chosen is not None else "infeasible",
+        candidates=choice.candidates,
+        chosen=choice.chosen,
+        recommended=choice.recommended,
+        riskier=choice.riskier,
+        status="best_of_candidates" if choice.chosen is not None else "infeasible",
         lower_bound_s=min(steps.bounds_s),
-        judged=len(judged),
+        judged=rows.judged,
         skipped=tuple(skipped.items()),
-        tally=tally,
-        placements=tuple(posed),
-        unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
+        tally=opening.tally,
+        placements=tuple(families.placements),
+        unrefined=tuple(name for name in unrefined if _lost(name, choice.candidates)),
         cut_short=cut_short,
     )
 
 
-def _rows(
-    judged: Sequence[JudgedPlan], simplest: JudgedPlan, *, mixes: bool, top: int | None
-) -> tuple[JudgedPlan, list[JudgedPlan]]:
-    """The fastest plan, and the plans of the answer's table, best first: of each family one, or `top` over all families.
+@dataclass
+class _Families:
+    """What one search opens.
 
-    Args:
-        simplest: stands in the place of its family. mixes: the fastest plan is that of "adaptive" too.
+    Attributes: parts: by family. owners: the best plans of each family so far. together: of all families.
+        skipped: families without a member, and why. placements: receives the answers of the placement solver.
+        mixes: whether "adaptive" is asked for, which stands for all. top: plans that are wanted over all families.
     """
-    ranked = sorted(judged, key=_rank)
-    if top is not None:
-        shown = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if mixes else ranked)[:top]
-    else:
-        if mixes and ranked[0].plan.strategy != "adaptive":
-            ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-        shown = first_of_each(ranked, lambda entry: entry.plan.strategy)
-    fastest = shown[0]
-    if simplest.plan.program == fastest.plan.program:
-        return fastest, shown
-    if top is None:
-        shown = [simplest if entry.plan.strategy == simplest.plan.strategy else entry for entry in shown]
-    return fastest, sorted(shown if simplest in shown else [*shown, simplest], key=_rank)
+
+    together: Incumbents
+    mixes: bool
+    top: int | None
+    parts: dict[str, list[Node]] = field(default_factory=dict)
+    owners: dict[str, Incumbents] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    placements: list[PosedPlacement] = field(default_factory=list)
+
+    def without_plan(self, judged: Sequence[JudgedPlan], impossible: Mapping[str, Counter[str]]) -> dict[str, str]:
+        """By family without a plan why. The plan of "adaptive" is the best one of the families."""
+        found = {entry.plan.strategy for entry in judged}
+        for name in self.owners:
+            if self.parts[name] and name not in found and not (found and name == "adaptive"):
+                self.skipped[name] = most_frequent(impossible[name]) if impossible[name] else NOT_TRIED
+        if judged:
+            self.skipped.pop("adaptive", None)
+        return self.skipped
 
 
-def _open_all(
-    opening: _Opening,
-    parts: Mapping[str, list[Node]],
-    owners: Mapping[str, Incumbents],
-    together: Incumbents,
+def _families_of(opening: _Opening, names: Sequence[str], *, mixes: bool, top: int | None) -> _Families:
+    """The parts of every family; those of a small problem are opened at once."""
+    problem = opening.problem
+    families = _Families(Incumbents(wanted=top or 1), mixes, top)
+    together = families.together
+    for name in names:
+        if name != "single" and problem.cluster.size == 1:
+            families.skipped[name] = "one device: there is nothing to distribute"
+            continue
+        try:
+            families.parts[name] = _nodes(opening.divided, name, families.placements)
+        except ScheduleError as error:
+            families.skipped[name] = str(error)
+            continue
+        shared = name == "adaptive" or top is not None
+        own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
+        families.owners[name] = own
+        if opening.spare is None:
+            opening.early(name, families.parts[name], own)
+            together.steps_s.update(own.steps_s)
+    return families
+
+
+class _Rows(NamedTuple):
+    """The fastest plan, the simplest that ties with it, the fastest that does not fit safely and is faster than both; the plans
+    of the answer's table, best first; and how many plans were simulated."""
+
+    fastest: JudgedPlan
+    simplest: JudgedPlan
+    riskier: JudgedPlan | None
+    shown: list[JudgedPlan]
+    judged: int
+
+
+def _rows(
+    problem: PlanningProblem,
+    judged: Sequence[JudgedPlan],
+    step_s: Callable[[Plan], float],
     *,
     mixes: bool,
     top: int | None,
-    tell: _Telling,
-) -> list[str]:
+) -> _Rows:
+    """The plans of the answer's table: of each family the simplest that ties with its fastest, or `top` over all families.
+
+    Args:
+        step_s: simulates a plan. mixes: the fastest plan is that of "adaptive" too.
+    """
+    rows = list[JudgedPlan]()
+    if top is None:
+        for family in dict.fromkeys(entry.plan.strategy for entry in judged):
+            rows.append(simplest_tie(problem, [entry for entry in judged if entry.plan.strategy == family], step_s))
+    # among them variants that no family had tried, and of which one may be the fastest
+    judged = [*judged, *(row for row in rows if row not in judged)]
+    simplest = simplest_tie(problem, judged, step_s)
+    if simplest not in judged:
+        judged = [*judged, simplest]
+    ranked = sorted(judged, key=_rank)
+    fastest = ranked[0]
+    if top is not None:
+        shown = _distinct([_renamed(fastest, "adaptive"), *ranked[1:]] if mixes else ranked)[:top]
+        fastest = shown[0]
+        if simplest.plan.program != fastest.plan.program and simplest not in shown:
+            shown.append(simplest)
+    else:
+        best = {row.plan.strategy: row for row in rows}
+        if mixes:
+            best["adaptive"] = _renamed(fastest, "adaptive")
+        if simplest.plan.program != fastest.plan.program or not mixes:
+            best[simplest.plan.strategy] = simplest
+        shown = list(best.values())
+    risky = min((entry for entry in judged if not entry.safe and entry.fits), key=_rank, default=None)
+    is_faster = risky is not None and fastest.safe and not is_tie(fastest.step_s, risky.step_s)
+    return _Rows(fastest, simplest, risky if is_faster else None, sorted(shown, key=_rank), len(judged))
+
+
+class _Choice(NamedTuple):
+    """The evaluations that an answer is made of."""
+
+    candidates: tuple[Evaluation, ...]
+    chosen: Evaluation | None
+    recommended: Evaluation | None
+    riskier: Evaluation | None
+
+
+def _evaluated_choice(problem: PlanningProblem, rows: _Rows, steps: _Steps, *, samples: int, mixes: bool) -> _Choice:
+    """The rows with memory, breakdown, intervals and why each won or lost. `mixes`: the fastest is named "adaptive"."""
+    # the fastest may have lost its family's place to the simplest
+    before = [] if rows.shown[0].plan.program == rows.fastest.plan.program else [rows.fastest]
+    entries = [*before, *rows.shown, *([rows.riskier] if rows.riskier is not None else [])]
+    simplest = rows.simplest.plan.program
+    evaluations = _with_intervals(problem, _evaluated(problem, entries, steps), samples, simplest)
+    candidates = evaluations[len(before) : len(before) + len(rows.shown)]
+    riskier = evaluations[-1] if rows.riskier is not None else None
+    if not rows.fastest.fits:
+        return _Choice(candidates, None, None, riskier)
+    chosen = evaluations[0]
+    recommended = next(one for one in candidates if one.result.plan.program == simplest)
+    if mixes:
+        chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
+        if simplest == chosen.result.plan.program:
+            recommended = chosen
+    return _Choice(candidates, chosen, recommended, riskier)
+
+
+def _open_all(opening: _Opening, families: _Families, tell: _Telling) -> list[str]:
     """Open the parts of all families, then those that refine what was found; which families were not refined for themselves."""
+    parts, owners, together, mixes = families.parts, families.owners, families.together, families.mixes
     if opening.spare is not None:
         early = open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes, tell=tell)
         opening.tally.add(early)
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
     unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
     if opening.spare is not None:
-        opening.spare.left = max(0.0, opening.spare.left) + MOST_LATE_VISITS
+        opening.spare.left = MOST_LATE_VISITS
     for number, (name, own) in enumerate(owners.items()):
         # where mixed placements only tie they are not recommended, so they are not searched for
         ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
-        found = own if not mixes and top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
+        found = own if not mixes and families.top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
         tell(f"refinements of {name}", len(opening.late[name]), found.best_s)
         opening.later(name, found, 1 / (len(owners) - number))
     for own in owners.values():
@@ -458,7 +520,7 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return None if is_small(self.problem) else Allowance(problems=(self.problem, *self.divided))
+        return None if is_small(self.problem) else Allowance(problem=self.problem)
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
@@ -477,7 +539,17 @@ class _Opening:
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
         if not incumbents.steps_s and incumbents.risky_s == float("inf"):
-            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
+            self.judged += incumbents.closest.judged(
+                self.steps.of, partial(_excess_bytes, self.problem), self._variants, self._floor_bytes
+            )
+
+    def _floor_bytes(self, plan: Plan) -> float:
+        """By how much a plan does not fit at least."""
+        axes = plan.mesh.cp, plan.mesh.ep
+        problem = next((each for each in self.divided if inner_axes(each) == axes), None)
+        if problem is None:  # a plan of a strategy that is not parsim's own
+            return 0.0
+        return floor_excess_bytes(problem, plan, recomputing=plan.recomputes, segments=bool(plan.segments))
 
     @property
     def _variants(self) -> Variants:
@@ -507,6 +579,7 @@ class _Opening:
             nodes,
             excess_bytes=partial(_unsafe_bytes, self.problem),
             fits=lambda plan: not _excess_bytes(self.problem, plan),
+            floor_bytes=self._floor_bytes,
             judge=self.steps.of,
             variants=self._variants,
             incumbents=incumbents,
@@ -630,10 +703,14 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
 def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s: Callable[[Plan], float]) -> JudgedPlan:
     """The simplest plan that fits as safely as the fastest and ties with it; the fastest of those that are as simple.
 
+    Where none fits, the best one.
+
     Args:
-        judged: plans of which some fits. step_s: simulates a plan.
+        judged: plans. step_s: simulates a plan.
     """
     best = min(judged, key=_rank)
+    if not best.fits:
+        return best
     ties = [each for each in judged if (each.fits, each.safe) == (best.fits, best.safe) and is_tie(each.step_s, best.step_s)]
     if problem.constraints.dp_shard is not None and best.plan.zero_stage:  # groups were asked for, and ZeRO 0 has none
         ties = [each for each in ties if each.plan.zero_stage]
@@ -653,7 +730,7 @@ def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     question leaves it open."""
     asked = problem.constraints
     is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard is None
-    stages = {plan.zero_stage, *((0, 3) if is_free and plan.zero_stage else ())}
+    stages = {plan.zero_stage, *({0, 3}.intersection(problem.zero_stages) if is_free and plan.zero_stage else ())}
     sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
     meshes = {plan.mesh, *((plan.mesh.undivided(),) if asked.dp_shard is None else ())}
     for stage, size, mesh in product(stages, sizes, meshes):

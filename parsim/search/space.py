@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from math import comb
 
@@ -21,7 +22,7 @@ from parsim.model.divided import experts_of, tokens_of
 from parsim.numeric import Floats
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import PlanIndex
 from parsim.records import once
@@ -112,7 +113,7 @@ def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
             yield replace(mesh, dp_shard=asked)
         return
     yield mesh
-    if problem.zero_stage == 0 or problem.constraints.synchronisation.is_relaxed:
+    if problem.zero_stages == (0,) or problem.constraints.synchronisation.is_relaxed:
         return
     on_a_node = devices_on_a_node(problem)
     size, rest = divmod(on_a_node, width)
@@ -167,7 +168,8 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
         ScheduleError: the model has too few components.
     """
     constraints = problem.constraints
-    names = FREE_ORDERS if constraints.pipeline_order is None else (constraints.pipeline_order,)
+    free = [name for name in FREE_ORDERS if not constraints.orders or name in constraints.orders]
+    names = free if constraints.pipeline_order is None else (constraints.pipeline_order,)
     most = len(problem.model.components) // mesh.pp
     if mesh.pp == 1:
         return [(constraints.pipeline_order or "1f1b", 1)]
@@ -234,9 +236,9 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
     if layout.plan.mesh.dp_shard:
-        return ZERO_STAGES[1:]
+        return tuple(stage for stage in problem.zero_stages if stage)
     shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
-    return ZERO_STAGES if shared else (0,)
+    return problem.zero_stages if shared else (0,)
 
 
 # Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.
@@ -278,22 +280,22 @@ MOST_MISSES = 10
 class Allowance:
     """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
 
-    Attributes: problems: of which plans are visited. left: visits. memories: of how many plans the memory was known when it
-        was last asked.
+    Attributes: problem: of which plans are visited. left: visits. memories: of how many plans the memory was known when it was
+        last asked.
     """
 
-    problems: tuple[PlanningProblem, ...]
-    left: float = float(MOST_VISITS)
+    problem: PlanningProblem
+    left: float = field(default_factory=lambda: float(MOST_VISITS))
     memories: int = 0
 
     @property
     def components(self) -> int:
         """Of the model."""
-        return len(self.problems[0].model.components)
+        return len(self.problem.model.components)
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
-        known_now = sum({id(problem): problem.memories_known for problem in self.problems}.values())
+        known_now = self.problem.memories_known  # however its model is divided
         self.left -= (known_now - self.memories) * REMEMBERED * self.components
         self.memories = known_now
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
@@ -400,15 +402,15 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: f
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
         saved_s: what a cut may save at most, of both its sides together.
     """
-    up_to = np.concatenate([[0.0], np.cumsum(seconds)])
-    whole = float(up_to[-1])
+    up_to = [0.0, *np.cumsum(seconds).tolist()]
+    whole = up_to[-1]
 
     def reaches(bound_s: float) -> bool:
         taken = 0
         for stage in range(stages):
-            before = max(0.0, float(up_to[taken]) - stage * saved_s)
-            room = float(up_to[taken]) + 2 * saved_s + (bound_s - before) / microbatches
-            taken = int(np.searchsorted(up_to, room, side="right")) - 1
+            before = max(0.0, up_to[taken] - stage * saved_s)
+            room = up_to[taken] + 2 * saved_s + (bound_s - before) / microbatches
+            taken = bisect_right(up_to, room) - 1
         return taken >= len(seconds)
 
     low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches

@@ -36,7 +36,6 @@ from parsim.search.placement.problem import (
 )
 from parsim.search.prices import Prices, placements_of
 from parsim.search.space import is_small
-from parsim.search.stages import is_long
 
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
@@ -125,18 +124,16 @@ def tensor_placements(problem: PlanningProblem, mesh: Mesh, microbatches: int) -
         return {}
     if not can_be_cut(problem, mesh.tp):
         raise ScheduleError(uncut_text(problem, mesh.tp))
-    # of long models placements are sought once for all numbers of replicas
-    one_stage = Mesh(dp=1 if is_long(problem.model) else mesh.dp, tp=mesh.tp)
     samples = problem.global_batch // (mesh.dp * microbatches)
-    return uniform_placements(problem, one_stage, divides=samples % mesh.tp == 0)
+    return uniform_placements(problem, Mesh(tp=mesh.tp), divides=samples % mesh.tp == 0)
 
 
 @once
 def uniform_placements(problem: PlanningProblem, mesh: Mesh, *, divides: bool = False) -> dict[str, Placement]:
     """Every component cut over all tp ranks where it can be; the cheapest such choice.
 
-    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept. It is sought for a
-    replica's whole batch: which rules go together hardly depends on the samples.
+    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept. It is sought once, for the
+    whole batch: which rules go together hardly depends on the samples.
 
     Args:
         mesh: of one stage. divides: whether a microbatch divides over the tp ranks, so that components can be batch-sharded.

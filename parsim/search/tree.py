@@ -26,6 +26,8 @@ from itertools import count as counter
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
@@ -172,19 +174,23 @@ class Closest:
         self.bounded = tuple(sorted(self.bounded + other.bounded, key=itemgetter(0))[:MOST_BOUNDED])
 
     def judged(
-        self, judge: Callable[[Plan], float], excess_bytes: Callable[[Plan], int], variants: Variants
+        self,
+        judge: Callable[[Plan], float],
+        excess_bytes: Callable[[Plan], int],
+        variants: Variants,
+        floor_bytes: Callable[[Plan], float],
     ) -> list[JudgedPlan]:
         """The plan that is closest; of each part its first one that is possible.
 
         Args:
-            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit.
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit; floor_bytes: at least.
         """
         plans = self._plans()
         if not plans:
             return []
         for variants_of in variants:
-            plans = [_closest([each for plan in plans for each in variants_of(plan)], excess_bytes)]
-        plan = _closest(plans, excess_bytes)
+            plans = [_closest([each for plan in plans for each in variants_of(plan)], excess_bytes, floor_bytes)]
+        plan = _closest(plans, excess_bytes, floor_bytes)
         fits = not excess_bytes(plan)
         return [JudgedPlan(plan=plan, step_s=judge(plan), fits=fits, safe=fits)]
 
@@ -201,11 +207,16 @@ class Closest:
         return [*filter(None, (exact,)), *bounded[:few]]
 
 
-def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan:
-    """The first that exceeds the memory by the least, or by hardly more."""
-    excess = [excess_bytes(plan) for plan in plans]
-    most = min(excess) * (1 + HARDLY_MORE)
-    return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
+def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int], floor_bytes: Callable[[Plan], float]) -> Plan:
+    """The first that exceeds the memory by the least, or by hardly more; memory is worked out where floors leave it open."""
+    floors = [floor_bytes(plan) for plan in plans]
+    excess, most = dict[int, int](), float("inf")
+    for number in sorted(range(len(plans)), key=floors.__getitem__):
+        if floors[number] > most:
+            break
+        excess[number] = excess_bytes(plans[number])
+        most = min(most, excess[number] * (1 + HARDLY_MORE))
+    return plans[min(number for number, own in excess.items() if own <= most)]
 
 
 TIE = 0.035
@@ -273,11 +284,12 @@ def judged_best_first(
     singles: int = 0,
     spare: Allowance | None = None,
     fits: Callable[[Plan], bool] = lambda _: False,
+    floor_bytes: Callable[[Plan], float] = lambda _: 0.0,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
     Args:
-        excess_bytes: by how much a plan does not fit safely. judge: seconds of a plan's step.
+        excess_bytes: by how much a plan does not fit safely; floor_bytes: at least. judge: seconds of a plan's step.
         fits: whether a plan that does not fit safely fits; the fastest of these are judged too.
         incumbents: the best so far, read and added to. late: receives the parts that are put aside; None: none are.
         most: parts that are opened, once some plan fits; those that cost nothing apart. singles: how many more if they are
@@ -287,89 +299,132 @@ def judged_best_first(
     Returns:
         Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
     """
-    tally, number = Tally(), counter()
-    queue: list[tuple[bool, float, int, Node]] = []
-    judged, passed = list[JudgedPlan](), list[tuple[float, int]]()
-    closest = Closest()
-
-    def push(node: Node, least_s: float = 0.0, *, at_once: bool = False) -> None:
-        if at_once and not node.at_once:
-            node = replace(node, at_once=True)
-        if node.late and late is not None:
-            late.append(node if node.bound_s >= least_s else replace(node, bound_s=least_s))
-        else:
-            first = node.fits and spare is not None and not incumbents.steps_s  # then the search knows when to stop
-            own_s = max(node.bound_s, least_s)
-            likely_s = 0.0 if first else own_s * (1 + DEAR if node.instead_of_one else 1)
-            heapq.heappush(
-                queue,
-                (not node.at_once, likely_s, next(number), node if node.bound_s >= least_s else replace(node, bound_s=least_s)),
-            )
-
-    for node in nodes:
-        push(node)
-    taken = 0
-    while queue:
-        if queue[0][-1].bound_s >= incumbents.bar_s:
-            node = heapq.heappop(queue)[-1]
-            passed.append((node.bound_s, node.size))
-            continue
-        if spare is None and taken >= most + singles:
-            break
-        # without a plan that fits the search of a large problem goes on for longer
-        known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
-        if spare is not None and ((taken >= most and known) or not (queue[0][-1].at_once or spare.lasts(known=known))):
-            break
-        node = heapq.heappop(queue)[-1]
-        bound_s = node.bound_s
-        if spare is None and taken >= most and not node.is_one:
-            passed.append((bound_s, node.size))
-            continue
-        taken += node.visits > 0
-        if spare is not None:
-            spare.open(node.visits)
-        try:
-            missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
-            if missing:
-                tally.too_large += node.size
-                closest.add(Closest(bounded=((missing, node),)))
-                continue
-            if node.opened is not None:
-                for part in node.opened():
-                    push(part, node.bound_s, at_once=node.at_once)
-                continue
-            assert node.plan is not None
-            over = node.over_bytes or excess_bytes(node.plan)
-            if over:
-                others = list(node.instead()) if node.instead is not None else []
-                others = [other for other in others if late is not None or not other.covered]
-                if not node.over_bytes and bound_s < incumbents.risky_bar_s and fits(node.plan):
-                    judged.append(JudgedPlan(plan=node.plan, step_s=judge(node.plan), safe=False))
-                    incumbents.risky_s = min(incumbents.risky_s, judged[-1].step_s)
-                    tally.simulated += 1
-                else:
-                    tally.too_large += all(other.late for other in others)
-                closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
-                for other in others:
-                    push(other, node.bound_s, at_once=node.at_once)
-                continue
-            if spare is not None:
-                spare.simulate(node.plan)
-            step_s = judge(node.plan)
-        except (PlanError, ScheduleError, CostError) as error:
-            tally.infeasible[str(error)] += node.size
-            if isinstance(error, CostError):
-                tally.unpriced = tally.unpriced or error
-            continue
-        tally.simulated += 1
-        judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
-        incumbents.steps_s[node.plan.program] = step_s
-    tally.leave([*passed, *((node.bound_s, node.size) for *_, node in queue)], incumbents.bar_s)
+    front = _Front(excess_bytes, judge, fits, incumbents, late, spare)
+    front.open(nodes, most, singles)
     if spare is not None:
-        incumbents.closest.add(closest)
-    elif late is not None and not judged and not incumbents.steps_s:
-        judged += closest.judged(judge, excess_bytes, variants)
-    return judged, tally
+        incumbents.closest.add(front.closest)
+    elif late is not None and not front.judged and not incumbents.steps_s:
+        front.judged += front.closest.judged(judge, excess_bytes, variants, floor_bytes)
+    return front.judged, front.tally
+
+
+@dataclass
+class _Front:
+    """Parts of a family in the order in which they are opened, and what became of those that were.
+
+    Attributes: passed: bounds and sizes of parts that were left. taken: parts that were opened. longer: of plans that differ in
+        ZeRO stage and buckets alone, by how much one was simulated to take longer than its bound, at least. Others: as above.
+    """
+
+    excess_bytes: Callable[[Plan], int]
+    judge: Callable[[Plan], float]
+    fits: Callable[[Plan], bool]
+    incumbents: Incumbents
+    late: list[Node] | None
+    spare: Allowance | None
+    tally: Tally = field(default_factory=Tally)
+    judged: list[JudgedPlan] = field(default_factory=list)
+    closest: Closest = field(default_factory=Closest)
+    passed: list[tuple[float, int]] = field(default_factory=list)
+    taken: int = 0
+    longer: dict[object, float] = field(default_factory=dict)
+    queue: list[tuple[bool, float, int, Node]] = field(default_factory=list)
+    number: Iterator[int] = field(default_factory=counter)
+
+    def open(self, nodes: Iterable[Node], most: float, singles: int) -> None:
+        """Open what could hold the best plan, as far as may be, and count what is left."""
+        for node in nodes:
+            self._push(node)
+        while self.queue:
+            node = self.queue[0][-1]
+            wanted = self._expected_s(node) < self.incumbents.bar_s
+            if wanted and self._is_over(node, most, singles):
+                break
+            heapq.heappop(self.queue)
+            if not wanted or (self.spare is None and self.taken >= most and not node.is_one):
+                self.passed.append((node.bound_s, node.size))
+                continue
+            self.taken += node.visits > 0
+            if self.spare is not None:
+                self.spare.open(node.visits)
+            try:
+                self._open(node)
+            except (PlanError, ScheduleError, CostError) as error:
+                self.tally.infeasible[str(error)] += node.size
+                if isinstance(error, CostError):
+                    self.tally.unpriced = self.tally.unpriced or error
+        self.tally.leave([*self.passed, *((node.bound_s, node.size) for *_, node in self.queue)], self.incumbents.bar_s)
+
+    def _push(self, node: Node, least_s: float = 0.0, *, at_once: bool = False) -> None:
+        """Put a part where its turn is, or aside. `least_s`: a bound of what it belongs to."""
+        own_s = max(node.bound_s, least_s)
+        if own_s > node.bound_s or (at_once and not node.at_once):
+            node = replace(node, bound_s=own_s, at_once=at_once or node.at_once)
+        if node.late and self.late is not None:
+            self.late.append(node)
+            return
+        first = node.fits and self.spare is not None and not self.incumbents.steps_s  # then the search knows when to stop
+        likely_s = 0.0 if first else own_s * (1 + DEAR if node.instead_of_one else 1)
+        heapq.heappush(self.queue, (not node.at_once, likely_s, next(self.number), node))
+
+    def _expected_s(self, node: Node) -> float:
+        """The bound of a part; of a single plan of a large problem what it would take if it exceeds its bound as others do."""
+        if self.spare is None or node.plan is None:
+            return node.bound_s
+        return node.bound_s * self.longer.get(_without_gathers(node.plan), 1.0)
+
+    def _is_over(self, node: Node, most: float, singles: int) -> bool:
+        """Whether nothing more is opened, of which `node` would be next."""
+        if self.spare is None:
+            return self.taken >= most + singles
+        # without a plan that fits the search of a large problem goes on for longer
+        known = bool(self.incumbents.steps_s) or self.incumbents.rival_s < float("inf")
+        return (self.taken >= most and known) or not (node.at_once or self.spare.lasts(known=known))
+
+    def _open(self, node: Node) -> None:
+        missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
+        if missing:
+            self.tally.too_large += node.size
+            self.closest.add(Closest(bounded=((missing, node),)))
+        elif node.opened is not None:
+            for part in node.opened():
+                self._push(part, node.bound_s, at_once=node.at_once)
+        else:
+            assert node.plan is not None
+            over = node.over_bytes or self.excess_bytes(node.plan)
+            if over:
+                self._stand_in(node, node.plan, over)
+            else:
+                self._judge(node, node.plan)
+
+    def _judge(self, node: Node, plan: Plan) -> None:
+        step_s = self.judge(plan)
+        if self.spare is not None:
+            self.spare.simulate(plan)
+            key, longer = _without_gathers(plan), step_s / node.bound_s if node.bound_s else 1.0
+            self.longer[key] = min(longer, self.longer.get(key, longer))
+        self.tally.simulated += 1
+        self.judged.append(JudgedPlan(plan=plan, step_s=step_s))
+        self.incumbents.steps_s[plan.program] = step_s
+
+    def _stand_in(self, node: Node, plan: Plan, over: float) -> None:
+        """Put what may be judged instead of a plan that does not fit safely where its turn is; judge it too if it may win."""
+        others = list(node.instead()) if node.instead is not None else []
+        others = [other for other in others if self.late is not None or not other.covered]
+        if not node.over_bytes and node.bound_s < self.incumbents.risky_bar_s and self.fits(plan):
+            self.judged.append(JudgedPlan(plan=plan, step_s=self.judge(plan), safe=False))
+            self.incumbents.risky_s = min(self.incumbents.risky_s, self.judged[-1].step_s)
+            self.tally.simulated += 1
+        else:
+            self.tally.too_large += all(other.late for other in others)
+        self.closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
+        for other in others:
+            self._push(other, node.bound_s, at_once=node.at_once)
+
+
+def _without_gathers(plan: Plan) -> object:
+    """Equal for plans that differ in ZeRO stage and bucket size alone, those that gather parameters (ZeRO 3) apart."""
+    return plan.without_zero(), plan.recompute, plan.segments, plan.zero_stage == ZERO_STAGES[-1]
 
 
 def _first_plan(node: Node) -> Plan | None:
@@ -433,29 +488,55 @@ class Members:
 
     def _outlines(self, mesh: Mesh) -> list[Node]:
         """The parts of one mesh: one per number of microbatches and order; of a large problem usual orders, the others late."""
-        problem = self.problem
-        least_s = device_bound_s(problem, mesh.size)
-        nodes = []
+        problem, nodes = self.problem, list[Node]()
+        least_s, counts = device_bound_s(problem, mesh.size), microbatch_counts(problem, mesh)
+        opened = []
         for order in orders(problem, mesh):
             usual = is_usual(problem, mesh, order)
-            if not usual and is_large(problem):
-                size = len(microbatch_counts(problem, mesh)) * self._ways(mesh)
-                nodes.append(Node(least_s, size, partial(self._by_counts, mesh, [order]), late=True))
+            if usual or not is_large(problem):
+                opened.append((order, usual))
                 continue
-            for count in microbatch_counts(problem, mesh):
+            size = len(counts) * self._ways(mesh)
+            nodes.append(Node(least_s, size, partial(self._by_counts, mesh, [order]), late=True))
+        figures = self._figures(mesh, counts, [order for order, _ in opened]) if opened else {}
+        for order, usual in opened:
+            for count in counts:
                 # of what is impossible or has no price neither is known: it says so when it is opened
-                bound_s, promise_s = 0.0, float("inf")
-                with contextlib.suppress(PlanError, ScheduleError, CostError):
-                    placements = next(iter(self._placed(mesh, count)))
-                    chain = chain_seconds(problem, mesh, count, placements)
-                    outline_s = outline_bound_s(problem, mesh, count, order, chain)
-                    bound_s, promise_s = outline_s, estimated_s(problem, mesh, count, order, placements, chain)
+                bound_s, promise_s = figures.get((count, order), (0.0, float("inf")))
                 bound_s = max(least_s, bound_s)
-                missing = partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False)
-                opened = self._opening(mesh, count, [order], bound_s)
-                node = Node(bound_s, self._ways(mesh), opened, missing_bytes=missing, visits=LOOKED_AT, promise_s=promise_s)
-                nodes.append(replace(node, usual=usual))
+                node = Node(
+                    bound_s,
+                    self._ways(mesh),
+                    self._opening(mesh, count, [order], bound_s),
+                    missing_bytes=partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False),
+                    visits=LOOKED_AT,
+                    promise_s=promise_s,
+                    usual=usual,
+                )
+                nodes.append(node)
         return nodes
+
+    def _figures(
+        self, mesh: Mesh, counts: Sequence[int], some: Sequence[OrderAndChunks]
+    ) -> dict[tuple[int, OrderAndChunks], tuple[float, float]]:
+        """By outline its bound and its estimate, in seconds, of those that are known."""
+        known = []
+        for count in counts:
+            with contextlib.suppress(PlanError, ScheduleError, CostError):
+                placements = next(iter(self._placed(mesh, count)))
+                known.append((count, placements, chain_seconds(self.problem, mesh, count, placements)))
+        if not known:
+            return {}
+        priced, placements_of, chains = zip(*known, strict=True)
+        promised = np.full((len(known), len(some)), float("inf"))
+        with contextlib.suppress(PlanError, ScheduleError, CostError):
+            promised = estimated_s(self.problem, mesh, priced, some, placements_of, chains)
+        figures = {}
+        for row, (count, chain) in enumerate(zip(priced, chains, strict=True)):
+            for column, order in enumerate(some):
+                bound_s = outline_bound_s(self.problem, mesh, count, order, chain)
+                figures[count, order] = bound_s, max(bound_s, float(promised[row, column]))
+        return figures
 
     def _by_counts(self, mesh: Mesh, every: Sequence[OrderAndChunks]) -> list[Node]:
         """The parts with some pipeline orders."""
@@ -556,8 +637,8 @@ class Members:
         """Combinations of ZeRO stages and bucket sizes."""
         if mesh.copies * mesh.tp == 1:
             return 1
-        stages = 1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES) - mesh.least_zero_stage
-        return len(self._sizes) * stages
+        fixed = isinstance(self.problem.zero_stage, int)
+        return len(self._sizes) * sum(fixed or stage >= mesh.least_zero_stage for stage in self.problem.zero_stages)
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
@@ -724,8 +805,8 @@ class Members:
 FEWEST_OF_A_FAMILY = 3
 """Outlines of a family that are opened, whatever is left to spend, until one has a plan that fits: an answer shows it."""
 
-UNLIKELY = 0.1
-"""Of the best step so far: an outline whose estimate is so much longer is not opened."""
+UNLIKELY = 0.05
+"""Of an estimate, how much too short it may be: an outline whose estimate is so much above the best step is not opened."""
 
 
 def open_one_by_one(
@@ -748,6 +829,7 @@ def open_one_by_one(
     queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
     opened_of: Counter[str] = Counter()
+    longer: dict[str, float] = {}  # by family, how much longer than their estimates its best plans took, at least
     for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
         family = owners[name]
         if family is not together and rivals:
@@ -756,13 +838,18 @@ def open_one_by_one(
         if node.late:
             opened(name, [node], family)  # puts it aside
             continue
-        unlikely = node.promise_s > (1 + UNLIKELY) * family.best_s
+        lost = family.rival_s < family.best_s
+        likely_s = node.promise_s * longer.get(name, 1.0)
+        unlikely = likely_s > (family.bar_s if lost else (1 + UNLIKELY) * family.best_s)
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
         opened_of[name] += 1
         tell(name, len(queue) - opened_of.total(), together.best_s)
+        before_s = family.best_s
         opened(name, [node], family)
+        if family.best_s < before_s:
+            longer[name] = max(1.0, min(family.best_s / node.promise_s, longer.get(name, 1 + UNLIKELY)))
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()

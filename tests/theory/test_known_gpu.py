@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,20 +72,20 @@ def kernel_of(launch: Launch) -> Launch:
     if launch.kind == "matmul":
         rows, columns, depth, problems = s["rows"], s["columns"], s["depth"], s["problems"]
         moved = HALF_BYTES * problems * (rows * columns + rows * depth + columns * depth)
-        return replace(launch, flop=2 * problems * rows * columns * depth, size_bytes=moved)
+        return launch._replace(flop=2 * problems * rows * columns * depth, size_bytes=moved)
     if launch.kind == "convolution":
         weights = s["groups"] * s["inputs"] * s["outputs"] * s["taps"]
         arrays = s["images"] * s["groups"] * (s["inputs"] * s["pixels_in"] + s["outputs"] * s["pixels_out"])
         flop, strided = 2 * s["images"] * s["pixels_out"] * weights, s["pixels_in"] > s["pixels_out"]
-        return replace(launch, flop=flop, size_bytes=HALF_BYTES * (arrays + weights), strided=strided)
+        return launch._replace(flop=flop, size_bytes=HALF_BYTES * (arrays + weights), strided=strided)
     if launch.kind == "attention":
         flop = 4 * s["problems"] * s["queries"] * s["keys"] * s["depth"] * (0.5 if launch.function == "causal" else 1.0)
         moved = 2 * HALF_BYTES * s["problems"] * (s["queries"] + s["keys"]) * s["depth"]
-        return replace(launch, flop=2.5 * flop if backward else flop, size_bytes=2 * moved if backward else moved)
+        return launch._replace(flop=2.5 * flop if backward else flop, size_bytes=2 * moved if backward else moved)
     if launch.kind == "embedding":
-        return replace(launch, size_bytes=2 * HALF_BYTES * s["rows"] * s["width"])
+        return launch._replace(size_bytes=2 * HALF_BYTES * s["rows"] * s["width"])
     arrays = PASSES.get(launch.function, (2.0, 3.0))[backward]
-    return replace(launch, size_bytes=HALF_BYTES * arrays * s["elements"])
+    return launch._replace(size_bytes=HALF_BYTES * arrays * s["elements"])
 
 
 class KnownGpu:

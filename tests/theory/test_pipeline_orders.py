@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from parsim.errors import DeadlockError, PlanError
 from parsim.plans.pipeline import (
     PIPELINE_ORDERS,
-    Action,
     check_actions,
     check_order,
+    check_torch_schedule,
     in_flight,
     moments,
     parse_action,
@@ -151,8 +151,65 @@ def torch_actions(order: str, schedule: str, ranks: int, microbatches: int, chun
             self.stage_index_to_group_rank = dict(enumerate(places))
 
     Numbers.__abstractmethods__ = frozenset()  # those are for running it
-    made = getattr(schedules, schedule)([Numbers(stage) for stage in stages_by_rank(order, ranks, chunks)[0]], microbatches)
-    return [[str(action) for action in made.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+    own = [Numbers(stage) for stage in stages_by_rank(order, ranks, chunks)[0]]
+    single = issubclass(made := getattr(schedules, schedule), schedules.PipelineScheduleSingle)
+    scheduled = made(own[0] if single else own, microbatches)
+    listed = scheduled._get_pipeline_order() if single else scheduled.pipeline_order
+    texts = [[str(action) for action in listed[rank] if action is not None] for rank in range(ranks)]
+    return [[text for text in own if "REDUCE" not in text] for own in texts]
+
+
+TORCHS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zero-bubble-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+
+
+def most_held(actions: Sequence[str]) -> int:
+    """The most forwards of torch's actions whose backward has not ended; halves for inputs free nothing yet."""
+    held = most = 0
+    for part in (part for action in actions for part in re.findall(r"\d+([FBIW])\d+", action)):
+        held += {"F": 1, "I": 0}.get(part, -1)
+        most = max(most, held)
+    return most
+
+
+@WITH_TORCH
+@pytest.mark.parametrize("order", sorted(TORCHS))
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 10), (3, 12)])
+def test_memory_in_flight_is_that_of_torchs_list(order: str, ranks: int, microbatches: int) -> None:
+    """torch 2.13. A pair of DualPipeV counts as its two actions, one after the other."""
+    chunks = chunks_of(order)[-1] if PIPELINE_ORDERS[order].most_chunks is not None else 2
+    theirs = torch_actions(order, TORCHS[order], ranks, microbatches, chunks)
+    assert [most_held(own) for own in theirs] == [in_flight(order, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+
+
+def test_interleaved_1f1b_holds_more_with_6_microbatches_than_with_8() -> None:
+    """6 do not divide into rounds of 4: one round of 6 has a longer first phase (torch 2.13, findings/interleaved_memory)."""
+    held = {count: [in_flight("interleaved", rank, 4, count, 2) for rank in range(4)] for count in (6, 8)}
+    assert held == {6: [12, 11, 9, 7], 8: [11, 9, 7, 5]}
+
+
+@WITH_TORCH
+@pytest.mark.parametrize("order", sorted(TORCHS))
+def test_what_torch_refuses_is_what_the_rule_refuses(order: str) -> None:
+    """torch 2.13: its constructors raise ValueError exactly where `check_torch_schedule` raises."""
+    refused = []
+    for ranks, microbatches in itertools.product((2, 3, 4), range(1, 12)):
+        chunks = chunks_of(order)[-1]
+        try:
+            torch_actions(order, TORCHS[order], ranks, microbatches, chunks)
+        except ValueError:
+            refused.append((ranks, microbatches))
+            with pytest.raises(PlanError, match="torch's schedule"):
+                check_torch_schedule(order, ranks, microbatches, chunks)
+        else:
+            check_torch_schedule(order, ranks, microbatches, chunks)
+    assert bool(refused) == (order not in ("gpipe", "zero-bubble-v"))
 
 
 @WITH_TORCH
@@ -211,18 +268,13 @@ def test_orders_in_a_v_end_and_hold_so_many_chunks(order: str, more: int, ranks:
 
 
 @WITH_TORCH
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (4, 8), (4, 3), (8, 16)])
-def test_1f1b_is_what_torch_lists_with_its_warm_up(ranks: int, microbatches: int) -> None:
-    """Schedule1F1B keeps no list of actions; the function that lists those of its relatives does so with its warm-up."""
-    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
-
-    for rank in range(ranks):
-        warm_up = min(microbatches, ranks - 1 - rank)
-        steady = microbatches - warm_up
-
-        def stage(step: int, rank: int = rank) -> int:
-            return rank
-
-        theirs = _get_1f1b_rank_ops(1, ranks, warm_up, steady, warm_up, rank, stage, stage)
-        ours: Sequence[Action] = pipeline_actions("1f1b", rank, ranks, microbatches)
-        assert list(map(str, ours)) == [str(action) for action in theirs if action is not None]
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 5), (8, 16)])
+def test_orders_of_one_stage_per_rank_are_torchs_own(order: str, ranks: int, microbatches: int) -> None:
+    """torch 2.13 numbers the forwards of the last stage of 1F1B from 1 in its list (`_get_pipeline_order`), and runs them from
+    0 (`_step_microbatches`); the list is for pictures."""
+    theirs = torch_actions(order, TORCHS[order], ranks, microbatches, 1)
+    if order == "1f1b":
+        assert [own for own in theirs[-1] if "F" in own] == [f"{ranks - 1}F{number + 1}" for number in range(microbatches)]
+        theirs[-1] = [re.sub(r"F(\d+)", lambda found: f"F{int(found[1]) - 1}", own) for own in theirs[-1]]
+    assert theirs == [list(map(str, pipeline_actions(order, rank, ranks, microbatches))) for rank in range(ranks)]

@@ -21,7 +21,8 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import custom_plan
 from parsim.search.families import FAMILIES
 from parsim.search.recompute import recomputed_to_fit
-from parsim.search.search import most_frequent, search
+from parsim.search.search import _rows, most_frequent, search
+from parsim.search.tree import TIE, JudgedPlan
 from parsim.work import Compute, Phase
 from tests.machines import machine
 from tests.models import chain_model
@@ -94,6 +95,26 @@ def test_candidates_are_ranked_bounded_and_told_why_they_lost() -> None:
         assert loser.result.lower_bound_s <= loser.result.step_s.median
     for entry in found.candidates:
         assert entry.result.step_s.p05 <= entry.result.step_s.median <= entry.result.step_s.p95
+
+
+def test_every_row_is_the_simplest_plan_that_ties_with_the_fastest_of_its_family() -> None:
+    """The row of a family that lost, too: it is what the family is recommended with where it is asked for alone."""
+    question = problem(4)
+    dp, hp = (custom_plan(question, mesh) for mesh in (Mesh(dp=4), Mesh(pp=2, dp=2)))
+    steps = {
+        replace(plan, strategy=name, zero_stage=stage): base * (1 if stage else 1 + TIE / 2)
+        for name, plan, base in (("dp", dp, 1.0), ("hp", hp, 2.0))
+        for stage in (0, 1)
+    }
+    judged = [JudgedPlan(plan=plan, step_s=step_s) for plan, step_s in steps.items()]
+    rows = _rows(question, judged, lambda _: float("inf"), mixes=True, top=None)
+    assert {entry.plan.strategy: (entry.plan.zero_stage, entry.step_s) for entry in rows.shown} == {
+        "adaptive": (1, 1.0),
+        "dp": (0, 1 + TIE / 2),
+        "hp": (0, 2 + TIE),
+    }
+    assert (rows.fastest.plan.zero_stage, rows.simplest.plan.zero_stage) == (1, 0)
+    assert rows.riskier is None
 
 
 def test_where_replicas_do_not_fit_a_pipeline_is_chosen_and_the_reason_names_rank_and_line() -> None:

@@ -46,6 +46,8 @@ CUSTOM = ("plan.strategy=custom", "plan.mesh.dp=4")
 READ = ("plan.strategy=x/plan.json",)
 PLACED = ("plan.strategy=custom", "plan.mesh.tp=4")
 
+COMPOSER, MEGATRON = "software.framework=composer", "software.framework=megatron"
+
 EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     # names
     (("training.optimzer=adam",), ("training.optimzer", "'adam'", "did you mean optimizer")),
@@ -110,6 +112,10 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.pin={ head = 'place' }",), ("plan.pin.'head'", "'place'", "cannot read placement")),
     (("plan.forbid={ head = ['replicat'] }",), ("plan.forbid.'head'", "'replicat'", "did you mean replicate")),
     (("plan.forbid={ head = 'batch' }",), ("plan.forbid.head", "'batch'", "a list", "for example forbid = ")),
+    (("training.shards=labels",), ("training.shards", "'labels'", "did you mean label_sorted")),
+    (("training.shards=dirichlet:0",), ("training.shards", "dirichlet:0", "concentration must be > 0")),
+    (("training.shards=iid:3",), ("training.shards", "iid takes no number")),
+    (("training.shards=[700, 0]",), ("training.shards", "a replica without samples")),
     # what does not go together
     (("training.master_weights=true",), ("training.master_weights", "bf16")),
     (("training.state_dtype=int4",), ("training.state_dtype", "'int4'", "fp8")),
@@ -125,6 +131,16 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.strategy=custom",), ('plan.strategy = "custom"', "needs plan.mesh")),
     (("plan.mesh.tp=3",), ("tp (3)", "devices (4)", "2 or 4", "devices = 6")),
     (("plan.strategy=custom", "plan.mesh.pp=3"), ("pp (3) * dp (1) * tp (1) = 3", "devices (4)", "devices = 3")),
+    (("plan.mesh.etp=2",), ("unknown key plan.mesh.etp", "over the ranks of mesh.tp", "set mesh.tp = 1")),
+    (("plan.mesh.pp=2", COMPOSER), ("plan.mesh.pp = 2", "software.framework = 'composer'", "have dp alone", "drop one")),
+    (("plan.zero_stage=1", COMPOSER), ("plan.zero_stage = 1", "'composer'", "0 or 2 or 3 alone", "drop one")),
+    (("software.dispatcher=deepep", COMPOSER), ("software.dispatcher = 'deepep'", "'composer'", "share experts", "drop one")),
+    (("software.compiled=true", COMPOSER), ("software.compiled = true", "'composer'", "drop compiled")),
+    (("plan.pipeline_order=gpipe", MEGATRON), ("plan.pipeline_order = 'gpipe'", "'megatron'", "1f1b, interleaved alone")),
+    (("plan.tensor_backward_overlap=true", MEGATRON), ("tensor_backward_overlap", "'megatron'", "plan.tensor_overlap = false")),
+    (("plan.tensor_overlap=true", "plan.sequence_parallel=false"), ("tensor_overlap", "sequence_parallel = false", "drop one")),
+    (("plan.gather_ahead=true", "plan.zero_stage=3"), ("plan.gather_ahead", "zero_stage = 1", "zero_stage = 3")),
+    (("plan.backward_prefetch=false", "plan.zero_stage=1"), ("plan.backward_prefetch", "zero_stage = 3", "zero_stage = 1")),
     # how an edit is written
     (("seed=3",), ("--set 'seed=3'", "section.key=value")),
     (("training.seed",), ("--set 'training.seed'", "section.key=value")),

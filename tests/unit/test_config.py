@@ -75,10 +75,10 @@ def test_another_strategy_on_the_command_line_replaces_a_plan_written_by_hand() 
 
 def test_constraints_of_a_search_stay_under_another_strategy() -> None:
     text = BASE + "[plan]\nmesh = { pp = 2 }\nmicrobatches = 4\nzero_stage = 1\n"
-    assert constraints_of(parse_config(text).plan) == PlanConstraints(pp=2, microbatches=4)
-    searched = parse_config(text, ["plan.strategy=hp"]).plan
+    assert constraints_of(parse_config(text)) == PlanConstraints(pp=2, microbatches=4)
+    searched = parse_config(text, ["plan.strategy=hp"])
     assert constraints_of(searched) == PlanConstraints(pp=2, microbatches=4)
-    assert searched.zero_stage == 1
+    assert searched.plan.zero_stage == 1
 
 
 def test_another_strategy_drops_what_steers_an_adaptive_search_unless_it_is_adaptive() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -162,3 +163,18 @@ def test_a_norm_that_overflows_is_seen(size: float, is_clipped: bool) -> None:
         assert float(torch.cat(gradients).norm()) == pytest.approx(1.0, rel=1e-6)
     else:
         assert all(bool(gradient.isnan().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("type_", "size", "theirs"),
+    [(torch.float16, 4000.0, 56576.0), (torch.float16, 8000.0, math.inf), (torch.bfloat16, 8000.0, 113152.0)],
+)
+def test_norms_of_half_precision_are_not_rounded_or_lost(type_: torch.dtype, size: float, theirs: float) -> None:
+    """torch 2.13 keeps the norm in the type of the gradients: fp16 ends at 65,504, and bf16 rounds to 8 bits."""
+    gradients = [torch.full((100,), size, dtype=type_) for _ in range(2)]
+    exact = size * math.sqrt(200)
+    assert float(torch.nn.utils.get_total_norm(gradients)) == theirs != pytest.approx(exact, rel=1e-5)
+    norm = squared_norm(gradients, torch.device("cpu")).sqrt()
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    scale_to_norm(gradients, norm, 1000.0)
+    assert float(torch.cat(gradients).double().norm()) == pytest.approx(1000.0, rel=5e-3)

@@ -18,8 +18,9 @@ from parsim.app.load import cluster_of
 from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.compute.formula import KernelModel, kernel_roofline_s
-from parsim.costs.compute.launches import Launch, element_bytes, product_sizes
+from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
+from parsim.costs.compute.launches import ComputeRequest, Launch, element_bytes, product_sizes
+from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, ProfileError
 from parsim.formats.source import gpu_named
 from parsim.hardware.cluster import cluster_from_profile
@@ -28,7 +29,11 @@ from parsim.hardware.network import load_network, parse_network, shipped_network
 from parsim.hardware.parts import ALIASES, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
 from parsim.hardware.profile import parse_profile
 from parsim.hardware.records import to_text
-from parsim.work import Collective
+from parsim.model.catalogue.names import shape_of
+from parsim.model.catalogue.sublayers import SamplePart, Software
+from parsim.model.catalogue.transformer import transformer
+from parsim.model.component import Component, Operator
+from parsim.work import Collective, Phase
 
 GIB = 2**30
 
@@ -38,6 +43,12 @@ def model_of(gpu: str, precision: str) -> KernelModel:
     profile = profile_from_parts(gpu, 1)
     device = cluster_from_profile(profile).devices[0].type
     return KernelModel(profile, device, precision)
+
+
+def priced_alone(gpu: str, precision: str, request: ComputeRequest) -> Estimate:
+    """By a model that has priced nothing before."""
+    warm = model_of(gpu, precision)
+    return KernelModel(warm.profile, warm.device, precision).estimate(request)
 
 
 def product(rows: int, columns: int, depth: int, problems: int = 1, precision: str = "amp_bf16", *, low: bool = True) -> Launch:
@@ -129,7 +140,7 @@ def test_fused_attention_grows_and_keeps_the_roofline(
     assert seconds >= kernel_roofline_s(kernel, model.device, "amp_fp16")
     assert model.price(attention(sequence + more, depth, problems, causal, backward)).seconds >= seconds * (1 - 1e-12)
     assert model.price(attention(sequence, depth, problems + 1, causal, backward)).seconds >= seconds * (1 - 1e-12)
-    unmasked = model.price(replace(attention(sequence, depth, problems, False, backward))).seconds
+    unmasked = model.price(attention(sequence, depth, problems, False, backward)).seconds
     assert unmasked >= seconds * (1 - 1e-12), "a mask never makes it slower"
 
 
@@ -404,3 +415,57 @@ def test_an_h800_is_near_what_was_published_of_it(precision: str, seconds: float
     """8192 cubed by a tuned kernel (tile-ai/tilelang, benchmark/matmul and benchmark/matmul_fp8); no fit has seen it."""
     found = model_of("h800-sxm", precision).price(product(8192, 8192, 8192, precision=precision))
     assert found.seconds == pytest.approx(seconds, rel=0.2)
+
+
+# --- operators that are the same are priced once ----------------------------------------------------------------------
+
+CONVOLUTION = Operator(
+    kind="convolution",
+    shape=(
+        *(("c", 64), ("h", 28), ("w", 28), ("k", 128), ("r", 3), ("s", 3), ("groups", 1)),
+        *(("out_h", 14), ("out_w", 14), ("stride_h", 2), ("stride_w", 2)),
+    ),
+    batch="batch",
+    forward_flop=2.0 * 64 * 9 * 128 * 14 * 14,
+    activation_bytes=4 * (64 * 28 * 28 + 128 * 14 * 14),
+    parameter_bytes=4 * 64 * 9 * 128,
+)
+PASS = Operator(
+    kind="memory_bound",
+    shape=(("elements", 128 * 14 * 14),),
+    batch="batch",
+    forward_flop=128.0 * 14 * 14,
+    activation_bytes=8 * 128 * 14 * 14,
+    parameter_bytes=0,
+    function="relu",
+)
+BLOCK = transformer(
+    replace(shape_of("gpt2-xl", {}), layers=1), Software(flash=False), SamplePart(tokens=64, context=64), "layer"
+).components[1]
+FUSED = replace(BLOCK.operators[0], kind="attention", shape=(("heads", 8), ("q", 64), ("kv", 64), ("d", 64)), batch="batch")
+OPERATORS = tuple(
+    dict.fromkeys(
+        (*BLOCK.operators, FUSED, CONVOLUTION, PASS, *(replace(PASS, function=name) for name in ("bernoulli_", "mul")))
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    some=st.lists(st.sampled_from(OPERATORS), min_size=1, max_size=6),
+    phase=st.sampled_from([Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]),
+    samples=st.integers(1, 3),
+    input_gradient=st.booleans(),
+    on=st.sampled_from(
+        [("v100-sxm-32gb", "amp_fp16"), ("v100-sxm-32gb", "fp32"), ("h100-sxm", "bf16"), ("h100-sxm", "amp_bf16")]
+    ),
+)
+def test_what_a_model_has_priced_before_changes_no_price(
+    some: list[Operator], phase: Phase, samples: int, input_gradient: bool, on: tuple[str, str]
+) -> None:
+    component = Component(name="drawn", inputs=("input:0",), outputs=("drawn:0",), operators=tuple(some))
+    request = ComputeRequest(component=component, phase=phase, samples=samples, input_gradient=input_gradient)
+    model = model_of(*on)
+    assert model.estimate(request) == priced_alone(*on, request)
+    kernels = component_kernels(request, on[1], "cuda", fused_attention=model._fuses_attention)
+    assert model.seconds(request) == sum(model.price(kernel).seconds for kernel in kernels)

@@ -100,6 +100,53 @@ def test_a_plan_has_one_price_whether_it_is_found_or_stated(framework: str, cons
     assert all(getattr(made, key) == getattr(row, key) for key in SWITCHES)
 
 
+@pytest.mark.parametrize(
+    ("framework", "mesh", "axes", "stages", "orders"),
+    [
+        ("composer", {}, {"dp"}, {0, 2, 3}, {"1f1b"}),
+        ("megatron", {"pp": 2, "tp": 2, "dp": 2}, {"dp", "pp", "tp"}, {0, 1, 2, 3}, {"1f1b", "interleaved"}),
+    ],
+)
+def test_a_search_proposes_what_the_framework_runs(
+    framework: str, mesh: dict[str, int], axes: set[str], stages: set[int], orders: set[str]
+) -> None:
+    keys: dict[str, Any] = {"model.args.layers": 4, "model.args.seq": 512, "plan.microbatches": 4, "plan.mesh": mesh}
+    keys["software.framework"] = framework
+    answer = parsim.plan("gpt3-1.3b", cluster="8xa100-sxm-80gb", global_batch=32, settings=keys)
+    plans = [candidate.plan for candidate in answer.candidates]
+    assert {axis for made in plans for axis in ("dp", "pp", "tp", "cp", "ep") if getattr(made.mesh, axis) > 1} <= axes
+    assert {made.zero_stage for made in plans} <= stages
+    assert {made.pipeline_order for made in plans} <= orders
+    assert not any(made.mixes_placements for made in plans)
+    assert f"since {framework} does not run it" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"plan.mesh": {"pp": 4}, "software.framework": "composer"},
+            r"plan.mesh.pp = 4 and .* 'composer', whose plans have",
+        ),
+        (
+            {"plan.zero_stage": 3, "software.framework": "ddp"},
+            r"plan.zero_stage = 3 and .* 'ddp', which has zero_stage 0 alone",
+        ),
+        (
+            {"plan.zero_stage": 1, "software.framework": "megatron", "software.year": 2020},
+            r"plan.zero_stage = 1 and .* 'megatron' in 2020, which has zero_stage 0 alone",
+        ),
+        (
+            {"plan.pipeline_order": "gpipe", "software.framework": "megatron"},
+            r"plan.pipeline_order = 'gpipe' and .* 'megatron', which has 1f1b, interleaved alone",
+        ),
+    ],
+)
+def test_what_a_framework_does_not_run_is_refused_with_both_keys(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        question_of("gpt3-1.3b", cluster="8xa100-sxm-80gb", global_batch=32, settings=keys)
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_version_names_kernels_that_exist_and_a_source(name: str) -> None:
     row = FRAMEWORKS[name]
@@ -144,7 +191,7 @@ def test_what_the_model_states_counts_more_than_the_framework() -> None:
 
 def test_an_unknown_framework_is_among_what_was_assumed() -> None:
     assert taken_defaults(question())["software.framework"] == "unknown"
-    assert "software.framework" not in taken_defaults(question(software__framework="fsdp"))
+    assert "software.framework" not in taken_defaults(question(software__framework="nemo"))
 
 
 RUN = '[model]\nname = "{}"\n[cluster]\ngpu = "h100-sxm"\n[training]\nglobal_batch = 64\n[software]\n{}\n'

@@ -67,7 +67,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -84,6 +84,7 @@ from parsim.costs.compute.launches import (
     Lowering,
     element_bytes,
     launches_of,
+    operator_launches,
     operator_times,
     unfused_attention,
     unfused_attention_backward,
@@ -422,6 +423,16 @@ class KernelPrice(NamedTuple):
     outside: bool
 
 
+class PricedLaunch(NamedTuple):
+    """Attributes: kind, phase: `fit_key` of the launch. least_s: of all occurrences, by arithmetic and memory, where asked."""
+
+    launch: Launch
+    kind: str
+    phase: str
+    price: KernelPrice
+    least_s: float
+
+
 @dataclass(frozen=True)
 class KernelModel:
     """An `OperatorModel` by the formulas of this module."""
@@ -432,7 +443,7 @@ class KernelModel:
 
     def seconds(self, request: ComputeRequest) -> float:
         """Seconds without the efficiency of whole models; a roofline also serves profiles without published peaks."""
-        return sum(self.price(launch).seconds for launch in self._launches(request))
+        return sum(priced.price.seconds for priced in self._launches(request))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
         """One term per kind of operator and source, then the efficiency. Raises CostError for an operator without a price."""
@@ -443,11 +454,9 @@ class KernelModel:
         spreads: dict[str, float] = {}
         total = outside_s = 0.0
         launches = self._launches(request)
-        for launch in launches:
-            kind, phase = fit_key(launch)
+        for launch, kind, phase, (seconds, sigma, source, outside), _ in launches:
             if not self.has_published_peaks and self._fit_of(launch) is None:
                 raise CostError(self._unknown(request, f"{kind} {phase}"))
-            seconds, sigma, source, outside = self.price(launch)
             numbers = sums.setdefault((kind, source), [0.0, 0.0, 0.0, 0.0])
             total += seconds
             numbers[0] += seconds
@@ -464,10 +473,8 @@ class KernelModel:
             by_source[source] = by_source.get(source, 0.0) + seconds
         efficiency, spread = self.efficiency
         shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
-        if efficiency and efficiency[0].value > 1:  # whole models were faster than their kernels
-            least_s = sum(
-                launch.count * kernel_roofline_s(launch, self.device, self._precision_of(launch)) for launch in launches
-            )
+        if self._may_undercut:
+            least_s = sum(priced.least_s for priced in launches)
             efficiency = (*efficiency, Term("roofline", "at least", least_s, "published"))
         host_s = 0.0 if self.profile.host is None else self.profile.host.launch_s
         return Estimate.of(
@@ -488,16 +495,7 @@ class KernelModel:
         return float(products * each * sum(experts))
 
     def price(self, launch: Launch) -> KernelPrice:
-        """By the fit of its kind and phase, else by the roofline. Equal launches are priced once."""
-        if launch not in self._priced:
-            self._priced[launch] = self._price(launch)
-        return self._priced[launch]
-
-    @cached_property
-    def _priced(self) -> dict[Launch, KernelPrice]:
-        return {}
-
-    def _price(self, launch: Launch) -> KernelPrice:
+        """By the fit of its kind and phase, else by the roofline."""
         fit, precision = self._fit_of(launch), self._precision_of(launch)
         memory_bound = fit_key(launch)[0] == "memory_bound"
         peak = peak_of(launch, self.device, precision)
@@ -574,10 +572,40 @@ class KernelModel:
                 fits.setdefault((fit.kind, fit.phase, fit.precision), fit)
         return fits
 
-    def _launches(self, request: ComputeRequest) -> tuple[Launch, ...]:
-        attention = operator_precision(self.precision, "attention")
-        fused = all(("attention", phase, attention) in self._fits for phase in ("forward", "backward"))
-        return component_kernels(request, self.precision, self.device.kind, fused_attention=fused)
+    def _launches(self, request: ComputeRequest) -> list[PricedLaunch]:
+        """Those of `component_kernels`. Operators that are the same are lowered and priced once."""
+        operators, lowering = _lowered(request.component.operators, self.device.kind, self._fuses_attention)
+        known = self._priced.setdefault((request.phase, request.samples, lowering), {})
+        launches: list[PricedLaunch] = []
+        for number, operator in enumerate(operators):
+            key = operator, request.input_gradient or number > 0
+            if key not in known:
+                made = operator_launches(
+                    operator, request.phase, request.samples, self.precision, lowering, input_gradient=key[1]
+                )
+                known[key] = tuple([self._priced_launch(launch) for launch in made if launch.function != BIAS_GRADIENT])
+            launches += known[key]
+        return launches
+
+    def _priced_launch(self, launch: Launch) -> PricedLaunch:
+        least_s = kernel_roofline_s(launch, self.device, self._precision_of(launch)) if self._may_undercut else 0.0
+        return PricedLaunch(launch, *fit_key(launch), self.price(launch), launch.count * least_s)
+
+    @cached_property
+    def _may_undercut(self) -> bool:
+        """Whether whole models were faster than their kernels: then the roofline bounds their price."""
+        terms, _ = self.efficiency
+        return bool(terms) and terms[0].value > 1
+
+    @cached_property
+    def _priced(self) -> dict[tuple[Phase, int, Lowering], dict[tuple[Operator, bool], tuple[PricedLaunch, ...]]]:
+        """By operator, and by whether something asks for the gradient of its input."""
+        return {}
+
+    @cached_property
+    def _fuses_attention(self) -> bool:
+        precision = operator_precision(self.precision, "attention")
+        return all(("attention", phase, precision) in self._fits for phase in ("forward", "backward"))
 
     def _unknown(self, request: ComputeRequest, kind: str) -> str:
         precisions = ", ".join(sorted(self.device.peak_flop_per_s)) or "none"
@@ -633,23 +661,33 @@ def component_kernels(
         device_kind: a key of `DEVICE_KINDS`.
         fused_attention: attention that was traced as one operator is one launch; else its products and passes over the scores.
     """
-    operators, lowering = request.component.operators, AS_TRACED
-    if DEVICE_KINDS[device_kind].cuda_launches:
-        operators = cuda_operators(operators)
-        lowering = cuda_lowering(operators)
-    if not fused_attention:
-        others = lowering
-
-        def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
-            lower = unfused_attention if operator.kind == "attention" else others.forward
-            return lower(operator, samples, precision)
-
-        def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
-            lower = unfused_attention_backward if operator.kind == "attention" else others.backward
-            return lower(operator, samples, precision, input_gradient=input_gradient)
-
-        lowering = Lowering(forward, backward)
+    operators, lowering = _lowered(request.component.operators, device_kind, fused_attention)
     launches = launches_of(
         operators, request.phase, request.samples, precision, lowering, input_gradient=request.input_gradient
     )
     return tuple(launch for launch in launches if launch.function != BIAS_GRADIENT)
+
+
+@lru_cache(maxsize=4096)
+def _lowered(operators: tuple[Operator, ...], device_kind: str, fused_attention: bool) -> tuple[tuple[Operator, ...], Lowering]:
+    """The operators that a kind of device launches, and how."""
+    lowering = AS_TRACED
+    if DEVICE_KINDS[device_kind].cuda_launches:
+        operators = cuda_operators(operators)
+        lowering = cuda_lowering(operators)
+    return operators, lowering if fused_attention else _unfused(lowering)
+
+
+@cache
+def _unfused(fused: Lowering) -> Lowering:
+    """A lowering whose attention that was traced as one operator is its products and passes over the scores."""
+
+    def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
+        lower = unfused_attention if operator.kind == "attention" else fused.forward
+        return lower(operator, samples, precision)
+
+    def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
+        lower = unfused_attention_backward if operator.kind == "attention" else fused.backward
+        return lower(operator, samples, precision, input_gradient=input_gradient)
+
+    return Lowering(forward, backward)

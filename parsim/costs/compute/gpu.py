@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from parsim.costs.compute.launches import (
     AS_TRACED,
@@ -149,7 +149,7 @@ def cuda_forward(operator: Operator, samples: int, precision: str, *, full_strea
     if passes is not None:
         return _passes(launch, operator, samples, precision, passes, passes.forward)
     if full_stream and _is_autocast(precision) and _is_residual(operator):
-        return (replace(launch, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
+        return (launch._replace(size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
     return (launch,)
 
 
@@ -170,7 +170,7 @@ def cuda_backward(
         return (), ()
     passes = PASSES.get(operator.function)
     if passes is not None:
-        launches = _passes(replace(forward, phase="backward"), operator, samples, precision, passes, passes.backward)
+        launches = _passes(forward._replace(phase="backward"), operator, samples, precision, passes, passes.backward)
     elif operator.function in LIKE_FORWARD:
         launches = (forward,)
     elif operator.function not in ("add", "add_"):
@@ -178,7 +178,7 @@ def cuda_backward(
     elif not _is_residual(operator):
         launches = ()
     elif full_stream and _is_autocast(precision):
-        launches = (replace(forward, size_bytes=(3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)),)
+        launches = (forward._replace(size_bytes=(3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)),)
     else:
         launches = (forward,)
     return ((), launches) if operator.gradients == "weight" else (launches, ())
@@ -186,7 +186,11 @@ def cuda_backward(
 
 def cuda_lowering(operators: Sequence[Operator]) -> Lowering:
     """How a GPU launches the operators of one component, whose residuals a layer (or group) norm makes fp32 under autocast."""
-    full_stream = any(operator.function in STREAM_NORMS for operator in operators)
+    return _cuda_lowering(any(operator.function in STREAM_NORMS for operator in operators))
+
+
+@cache
+def _cuda_lowering(full_stream: bool) -> Lowering:
     return Lowering(partial(cuda_forward, full_stream=full_stream), partial(cuda_backward, full_stream=full_stream))
 
 
@@ -241,7 +245,7 @@ def _with_casts(
     if cuda and uniform and uniform[0].size_bytes:
         ratio = cuda[0].size_bytes / uniform[0].size_bytes
         launches = tuple(
-            replace(launch, sizes=tuple((name, size * ratio if name == "elements" else size) for name, size in launch.sizes))
+            launch._replace(sizes=tuple((name, size * ratio if name == "elements" else size) for name, size in launch.sizes))
             for launch in launches
         )
     return (*launches, *cuda[len(uniform) :])
@@ -275,7 +279,7 @@ def _passes(
     half = element_bytes(precision)
     width = max(half, FULL_BYTES) if passes.full and _is_autocast(precision) else half
     elements = _elements(operator, samples)
-    launches = [replace(launch, flop=0.0, size_bytes=(times * width + passes.mask_bytes) * elements)] if times else []
+    launches = [launch._replace(flop=0.0, size_bytes=(times * width + passes.mask_bytes) * elements)] if times else []
     if passes.cast and half < FULL_BYTES and _is_autocast(precision):
         launches.append(_copy(CAST_BYTES * elements, operator.count))
     return tuple(launches)

@@ -25,7 +25,7 @@ component (an addition is given one such sum).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from parsim.errors import CostError
@@ -82,8 +82,7 @@ FUSED_BACKWARD_FLOP = 2.5
 LaunchSizes = tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(NamedTuple):
     """One call, `count` times: what it is, its sizes, and what it computes and moves.
 
     Attributes:
@@ -148,21 +147,24 @@ def launches_of(
 
     Without `input_gradient` no input needs a gradient: the backward of the first operator makes none.
     """
-    if phase is Phase.FORWARD:
-        return tuple(
-            launch
-            for operator in operators
-            if operator.function != GRADIENT_SUM
-            for launch in lowering.forward(operator, samples, operator_precision(precision, operator.kind, low=operator.low))
+    return tuple(
+        launch
+        for number, operator in enumerate(operators)
+        for launch in operator_launches(
+            operator, phase, samples, precision, lowering, input_gradient=input_gradient or number > 0
         )
-    phases = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
-    launches: list[Launch] = []
-    for number, operator in enumerate(operators):
-        runs_in = operator_precision(precision, operator.kind, low=operator.low)
-        halves = lowering.backward(operator, samples, runs_in, input_gradient=input_gradient or number > 0)
-        for half in phases:
-            launches += halves[half]
-    return tuple(launches)
+    )
+
+
+def operator_launches(
+    operator: Operator, phase: Phase, samples: int, precision: str, lowering: Lowering, *, input_gradient: bool = True
+) -> tuple[Launch, ...]:
+    """The launches of one operator in a phase of its component; arguments as for `launches_of`."""
+    runs_in = operator_precision(precision, operator.kind, low=operator.low)
+    if phase is Phase.FORWARD:
+        return () if operator.function == GRADIENT_SUM else lowering.forward(operator, samples, runs_in)
+    halves = lowering.backward(operator, samples, runs_in, input_gradient=input_gradient)
+    return halves[HALVES.index(phase)] if phase in HALVES else (*halves[0], *halves[1])
 
 
 def component_launches(
@@ -208,16 +210,16 @@ def backward_launches(operator: Operator, samples: int, precision: str = "fp32",
             return (inputs, weights) if operator.parameter_bytes or weight_alone else ((*inputs, *weights), ())
         case "attention":
             size_bytes = 2.0 * forward.size_bytes
-            backward = replace(forward, phase="backward", flop=FUSED_BACKWARD_FLOP * forward.flop, size_bytes=size_bytes)
+            backward = forward._replace(phase="backward", flop=FUSED_BACKWARD_FLOP * forward.flop, size_bytes=size_bytes)
         case "embedding":
-            return (), (replace(forward, phase="backward", size_bytes=BACKWARD_BYTES * forward.size_bytes),)
+            return (), (forward._replace(phase="backward", size_bytes=BACKWARD_BYTES * forward.size_bytes),)
         case _:
             if operator.batch == "none" or forward.function in WITHOUT_BACKWARD:
                 return (), ()
             arrays = NORMALISATION_BACKWARD_BYTES if operator.parameter_bytes else BACKWARD_BYTES
             flop = forward.flop * backward_flop_of(operator.function) if forward.flop else 0.0
             size_bytes = arrays * operand_bytes(operator, samples, precision)
-            backward = replace(forward, phase="backward", flop=flop, size_bytes=size_bytes)
+            backward = forward._replace(phase="backward", flop=flop, size_bytes=size_bytes)
     return ((), (backward,)) if weight_alone else ((backward,), ())
 
 
@@ -228,15 +230,15 @@ AS_TRACED = Lowering(forward_launches, backward_launches)
 def _product_backward(operator: Operator, forward: Launch) -> tuple[Launch, tuple[Launch, ...]]:
     """Towards the input, and towards the other operand."""
     if operator.kind == "convolution":
-        return replace(forward, phase="backward_input"), (replace(forward, phase="backward_weight"),)
+        return forward._replace(phase="backward_input"), (forward._replace(phase="backward_weight"),)
     problems, rows, columns, depth = (size for _, size in forward.sizes)
     if forward.function == "batched":
         return (
-            replace(forward, sizes=product_sizes(problems, rows, depth, columns)),
-            (replace(forward, sizes=product_sizes(problems, depth, columns, rows)),),
+            forward._replace(sizes=product_sizes(problems, rows, depth, columns)),
+            (forward._replace(sizes=product_sizes(problems, depth, columns, rows)),),
         )
-    towards_input = replace(forward, phase="backward_input", sizes=product_sizes(problems, rows, depth, columns))
-    towards_weight = replace(forward, phase="backward_weight", sizes=product_sizes(problems, columns, depth, rows))
+    towards_input = forward._replace(phase="backward_input", sizes=product_sizes(problems, rows, depth, columns))
+    towards_weight = forward._replace(phase="backward_weight", sizes=product_sizes(problems, columns, depth, rows))
     if operator.parameter_bytes <= 4 * operator_size(operator, "n") * operator_size(operator, "k"):
         return towards_input, (towards_weight,)
     return towards_input, (towards_weight, memory_launch(BIAS_GRADIENT, "backward", rows * columns, columns, operator.count))
@@ -259,8 +261,8 @@ def unfused_attention(operator: Operator, samples: int, precision: str) -> tuple
     passes = memory_launch("softmax", "forward", problems * queries * keys, keys, SCORE_LAUNCHES * operator.count)
     return (
         scores,
-        replace(passes, size_bytes=SCORE_ARRAYS / SCORE_LAUNCHES * width * problems * queries * keys),
-        replace(scores, sizes=product_sizes(problems, queries, depth, keys)),
+        passes._replace(size_bytes=SCORE_ARRAYS / SCORE_LAUNCHES * width * problems * queries * keys),
+        scores._replace(sizes=product_sizes(problems, queries, depth, keys)),
     )
 
 
@@ -271,12 +273,12 @@ def unfused_attention_backward(operator: Operator, samples: int, precision: str,
     launches: list[Launch] = []
     for forward in unfused_attention(operator, samples, precision):
         if forward.kind == "memory_bound":
-            launches.append(replace(forward, size_bytes=BACKWARD_BYTES * forward.size_bytes))
+            launches.append(forward._replace(size_bytes=BACKWARD_BYTES * forward.size_bytes))
             continue
         problems, rows, columns, depth = (size for _, size in forward.sizes)
         if input_gradient and operator.gradients != "weight":
-            launches.append(replace(forward, sizes=product_sizes(problems, rows, depth, columns)))
-        launches.append(replace(forward, sizes=product_sizes(problems, depth, columns, rows)))
+            launches.append(forward._replace(sizes=product_sizes(problems, rows, depth, columns)))
+        launches.append(forward._replace(sizes=product_sizes(problems, depth, columns, rows)))
     return ((), tuple(launches)) if operator.gradients == "weight" else (tuple(launches), ())
 
 

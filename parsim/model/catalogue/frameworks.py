@@ -92,6 +92,7 @@ class Framework:
         full_gradients: beside weights in half precision it keeps gradients in fp32.
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
         graphs: its layers are launched as CUDA graphs.
+        axes: of a mesh beside dp, which its plans may have. zero_stages, orders: that it has; no orders: any.
         launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
             which nothing of the plan runs.
         convolution: what it does with convolutional networks; None: nobody runs them with it.
@@ -109,6 +110,9 @@ class Framework:
     repeats_sums: bool = True
     spares_layers: bool = False
     zero: int = 0
+    axes: tuple[str, ...] = ("pp", "tp", "cp", "ep")
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    orders: tuple[str, ...] = ()
     sequence: bool = False
     bucket_bytes: int = 2**40
     optimizer: str = "adam_fused"
@@ -149,15 +153,24 @@ MEGATRON_2020 = Framework(
     until=2020,
     kernels="megatron-2021",
     recompute="full",
+    axes=("pp", "tp"),
+    zero_stages=(0,),
+    orders=("1f1b", "interleaved"),
     blocking_transfers=True,
     scatter_gather=True,
     softmax_limits=True,
 )
+"""Its distributed optimizer (ZeRO 1) came in 2022: --use-distributed-optimizer, docs/distrib_optimizer.md."""
 MEGATRON_OF_2021 = replace(MEGATRON_2020, until=2021, bf16_gradients=5.0, full_gradients=True)
 """In bf16 a microbatch's gradients are added to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
 turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
 MEGATRON_2022 = replace(
-    MEGATRON_2020, source="Korthikanti et al. 2022", until=2022, sequence=True, tensor_backward_overlap=True
+    MEGATRON_2020,
+    source="Korthikanti et al. 2022",
+    until=2022,
+    zero_stages=(0, 1),
+    sequence=True,
+    tensor_backward_overlap=True,
 )
 """Sums of gradients run beside gradients of weights unless no_async_tensor_model_parallel_allreduce is set
 (megatron/mpu/layers.py @02bb1f5c86fc)."""
@@ -167,6 +180,7 @@ MEGATRON_CORE = Framework(
     earlier=(MEGATRON_2020, MEGATRON_OF_2021, MEGATRON_2022),
     kernels="megatron-core",
     zero=1,
+    orders=("1f1b", "interleaved"),
     sequence=True,
     bucket_bytes=80 * 2**20,
     gather_ahead=True,
@@ -178,7 +192,8 @@ MEGATRON_CORE = Framework(
 """Per step: Llama 3.1 8B on 64 to 512 Blackwell GPUs (MLPerf v5.1) lacks 10 to 22 ms, on one node nothing.
 
 accumulate_allreduce_grads_in_fp32 is on in bf16 (megatron/training/arguments.py). Of the peaks that SimuMax measured of dense
-models, those predicted without fp32 gradients are up to 27% too small, and with them within 5%."""
+models, those predicted without fp32 gradients are up to 27% too small, and with them within 5%. ZeRO 2 and 3 are its
+--data-parallel-sharding-strategy optim_grads and optim_grads_params (--use-megatron-fsdp)."""
 NEMO = replace(
     MEGATRON_CORE,
     name="nemo",
@@ -217,6 +232,7 @@ MEGATRON_DEEPSPEED = replace(
     name="megatron-deepspeed",
     source="bigscience-workshop/Megatron-DeepSpeed @038bddcb6dfb",
     until=0,
+    zero_stages=(0, 1),
 )
 FSDP = Framework(
     name="fsdp",
@@ -224,16 +240,21 @@ FSDP = Framework(
     kernels="fsdp-compiled",
     uncompiled="fsdp",
     zero=3,
+    axes=("tp", "cp"),
+    zero_stages=(0, 2, 3),
     sequence=True,
     early_stop=True,
     gather_ahead=True,
 )
+"""NO_SHARD, SHARD_GRAD_OP and FULL_SHARD; with DTensor's tensor parallelism, and ring attention."""
 TITAN = replace(
     FSDP,
     name="torchtitan",
     source="pytorch/torchtitan, torchtitan/config: selective recomputation of every second layer",
     recompute="selective",
     alternate=True,
+    axes=("pp", "tp", "cp", "ep"),
+    orders=("1f1b", "gpipe", "interleaved", "zero-bubble"),
 )
 COMPOSER_2023 = Framework(
     name="composer",
@@ -241,6 +262,8 @@ COMPOSER_2023 = Framework(
     until=2023,
     kernels="composer-triton",
     zero=3,
+    axes=(),
+    zero_stages=(0, 2, 3),
     backward_prefetch=False,
     optimizer="adamw",
     one_array=True,
@@ -254,6 +277,8 @@ DDP = Framework(
     source="torch DistributedDataParallel, eager",
     kernels="fsdp-compiled",
     uncompiled="ddp",
+    axes=(),
+    zero_stages=(0,),
     bucket_bytes=25 * 2**20,
     convolution=ConvolutionSoftware(),
 )
@@ -270,6 +295,8 @@ MXNET_2020 = Framework(
     name="mxnet",
     source="apache/mxnet: BatchNormAddRelu; Horovod's fusion threshold of NVIDIA's configs",
     until=2020,
+    axes=(),
+    zero_stages=(0,),
     bucket_bytes=64 * 2**20,
     optimizer="sgd_momentum",
     clip=False,
@@ -284,7 +311,7 @@ MXNET = replace(
     convolution=ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True, summed=True),
 )
 DEEPSPEED = Framework(
-    name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2
+    name="deepspeed", source="DeepSpeed's config: ZeRO stages", kernels="fsdp-compiled", uncompiled="fsdp", zero=2, axes=()
 )
 TRAINER = replace(
     DEEPSPEED,
@@ -294,7 +321,7 @@ TRAINER = replace(
     launches=20.0,
 )
 """Host: Qwen's table of full fine-tuning has 2.2 s for 8 microbatches of 512 and of 1,024 tokens alike, 11 ms per layer."""
-TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed")
+TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed", axes=("tp",))
 MAXTEXT = replace(
     FSDP,
     graphs=True,
@@ -302,9 +329,16 @@ MAXTEXT = replace(
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
     early_stop=False,
+    axes=("pp", "tp", "cp", "ep"),
+    zero_stages=(0, 1, 2, 3),
 )
 INTERNEVO = Framework(
-    name="internevo", source="InternLM/InternEvo with FlashAttention 1", kernels="flash-1", zero=1, bucket_bytes=512 * 2**20
+    name="internevo",
+    source="InternLM/InternEvo with FlashAttention 1",
+    kernels="flash-1",
+    zero=1,
+    axes=("pp", "tp", "cp"),
+    bucket_bytes=512 * 2**20,
 )
 
 TENSORFLOW = replace(
@@ -320,6 +354,7 @@ MLPERF = replace(
     source="mlcommons/training_results, NVIDIA's BERT: fused attention and norms, CUDA graphs, distributed LAMB",
     kernels="fused",
     uncompiled="",
+    zero_stages=(0, 1),
     bucket_bytes=2**40,
     graphs=True,
 )
