@@ -19,7 +19,7 @@ from parsim import __version__
 from parsim.commands.ask import cost, plan, simulate
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
-from parsim.commands.machine import calibrate, doctor, profile
+from parsim.commands.machine import calibrate, doctor, models, profile
 from parsim.commands.run import coverage, history, report, run, validate
 from parsim.commands.sweep import compare, explore, sweep
 from parsim.errors import ParsimError
@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
     "calibrate": calibrate,
     "profile": profile,
+    "models": models,
     "import": import_command,
     "cost": cost,
     "plan": plan,

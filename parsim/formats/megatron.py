@@ -153,7 +153,8 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
             f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
             "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
         )
-    flat, contradicted = _options_of_table(document.get("MODEL_ARGS", document))
+    options_table = document.get("MODEL_ARGS")
+    flat, contradicted = _options_of_table(options_table if isinstance(options_table, Mapping) else document)
     bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
     nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
     options: dict[str, list[str]] = {}
@@ -935,13 +936,15 @@ OTHERS = re.compile(
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""
+STARTS_OTHERS = re.compile(r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]")
+"""Of a script that starts torchtitan."""
 
 
 def _sniff(source: SourceFile) -> bool:
     suffix, text = source.path.suffix, source.text
     if suffix in YAML:
         return bool(MARK.search(text)) and not OTHERS.search(text)
-    return suffix in SCRIPTS or (suffix in LISTS and "--num-layers" in text)
+    return (suffix in SCRIPTS and not STARTS_OTHERS.search(text)) or (suffix in LISTS and "--num-layers" in text)
 
 
 def _read(source: SourceFile) -> Recipe:
@@ -952,6 +955,8 @@ def _read(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "megatron": FileFormat(
+        layouts="scripts with branches, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
+        refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",

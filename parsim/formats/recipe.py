@@ -87,6 +87,9 @@ class Recipe:
         Raises:
             ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
         """
+        for key in ("tp", "pp", "cp", "ep", "replicate", "micro_batch", "chunks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{self.framework}: {key} = {getattr(self, key)} of the file must be at least 1")
         shard = self.tp * self.pp * self.cp
         if devices % shard:
             raise ConfigError(
@@ -388,8 +391,17 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _format_of(source: SourceFile) -> FileFormat | None:
-    rows = (row for _, row in file_formats().items() if row.reads == "recipe")
-    return next((row for row in rows if row.sniff(source)), None)
+    return next((row for _, row in _recipe_formats() if row.sniff(source)), None)
+
+
+def _recipe_formats() -> list[tuple[str, FileFormat]]:
+    return [(name, row) for name, row in file_formats().items() if row.reads == "recipe"]
+
+
+def format_name(path: Path) -> str:
+    """The name of the format of such a file; "": it is of none."""
+    source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+    return next((name for name, row in _recipe_formats() if row.sniff(source)), "")
 
 
 @dataclass(kw_only=True)
