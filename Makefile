@@ -12,7 +12,7 @@
 #   make docs      the documentation as a site in site/
 #   make results   every experiment, and experiments/RESULTS.md (hours; DATA=folder of published tables)
 #   make results-quick  small versions of the experiments within five minutes: does all run?
-#   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
+#   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=15)
 #   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
 #   make clean     remove .venv and all caches
@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.parsim-installed
 WORKERS ?= 2
-MINUTES ?= 30
+MINUTES ?= 15
 FUZZ_SECONDS ?= 3600
 CHAOS_SECONDS ?= 7200
 # One thread per process: the tests use the cores by running in several processes.

@@ -28,7 +28,7 @@ from parsim.execute.processes import rank
 from parsim.execute.processes.launch import start_rank as start_cold
 from parsim.execute.processes.output import PARENT_VARIABLE
 
-STARTED_COLD = ("test_launch.py", "test_live_replanning.py", "test_run_verdict.py")
+STARTED_COLD = ("test_calibration_resume.py", "test_launch.py", "test_live_replanning.py", "test_run_verdict.py")
 READ_AT_START = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "PYTHONHASHSEED", "LD_", "MALLOC_")
 """Variables with these beginnings have an effect only while an interpreter or a library starts."""
 

@@ -53,6 +53,7 @@ class Case:
     loss_scale_growth_steps: int = 2000
     recipe: TrainingRecipe = PLAIN
     workers: int = 0
+    shards: str | None = None
 
     @property
     def model(self) -> Model:
@@ -127,6 +128,7 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int, start: Callabl
                 loss_scale_growth_steps=case.loss_scale_growth_steps,
                 recipe=case.recipe,
                 workers=case.workers,
+                shards=case.shards,
             )
         )
     job = Job(output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True)

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 from kernels import in_a_process
-from predictions import digest, frozen, packed_profile, predict, unpacked_profile, with_machine_facts, without_held
+from predictions import (
+    PROFILE_PRECISIONS,
+    digest,
+    frozen,
+    packed_profile,
+    predict,
+    unpacked_profile,
+    with_machine_facts,
+    without_held,
+)
 from programs import EagerStep, ExecutorStep, Program, compiled, graphed, let_go
 from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
@@ -41,10 +50,13 @@ CALIBRATION, PREDICTIONS = "calibration ", "predictions "
 PREDICTIONS_FILE = "predictions.json"
 COMMAND = "python experiments/one_gpu/run.py"
 HOST_ROUTES: tuple[Route, ...] = ("to_device", "to_host", "to_device_pageable", "to_host_pageable")
+BY_VALUE = ("bf16", "fp8", "tf32", "fp16", "fp32")
+"""Precisions of products: those that published tables of this GPU have least of, first."""
+
 LARGE_FLOP = 2 * 2048**3
 """Products from here on are sustained for more than a second."""
 
-CALIBRATION_OVERHEAD_S = 120.0
+CALIBRATION_OVERHEAD_S = 75.0
 """Of a calibration beside its budgets: the start of the rank, building the models, what sections warm up, the fits."""
 
 KERNELS_MARGIN_S = 10.0
@@ -60,36 +72,48 @@ class Programme:
         self.device, self.scope, self.out, self.seed, self.say = device, scope, out, seed, say
 
     def cases(self) -> list[BenchmarkCase]:
-        """In order of value."""
+        """In order of value: what a prediction needs, predictions and steps, their memory, operators, variants, all else."""
         scope = self.scope
-        core, more = scope.products
         first = scope.precisions[0]
+        device_sizes, host_sizes = scope.copy_sizes[::-1], scope.host_sizes[::-1]
+        peaks = [name for name in PRECISIONS if PROFILE_PRECISIONS[name] in scope.precisions]
         return [
             self._case("machine", 10, self._machine),
             self._case("cost of a launch", 8, lambda *_: launch_cost(self.device)),
             self._case("cost of an event", 8, lambda *_: event_cost(self.device.clock)),
             self._case("cost of waiting", 2, lambda *_: synchronisation_cost(self.device)),
             self._case("cost of a graph replay", 8, lambda *_: graph_cost(self.device)),
-            *self._products(core),
-            *(self._copy("on_device", size) for size in scope.copy_sizes),
-            *(self._copy(route, size) for route in HOST_ROUTES[:2] for size in scope.host_sizes),
+            *(self._product(scope.products[0], name) for name in peaks),
+            self._copy("on_device", device_sizes[0]),
+            *self._predicted(first),
+            *(self._rounds(question) for question in scope.steps_in(first)[: scope.fewer]),
+            *(self._memory(question) for question in scope.steps_in(first)[: scope.fewer]),
+            *(self._product(product, name) for product in scope.products[1:] for name in BY_VALUE),
+            *(self._copy(route, size) for route in HOST_ROUTES[:2] for size in host_sizes),
+            *(self._copy("on_device", size) for size in device_sizes[1:]),
+            *(self._product(scope.products[0], name) for name in BY_VALUE if name not in peaks),
             *(case for precision in scope.precisions for case in self._steps(precision)),
-            *self._products(more),
-            *(self._copy(route, size) for route in HOST_ROUTES[2:] for size in scope.host_sizes),
+            *(self._copy(route, size) for route in HOST_ROUTES[2:] for size in host_sizes),
             *(self._compiled(question) for question in scope.steps_in(first) if question.compiled),
         ]
 
-    def _steps(self, precision: str) -> Iterator[BenchmarkCase]:
-        """One precision: calibrated, predicted, measured; then its memory, recomputation and microbatches."""
+    def _predicted(self, precision: str) -> Iterator[BenchmarkCase]:
         calibration_s = sum(self.scope.calibration_s) + CALIBRATION_OVERHEAD_S
         yield self._case(calibration_name(precision), calibration_s, partial(self._calibration, precision))
         needs = (calibration_name(precision),)
-        yield self._case(predictions_name(precision), 60, partial(self._predictions, precision), needs=needs)
-        steps, variants = self.scope.steps_in(precision), self.scope.variants_in(precision)
+        yield self._case(predictions_name(precision), 45, partial(self._predictions, precision), needs=needs)
+
+    def _steps(self, precision: str) -> Iterator[BenchmarkCase]:
+        """What is left of a precision: its predictions and steps; then memory, recomputation and microbatches."""
+        scope = self.scope
+        steps, variants = scope.steps_in(precision), scope.variants_in(precision)
+        if precision == scope.precisions[0]:
+            steps = steps[scope.fewer :]  # the first have run before all operators
+        else:
+            yield from self._predicted(precision)
         yield from (self._rounds(question) for question in steps)
-        yield from (self._memory(question) for question in steps)
         yield from (self._variant(question) for question in variants)
-        yield from (self._memory(question) for question in variants)
+        yield from (self._memory(question) for question in (*steps, *variants))
         yield self._kernels(precision)
 
     def _case(
@@ -127,20 +151,15 @@ class Programme:
             }
         return {**facts, "headline": f"{self.device.name}, {format_bytes(self.device.memory_bytes)}"}
 
-    def _products(self, products: tuple[Product, ...]) -> list[BenchmarkCase]:
-        """By shape, and within a shape by precision: after a few cases each precision has its largest square."""
-        ordered = sorted(products, key=lambda product: -product.flop)
-        return [self._product(product, name) for product in ordered for name in PRECISIONS]
-
     def _product(self, product: Product, precision: str) -> BenchmarkCase:
         large = product.flop >= LARGE_FLOP
         least_s = self.scope.sustained_s if large else self.scope.short_s
         measure = partial(measure_product, self.device, product, PRECISIONS[precision], least_s=least_s, seed=self.seed)
-        return self._case(f"product {precision} {product}", 6 if large else 3, lambda *_: measure())
+        return self._case(f"product {precision} {product}", 4 if large else 2, lambda *_: measure())
 
     def _copy(self, route: Route, size_bytes: int) -> BenchmarkCase:
         measure = partial(measure_copy, self.device, route, size_bytes, least_s=self.scope.short_s)
-        return self._case(f"copy {route} {format_bytes(size_bytes)}", 6, lambda *_: measure())
+        return self._case(f"copy {route} {format_bytes(size_bytes)}", 3, lambda *_: measure())
 
     # --- calibration and predictions --------------------------------------------------------------------------------------
 
@@ -246,7 +265,7 @@ class Programme:
                 return {**found, "not_built": {**found["not_built"], **told}}
             return self._interleaved(question, builders, rows, remaining_s)
 
-        estimate_s = 2 * self.scope.round_budget_s + 30
+        estimate_s = 2 * self.scope.round_budget_s + 15
         name, after = rounds_name(question), (predictions_name(question.precision),)
         return replace(self._case(name, estimate_s, measure, after=after), again=True)
 
@@ -322,7 +341,7 @@ class Programme:
             headline = f"counted {format_bytes(total)}" if lines else f"not counted: {counting['error']}"
             return {**found, "lines": lines, "counted_bytes": total, "counting": counting, "headline": headline}
 
-        return self._case(f"memory {question.name}", 20, measure, after=(predictions_name(question.precision),))
+        return self._case(f"memory {question.name}", 10, measure, after=(predictions_name(question.precision),))
 
     def _kernels(self, precision: str) -> BenchmarkCase:
         """Of one step of every model, behind its measurements: what explains an error of a prediction."""

@@ -1,6 +1,6 @@
 """Everything that a machine with a GPU and without a network lacks, as wheels in .whl/, and the three commands to run there.
 
-    make gpu [MINUTES=30]
+    make gpu [MINUTES=15]
     python experiments/one_gpu/prepare.py [--minutes N] [--lacks NAME,NAME,...] [--also NAME,...]
         [--python 3.12] [--limit-mib 64] [--out .whl]
 
@@ -25,16 +25,21 @@ GLIBC_MINORS = (28, 27, 17, 12, 5)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS), "manylinux2014_x86_64", "manylinux1_x86_64")
 MIB = 2**20
 
-SMOKE_S, CORRECTNESS_S, START_S, BETWEEN_S = 120, 240, 60, 10
-"""Of the whole time: for the first and, at least, the last command; for a machine to start and to take the files; and for files
-that travel with each command."""
+FIRST_S, SECOND_S, THIRD_S = 300, 160, 80
+"""Of the three commands, wheels included: nine minutes of the machine, each useful without the others."""
 
-CALL_S, MARGIN_S, LEAST_CALL_S = 600, 60, 180
-"""Most seconds of one command; what stays free at its end, since a command that is killed loses its last case; and what a call
-is worth making for."""
+SMOKE_S, CHECKS_S, TESTS_S = 60, 95, 20
+"""Of the first command, its smoke test; of the second, the checks of weights and the tests that need a GPU."""
 
-TESTS_S, KILL_S, FLOOR_S = 60, 5, 5
-"""Of the last command, what its tests get; from a request to end until it is forced; and the least that anything is given."""
+START_S, BETWEEN_S = 240, 30
+"""Of the whole time: for a machine to start, and for files that travel, and people who look at them, with each command."""
+
+CALL_S, MARGIN_S, LEAST_CALL_S = 600, 25, 180
+"""Most seconds of one command; what stays free at the end of the programme in it, since a command that is killed loses its last
+case; and what a further command is worth making for."""
+
+KILL_S, FLOOR_S = 5, 5
+"""From a request to end until it is forced; and the least that anything is given."""
 
 INSTALL = (
     "SITE=$(mktemp -d) && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target $SITE .whl/*.whl"
@@ -45,7 +50,7 @@ KEPT = "experiments/one_gpu/measured"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of the machine, all three commands together")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of the machine, starts and waits included")
     parser.add_argument("--lacks", default=",".join(LACKS), help="packages that it lacks")
     parser.add_argument(
         "--also", default="", help="packages that it has in another version, e.g. a numpy that its numba refuses"
@@ -110,22 +115,18 @@ def tree_bytes() -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def shares_of(minutes: float) -> tuple[list[int], int]:
-    """Seconds of every call of the programme: whole ones, and one of what is left if it is worth one; and of the last command,
-    which else takes what is left.
+def further_calls(minutes: float) -> list[int]:
+    """Seconds of the commands that more than fifteen minutes leave room for: whole ones, and what is left if it is worth one.
 
-    Raises ValueError for too few minutes.
+    Raises ValueError for too few minutes for the three.
     """
-    others_s = SMOKE_S + CORRECTNESS_S + START_S + 2 * BETWEEN_S
-    whole, rest_s = divmod(max(0, int(60 * minutes) - others_s), CALL_S + BETWEEN_S)
-    budgets = [CALL_S - MARGIN_S] * whole
-    if rest_s >= LEAST_CALL_S + BETWEEN_S:
-        budgets.append(min(CALL_S, rest_s - BETWEEN_S) - MARGIN_S)
-        rest_s = 0
-    if not budgets:
-        least = math.ceil((LEAST_CALL_S + BETWEEN_S + others_s) / 60)
-        raise ValueError(f"{minutes:g} minutes are too few for the three commands; give --minutes {least} or more")
-    return budgets, min(CALL_S, CORRECTNESS_S + rest_s)
+    three_s = FIRST_S + SECOND_S + THIRD_S + START_S + 3 * BETWEEN_S
+    if 60 * minutes < three_s:
+        raise ValueError(
+            f"{minutes:g} minutes are too few for the three commands; give --minutes {math.ceil(three_s / 60)} or more"
+        )
+    whole, rest_s = divmod(int(60 * minutes) - three_s, CALL_S + BETWEEN_S)
+    return [CALL_S] * whole + ([rest_s - BETWEEN_S] if rest_s >= LEAST_CALL_S + BETWEEN_S else [])
 
 
 def begun() -> str:
@@ -138,50 +139,54 @@ def within(seconds: int) -> str:
     return f"timeout -k {KILL_S} $(left {seconds - KILL_S})"
 
 
-def smoke() -> str:
-    return f"{begun()} && {within(SMOKE_S)} python3 experiments/one_gpu/smoke.py --out $OUT"
-
-
-def programme(budget: int) -> str:
-    """Args: budget: seconds from the beginning of the command, wheels included."""
+def programme(seconds: int, where: str = "") -> str:
+    """The cases that have no row yet, until so many seconds after the command began. `where`: further arguments of run.py."""
     return (
-        f"{begun()} && set -o pipefail && {within(budget + MARGIN_S)} python3 experiments/one_gpu/run.py"
-        f" --budget $(left {budget}) --out $OUT --done {KEPT}/rows.jsonl 2>&1 | tee $OUT/log"
+        f"set -o pipefail; {within(seconds)} python3 experiments/one_gpu/run.py{where} --budget $(left {seconds - MARGIN_S})"
+        f" --out $OUT --done {KEPT}/rows.jsonl 2>&1 | tee $OUT/log"
     )
 
 
-def correctness(seconds: int) -> str:
-    """The checks, and in what is left the tests that need a GPU."""
-    checks_s, tests = seconds - TESTS_S, "python3 -m pytest -q -p no:cacheprovider -n 0"
-    return (
-        f"{begun()} && {within(checks_s)} python3 experiments/one_gpu/correct.py --budget $(left {checks_s - 2 * KILL_S})"
-        f" --out $OUT; {within(seconds)} {tests} -m gpu tests/gpu; {within(seconds)} {tests} tests/unit/test_cuda_operators.py"
+def predicted_and_measured(seconds: int = FIRST_S, where: str = "", smoke: str = "") -> str:
+    """The smoke test, then a calibration, predictions of held-out steps, frozen, and those steps."""
+    smoked = f"{within(SMOKE_S)} python3 experiments/one_gpu/smoke.py{smoke} --out $OUT"
+    return f"{begun()} && {smoked} && {{ {programme(seconds, where)}; }}"
+
+
+def checked(seconds: int = SECOND_S, where: str = "", checks: str = "") -> str:
+    """Weights after training on ranks that share the GPU, the tests that need one, and the next cases: memory by line."""
+    weights = (
+        f"{within(CHECKS_S)} python3 experiments/one_gpu/correct.py{checks} --budget $(left {CHECKS_S - 2 * KILL_S}) --out $OUT"
     )
+    tests = f"{within(CHECKS_S + TESTS_S)} python3 -m pytest -q -p no:cacheprovider -n 0 -m gpu tests"
+    return f"{begun()} && {{ {weights}; {tests}; {programme(seconds, where)}; }}"
+
+
+def went_on(seconds: int = THIRD_S, where: str = "") -> str:
+    """Cases from where the command before left off: operators and copies, then variants of steps and the second precision."""
+    return f"{begun()} && {{ {programme(seconds, where)}; }}"
 
 
 def commands(minutes: float) -> list[str]:
     """What to run there, for people to copy."""
-    budgets, correctness_s = shares_of(minutes)
+    more = further_calls(minutes)
     lines = [
         "",
         "Each runs in the root of this tree, copied there with .whl/, which git ignores: name it if files of git alone travel.",
+        f"After each, copy rows.jsonl from $OUT to {KEPT}/ in the tree: the next one goes on from there.",
         "",
-        f"1. Smoke, at most {SMOKE_S} s: does everything import, does the GPU do what the programme asks of it?",
-        f"   {smoke()}",
+        f"1. At most {FIRST_S} s: a smoke test; a calibration of ResNet-50 and a GPT; predictions, frozen; held-out steps.",
+        f"   {predicted_and_measured()}",
         "",
-        f"2. The programme, {len(budgets)} call(s); each ends within {MARGIN_S} s of its budget.",
-        f"   After each call copy rows.jsonl from $OUT to {KEPT}/ in the tree: the next call goes on from there.",
+        f"2. At most {SECOND_S} s: weights of ranks that share the GPU, the tests that need one, memory by line.",
+        f"   {checked()}",
+        "",
+        f"3. At most {THIRD_S} s: operators and copies.",
+        f"   {went_on()}",
     ]
-    for budget in dict.fromkeys(budgets):
-        lines += [f"   {budgets.count(budget)} call(s) with a budget of {budget} s:", f"   {programme(budget)}"]
-    return [
-        *lines,
-        "",
-        f"3. Correctness, at most {correctness_s} s:",
-        f"   {correctness(correctness_s)}",
-        "",
-        f"Afterwards, anywhere: python experiments/one_gpu/run.py --analyse {KEPT}",
-    ]
+    for seconds in dict.fromkeys(more):
+        lines += ["", f"Then {more.count(seconds)} more of at most {seconds} s: what is left.", f"   {went_on(seconds)}"]
+    return [*lines, "", f"Afterwards, anywhere: python experiments/one_gpu/run.py --analyse {KEPT}"]
 
 
 if __name__ == "__main__":

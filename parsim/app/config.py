@@ -569,6 +569,18 @@ def _check_framework(question: Question) -> None:
     if plan.zero_stage not in (AUTO, *row.zero_stages):
         has = " or ".join(map(str, row.zero_stages))
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage} and {what}, which has zero_stage {has} alone; drop one of them")
+    software, exchanged = question.software, ("dispatcher", "expert_overlap", "delay_weight_gradients")
+    given = [key for key in exchanged if getattr(software, key)]
+    if given and "ep" not in row.axes:
+        raise ConfigError(
+            f"software.{given[0]} = {getattr(software, given[0])!r} is of exchanges between ranks that share experts, and "
+            f"{what} has no such plans; drop one of them"
+        )
+    if software.compiled is not None and not row.uncompiled and row.convolution is None:
+        raise ConfigError(
+            f"software.compiled = {str(software.compiled).lower()} and {what}, which runs the same kernels whether compiled "
+            "or not; drop compiled"
+        )
     if row.orders and plan.pipeline_order not in (None, *row.orders):
         has = ", ".join(row.orders)
         raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} and {what}, which has {has} alone; drop one of them")
@@ -583,6 +595,11 @@ def _check_switches(question: Question) -> None:
         if getattr(plan, key) and 1 in sizes:
             needs = " and ".join(f"{axis} > 1" for axis in axes)
             raise ConfigError(f"plan.{key} = true belongs to plan.mesh with {needs}; drop it")
+    if plan.tensor_overlap and plan.sequence_parallel is False:
+        raise ConfigError(
+            "plan.tensor_overlap = true hides all_gathers and reduce_scatters, and plan.sequence_parallel = false has "
+            "all_reduces in their place; drop one of them"
+        )
     usual = 0 if row is None else row.zero
     zero = usual if by_hand and plan.zero_stage == AUTO else plan.zero_stage
     for key, value, stage in (("gather_ahead", True, 1), ("backward_prefetch", False, 3)):

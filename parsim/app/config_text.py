@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from parsim.app.sections import MOST_DEVICES
 from parsim.errors import ConfigError, near_matches
 from parsim.files import parse_toml
 from parsim.hardware.records import ConfigSection, PairsOf
@@ -87,6 +88,11 @@ NOT_BUILT = {
         ("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"),
         "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list",
     ),
+    **dict.fromkeys(
+        ("etp", "expert_tensor_parallel_size", "expert_tensor_parallel_degree", "expert_tensor_parallelism"),
+        "experts are cut over the ranks of mesh.tp as all layers are; for whole experts (expert tensor parallelism of 1) set "
+        "mesh.tp = 1 and give its ranks to mesh.dp or mesh.cp, over which mesh.ep divides experts",
+    ),
     "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",
 }
 """Keys of other libraries that no plan has, or not there, and what comes nearest."""
@@ -99,7 +105,7 @@ _BOUNDS = {
 }
 
 _UNION_RULES = {
-    "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "cluster.devices": f"must be a number of devices from 1 to {MOST_DEVICES} or a list of device numbers",
     "plan.activation_offload": "must be true, false or a list of component names",
     "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
     "model.args": "must hold text, finite numbers, true or false",

@@ -12,13 +12,14 @@ from torch import nn
 from parsim.app.config import Question
 from parsim.data.datasets import dataset_for, target_of
 from parsim.data.samples import BatchOrder
+from parsim.data.shards import ShardedOrder, deal
 from parsim.errors import AlgorithmError, DataError, ModelError
 from parsim.execute.stage import seeded_module
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, check_room
+from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, SampleOrder, check_room
 from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
 
 HIDDEN = (64,)
@@ -30,7 +31,8 @@ RATES = (0.1, 0.2, 0.4)
 class Learner:
     """Attributes:
     words: what it is, for people. problem: the data. question, model: whose module learns; None for the stand-in.
-    optimizer: with the question's learning rate. rates: to try. batch: samples of all replicas per step.
+    optimizer: with the question's learning rate. rates: to try. batch: samples of all replicas per step. shards: how they are
+    dealt to replicas; None: not.
     """
 
     words: str
@@ -40,6 +42,7 @@ class Learner:
     optimizer: str
     rates: tuple[float, ...]
     batch: int
+    shards: str | None = None
 
     def training(self, rate: float, seed: int) -> LocalTraining:
         """The model with this seed's first weights."""
@@ -60,11 +63,18 @@ class Learner:
         replicas = plan.mesh.dp if rule.mixes else 1
 
         def course(rate: float, seed: int, most: int) -> LearningCourse:
-            order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
+            order = self._order(plan.mesh.dp, seed)
             training = self.training(rate, seed)
             return course_to(target, rule, replicas, training, order, most_steps=most, stages=stages)
 
         return learnt_steps(course, self.rates, seeds, most_steps)
+
+    def _order(self, replicas: int, seed: int) -> SampleOrder:
+        """Which samples each step trains on."""
+        if self.shards is None:
+            return BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
+        shards = deal(self.shards, self.problem.targets.flatten().numpy(), replicas, seed=seed)
+        return ShardedOrder(shards=shards, global_batch=self.batch, seed=seed)
 
     def _stages(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """The parameters of each stage: as the plan has them, or the stand-in's layers in as many parts."""
@@ -105,6 +115,7 @@ def learner_of(question: Question, model: Model, replicas: int) -> Learner:
             optimizer=training.optimizer,
             rates=(training.resolved_learning_rate,),
             batch=batch,
+            shards=training.shards,
         )
     problem = load_problem("digits")
     each = min(batch, len(problem)) // replicas

@@ -6,11 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, WrapValidator, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
-from parsim.errors import ConfigError, ProfileError, near_matches
+from parsim.data.shards import parse_shards, shards_text
+from parsim.errors import ConfigError, ParsimError, ProfileError, near_matches
 from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
 from parsim.hardware.instances import instance_named, instance_names
 from parsim.hardware.network import CardCount
@@ -63,6 +73,14 @@ def _rule(text: str) -> PydanticCustomError:
     return PydanticCustomError("described", "{rule}", {"rule": text})
 
 
+def _checked_shards(text: str) -> str:
+    try:
+        parse_shards(text)
+    except ParsimError as error:
+        raise _rule(str(error)) from error
+    return text
+
+
 class TrainingSection(TrainingRecipe):
     """[training]: how it is trained, whatever the plan. Groups may leave out what `recipe` fills in."""
 
@@ -94,6 +112,9 @@ class TrainingSection(TrainingRecipe):
     """Left out: what the optimizer's row says."""
     dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
     """A row of `parsim.data.DATASETS`, or "package.module:factory" of a dataset of one's own (docs/training.md)."""
+    shards: Annotated[str, BeforeValidator(shards_text), AfterValidator(_checked_shards)] | None = None
+    """Which samples each replica trains on, a text of `parsim.data.shards` or a list of sizes; left out: batches are drawn from
+    all samples together."""
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
     workers: Annotated[int, Field(strict=True, ge=0, le=256)] = 0
@@ -329,6 +350,11 @@ MOST_NODES = 2**16
 """Of a cluster: four times the largest that is known to train one model; a million nodes are a slip of the pen."""
 
 
+MOST_DEVICES = 2**20
+"""Of a node."""
+DeviceCount = Annotated[int, Field(strict=True, ge=1, le=MOST_DEVICES)]
+
+
 class NodeGroupSection(ConfigSection):
     """[[cluster.group]]: nodes with GPUs of one kind, beside nodes with others."""
 
@@ -359,7 +385,9 @@ class ClusterSection(ConfigSection):
     """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
     history: Name | None = None
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
-    devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
+    devices: (
+        Annotated[int, Field(strict=True, ge=1, le=MOST_DEVICES)] | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None
+    ) = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
     nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""

@@ -15,6 +15,7 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
 from parsim.data.datasets import dataset_for, target_of
 from parsim.data.samples import Order, Samples, check_images, order_of, train_and_validation
+from parsim.data.shards import training_order
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
 from parsim.execute.processes.machine import is_from_here
 from parsim.execute.processes.setup import available_cores
@@ -152,6 +153,13 @@ def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     return data, held_out, order_of(data, training.global_batch, training.seed)
 
 
+def check_shards(config: Question, plan: Plan) -> None:
+    """Raise DataError where the samples cannot be dealt to the replicas of the plan as training.shards asks."""
+    if config.training.shards is not None:
+        data, _, _ = training_data(config)
+        training_order(data, plan.global_batch, config.training.seed, shards=config.training.shards, replicas=plan.mesh.dp)
+
+
 # Real runs of relaxed plans: what the executor cannot do, and how measured steps are averaged.
 
 
@@ -174,8 +182,12 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
         )
 
 
-def check_adaptive(plan: Plan) -> None:
-    """Raise PlanError for a plan that the adaptive controller cannot change on the way."""
+def check_adaptive(plan: Plan, shards: str | None = None) -> None:
+    """Raise PlanError for a plan that the adaptive controller cannot change on the way, or shards that another would change."""
+    if shards is not None:
+        raise PlanError(
+            f"--adaptive may change the replicas, and training.shards = {shards!r} deals samples to those there are; drop one"
+        )
     if plan.synchronisation.is_relaxed:
         raise PlanError(
             f"--adaptive changes plans of synchronous training, and this one has synchronisation {plan.synchronisation}; "

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -599,7 +599,22 @@ class StreamOrder:
         return np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
 
 
-Order = BatchOrder | StreamOrder
+class Order(Protocol):
+    """Which samples training reads, step by step: `BatchOrder`, `StreamOrder`, `parsim.data.shards.ShardedOrder`."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one pass over the data."""
+
+    def epoch_of(self, step: int) -> int:
+        """The pass that a step belongs to, from 0."""
+
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """The samples of a step: int64 [global_batch], the parts of the replicas one after another."""
 
 
 def order_of(data: Samples, global_batch: int, seed: int) -> Order:

@@ -393,6 +393,7 @@ class RunSpec:
         predicted_step_s: mean seconds of a step, shown beside the measured one; 0: not known.
         recipe: schedule, weight decay and what else goes with the update.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
+        shards: which samples each replica reads, a text of `parsim.data.shards`; None: all together.
     """
 
     name: str
@@ -414,6 +415,7 @@ class RunSpec:
     workers: int = 0
     pin_memory: bool = True
     predicted_step_s: float = 0.0
+    shards: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,7 @@ class MixingRounds:
         self.previous: dict[int, Tensor] = {}
         self.velocity: dict[int, Tensor] = {}
         self.masses: dict[int, Tensor] = {}
+        self.starts: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
 
@@ -85,6 +86,9 @@ class MixingRounds:
         rule, outer = self._rule, self._rule.outer
         if outer is not None or rule.kind == "merge" or rule.push_sum or rule.combines_first:
             self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+        if rule.merge == "buffered":
+            self.starts = dict(self.previous)
+            self.previous = {number: torch.cat([flat, torch.zeros_like(flat)]) for number, flat in self.previous.items()}
         if rule.push_sum:
             ones = torch.ones(self._replicas, dtype=torch.float64)
             self.masses = {bucket.number: ones.clone() for bucket in self._buckets()}
@@ -101,7 +105,7 @@ class MixingRounds:
 
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps."""
-        return [*self.previous.values(), *self.velocity.values()]
+        return [*self.previous.values(), *self.velocity.values(), *self.starts.values()]
 
     def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
         """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
@@ -214,16 +218,35 @@ class MixingRounds:
 
     def _merging(self, bucket: int, number: int) -> Callable[[], None]:
         weight = self._rule.turn_weight(number, self._replica, self._replicas)
+        buffers = self._rule.merge == "buffered"
 
         def run() -> None:
             self._settle(bucket)
             with torch.no_grad():
                 parameters = self._parameters(bucket)
+                if buffers:
+                    self._buffer_change(bucket, weight)
+                    for parameter, part in zip(parameters, _parts(self.starts[bucket], parameters), strict=True):
+                        parameter.copy_(part)
+                    return
                 for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
                     part.lerp_(parameter, weight)
                     parameter.copy_(part)
 
         return run
+
+    def _buffer_change(self, bucket: int, weight: float) -> None:
+        """Add the change since the replica's last turn to what is buffered, and that to the global model once it is full."""
+        start = self.starts[bucket]
+        model, buffered = self.previous[bucket].split(len(start))
+        parameters = self._parameters(bucket)
+        for parameter, part in zip(parameters, _parts(buffered, parameters), strict=True):
+            part.add_(parameter)
+        buffered.sub_(start)
+        if weight:
+            model.add_(buffered, alpha=weight)
+            buffered.zero_()
+        start.copy_(model)
 
     def _settle(self, bucket: int) -> None:
         """Wait for what was handed on and has come from the round before."""
@@ -305,7 +328,8 @@ class MixingRounds:
 
     def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
         """By name what a checkpoint keeps of rounds."""
-        return ("previous", self.previous), ("velocity", self.velocity), ("masses", self.masses)
+        kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
+        return tuple(kept.items())
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""

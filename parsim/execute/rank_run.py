@@ -17,7 +17,8 @@ from torch import Tensor
 
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.datasets import dataset_for
-from parsim.data.samples import Samples, order_of, train_and_validation
+from parsim.data.samples import Samples, train_and_validation
+from parsim.data.shards import training_order
 from parsim.errors import DivergedError, ExecutionError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.checkpoint.reshard import reshard
@@ -294,7 +295,9 @@ class RankRun:
             self.stage.also_resident["stashed_weights"] = self.stale.copies
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
         self.data = run_dataset(run, "train")
-        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.order = order = training_order(
+            self.data, run.plan.global_batch, run.seed, shards=run.shards, replicas=run.plan.mesh.dp
+        )
         self.rate: LearningRates | None = None
         if run.recipe.schedule is not None:
             self.rate = LearningRates(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
@@ -423,6 +426,10 @@ class RankRun:
             trained = {parameter.name for parameter in self.layout.model.parameters if parameter.trainable}
             if problem := checkpoint.not_finite(state, trained):
                 raise self._diverged(f"{problem} on rank {self.stage.rank} after step {self.step_number}")
+        if self.checkpoints is not None and not self.checkpoints.parent.is_dir():  # writing would make another in its place
+            raise ExecutionError(
+                f"{self.checkpoints.parent}, the folder of this run, is not there any more: it was moved or removed meanwhile"
+            )
         world_size = self.layout.plan.world_size
         checkpoint.save_checkpoint(
             folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=world_size, keep=keep

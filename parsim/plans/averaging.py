@@ -10,7 +10,7 @@ general knowledge of those papers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -148,34 +148,39 @@ def arrival_weights(rule: MergeRule, arrivals: int) -> NDArray[np.float64]:
 
 
 def turn_weight(rule: MergeRule, number: int, worker: int) -> float:
-    """omega of g <- g + omega (w - g), where workers 0, 1, ... merge in turn and each goes on from the global model.
+    """omega of a turn, where workers 0, 1, ... merge in turn and each goes on from the global model.
+
+    g <- g + omega (w - g); of `buffered` g <- g + omega (sum of the buffered changes), and 0 while the buffer fills.
 
     Args:
-        rule: half, running or staleness; `workers` take part in every round. number: of the round, from 0. worker: whose turn.
+        rule: `workers` take part in every round. number: of the round, from 0. worker: whose turn.
     """
+    turn = number * rule.workers + worker
+    in_round = turn % rule.buffer if rule.kind == "buffered" else worker
+    state = Merged(weights=0.0, in_round=in_round, share_in_round=float(in_round))
+    return float(merge(state, Arrival(weights=1.0, start=0.0, staleness=_staleness(rule, number, worker)), rule).weights)
+
+
+def _staleness(rule: MergeRule, number: int, worker: int) -> int:
+    """Merges of others since a worker had its turn; in round 0 since all began."""
     read = 0 if number == 0 else (number - 1) * rule.workers + worker + 1
-    staleness = number * rule.workers + worker - read
-    state = Merged(weights=0.0, in_round=worker, share_in_round=float(worker))
-    return float(merge(state, Arrival(weights=1.0, start=0.0, staleness=staleness), rule).weights)
+    return number * rule.workers + worker - read
 
 
-def turns_matrix(rule: MergeRule, number: int) -> NDArray[np.float64]:
-    """A round in which workers merge in turn: float64 [workers, 1 + workers].
-
-    Row i is what worker i takes of the global model before the round (column 0) and of every worker. The last row is the
-    global model after the round.
+def merged_in_turn(
+    rule: MergeRule, state: Merged[V], weights: Sequence[V], starts: Sequence[V], number: int
+) -> tuple[Merged[V], list[V]]:
+    """A round in which workers merge in turn: the global model behind it, and the one that each worker goes on from.
 
     Args:
-        rule: half, running or staleness. number: of the round, from 0.
+        weights: of every worker. starts: the models from which they began the round. number: of the round, from 0.
     """
-    rows = np.zeros((rule.workers, 1 + rule.workers))
-    model = np.eye(1 + rule.workers)[0]
-    for worker in range(rule.workers):
-        weight = turn_weight(rule, number, worker)
-        model = model * (1.0 - weight)
-        model[1 + worker] += weight
-        rows[worker] = model
-    return rows
+    goes_on: list[V] = []
+    for worker, (own, start) in enumerate(zip(weights, starts, strict=True)):
+        arrival = Arrival(weights=own, start=start, staleness=_staleness(rule, number, worker))
+        state = merge(state, arrival, rule)
+        goes_on.append(state.weights)
+    return state, goes_on
 
 
 def effective_workers(weights: NDArray[np.float64]) -> float:

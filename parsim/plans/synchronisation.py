@@ -28,7 +28,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
 from parsim.hardware.records import Count, Name, Number
-from parsim.plans.averaging import MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight, turns_matrix
+from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
     ADA_SCHEDULES,
@@ -195,14 +195,14 @@ def mixing_text(table: Any) -> Any:
     return str(parse_mixing(f"{table['name']}({settings})"))
 
 
+MERGE_KEYS = {"staleness": ("merge_rate", "merge_exponent"), "buffered": ("merge_buffer", "merge_rate")}
+"""The numbers of a merge, in the order of its text."""
 KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
 COMBINATIONS = ("adapt_combine", "combine_adapt")
 PUSH_SUM = "push_sum"
-TURN_MERGES = ("half", "running", "staleness")
-"""Merges that replicas can make in turn. `buffered` is not a plan's: it keeps arrivals beside the global model."""
 MOST_PERIOD = 10**6
 DRAWN_ROUNDS = 4
 """Rounds with drawn replicas that are simulated."""
@@ -221,6 +221,7 @@ _BELONGS = {
     "merge": ("merge",),
     "merge_rate": ("merge",),
     "merge_exponent": ("merge",),
+    "merge_buffer": ("merge",),
     "delays": ("stale",),
 }
 """Which kinds a key means something for."""
@@ -250,8 +251,11 @@ class Synchronisation:
         outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
         outer_momentum: of momentum and nesterov.
         participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
-        merge: of merge, one of TURN_MERGES: (g + w) / 2 as the reference does, the exact mean of a round, or less of late work.
-        merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late.
+        merge: of merge, one of MERGES: (g + w) / 2 as the reference does, the exact mean of a round, less of late work, or the
+            mean change of so many arrivals.
+        merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late; of
+            "buffered" the rate that its mean change is multiplied by.
+        merge_buffer: of "buffered" (FedBuff), the arrivals whose mean change makes one change of the global model.
         delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
     """
 
@@ -271,6 +275,7 @@ class Synchronisation:
     merge: Name = "half"
     merge_rate: Number = 1.0
     merge_exponent: Number = 0.5
+    merge_buffer: Count = 1
     delays: tuple[Seed, ...] = ()
 
     def __post_init__(self) -> None:
@@ -347,17 +352,20 @@ class Synchronisation:
             )
 
     def _check_merge(self) -> None:
-        if self.merge not in TURN_MERGES:
-            raise PlanError(f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, TURN_MERGES)}")
-        if self.merge != "staleness" and (self.merge_rate, self.merge_exponent) != (1.0, 0.5):
-            raise PlanError(
-                f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'
-            )
+        if self.merge not in MERGES:
+            raise PlanError(f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, MERGES)}")
+        usual = {"merge_rate": 1.0, "merge_exponent": 0.5, "merge_buffer": 1}
+        for key, value in usual.items():
+            takes = MERGE_KEYS.get(self.merge, ())
+            if key not in takes and getattr(self, key) != value:
+                owners = " and ".join(f'"{name}"' for name, keys in MERGE_KEYS.items() if key in keys)
+                raise PlanError(f"synchronisation.{key} belongs to {owners}, not to {self.merge!r}; drop it")
         if not 0 < self.merge_rate <= 1 or not 0 <= self.merge_exponent < math.inf:
             raise PlanError(
-                f"a merge by staleness has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and "
-                f"{self.merge_exponent:g}"
+                f"a merge has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and {self.merge_exponent:g}"
             )
+        if self.merge_buffer < 1:
+            raise PlanError(f"synchronisation.merge_buffer = {self.merge_buffer}: a buffer holds at least one arrival")
 
     @property
     def is_relaxed(self) -> bool:
@@ -446,6 +454,7 @@ class Synchronisation:
 
     def _check_weights(self, replicas: int) -> None:
         if self.kind == "merge":
+            self.merge_rule(replicas)
             return
         if self.kind == "average":
             if self.weights:
@@ -476,21 +485,22 @@ class Synchronisation:
     def matrix(self, number: int, replicas: int) -> Any:
         """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer).
 
-        Of merge [replicas, 1 + replicas]: the first column is what replica i takes of the global model before the round. The
-        last row is the global model after it.
+        Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.averaging.turn_weight`).
         """
         if self.kind == "merge":
-            return turns_matrix(self._merge_rule(replicas), number)
+            return np.array([[self.turn_weight(number, replica, replicas) for replica in range(replicas)]])
         if self.kind == "gossip":
             return self.mixing.matrix(number, replicas) if self.graph else _array(self.weights)
         return averaging_matrix(replicas, self.shares(number, replicas))
 
     def turn_weight(self, number: int, replica: int, replicas: int) -> float:
         """How much of its own weights a replica that merges gives the global model in round `number`."""
-        return turn_weight(self._merge_rule(replicas), number, replica)
+        return turn_weight(self.merge_rule(replicas), number, replica)
 
-    def _merge_rule(self, replicas: int) -> MergeRule:
-        return MergeRule(kind=self.merge, workers=replicas, rate=self.merge_rate, exponent=self.merge_exponent)
+    def merge_rule(self, replicas: int) -> MergeRule:
+        """The merge of so many replicas. Raises AlgorithmError: a buffer of more arrivals than there are replicas."""
+        numbers = {"rate": self.merge_rate, "exponent": self.merge_exponent, "buffer": self.merge_buffer}
+        return MergeRule(kind=self.merge, workers=replicas, **numbers)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
         """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
@@ -528,7 +538,7 @@ class Synchronisation:
         if self.seed:
             words.append(f"seed={self.seed}")
         if self.merge != "half":
-            numbers = f":{self.merge_rate!r}:{self.merge_exponent!r}" if self.merge == "staleness" else ""
+            numbers = "".join(f":{getattr(self, key)!r}" for key in MERGE_KEYS.get(self.merge, ()))
             words.append(f"merge={self.merge}{numbers}")
         if self.delays:
             words.append(f"delays={','.join(map(str, self.delays))}")
@@ -602,8 +612,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["seed"] = int(value)
                 case "merge":
                     found["merge"], *numbers = value.split(":")
-                    names = ("merge_rate", "merge_exponent") if found["merge"] == "staleness" else ()
-                    found |= _numbers(word, names, numbers)
+                    found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
                 case _:
@@ -623,7 +632,8 @@ def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str,
     if len(numbers) > len(names):
         takes = f"at most {len(names)} ({', '.join(names)})" if names else "none"
         raise PlanError(f"{word!r} has {len(numbers)} numbers, and takes {takes}; drop the rest")
-    return {name: float(number) for name, number in zip(names, numbers, strict=False)}
+    kinds = {"merge_buffer": int}
+    return {name: kinds.get(name, float)(number) for name, number in zip(names, numbers, strict=False)}
 
 
 def _words(text: str) -> list[str]:

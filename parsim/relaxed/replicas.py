@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from parsim.data.blocks.exchange import available_bytes
-from parsim.data.samples import BatchOrder, part
+from parsim.data.samples import Order, part
 from parsim.errors import AlgorithmError, near_matches
+from parsim.plans.averaging import Merged, merged_in_turn
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem
@@ -260,7 +261,7 @@ class PlannedOutcome:
 def train_planned(
     plan: Plan,
     training: LocalTraining,
-    order: BatchOrder,
+    order: Order,
     steps: int,
     *,
     step_s: float = 0.0,
@@ -304,7 +305,7 @@ def train_planned(
 
 def steps_of(
     rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
-) -> Iterator[tuple[Workers, Kept]]:
+) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
     replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
@@ -312,12 +313,12 @@ def steps_of(
     """
     if rule.kind == "stale":
         check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
-        kept = Kept.fresh(training.start[None])
+        kept = RoundState.fresh(training.start[None])
         yield from ((workers, kept) for workers in stale_steps(training, order, stages))
         return
     check_room(replicas, training.weight_bytes)
     workers = Workers.fresh(training.start.repeat(replicas, 1))
-    kept = Kept.fresh(workers.weights)
+    kept = RoundState.fresh(workers.weights)
     for step in itertools.count():
         samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
         if rule.mixes:
@@ -331,23 +332,25 @@ def steps_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kept:
+class RoundState:
     """What replicas keep from round to round.
 
     Attributes:
-        previous: the model behind the last round: [D], or of push-sum every replica's own [P, D]. velocity: of an outer
-            optimizer. masses: of push-sum [P]. rounds: so far.
+        previous: the model behind the last round: [D], or every replica's own [P, D] of push-sum and merge. velocity: of an
+            outer optimizer. masses: of push-sum [P]. merged: of merge, the global model. rounds: so far.
     """
 
     previous: Tensor
     masses: Tensor
+    merged: Merged[Tensor]
     velocity: Tensor | None = None
     rounds: int = 0
 
     @classmethod
-    def fresh(cls, weights: Tensor) -> Kept:
+    def fresh(cls, weights: Tensor) -> RoundState:
         """Before the first round: all replicas begin with the same weights [P, D]."""
-        return cls(previous=weights[0].clone(), masses=torch.ones(len(weights), dtype=torch.float64))
+        ones = torch.ones(len(weights), dtype=torch.float64)
+        return cls(previous=weights[0].clone(), masses=ones, merged=Merged(weights=weights[0]))
 
     def mean(self, weights: Tensor) -> Tensor:
         """The model [D] that replicas with these weights [P, D] stand for: of push-sum the mean of x, and not of x / w."""
@@ -355,17 +358,19 @@ class Kept:
         return (weights + beside[:, None] * self.previous if beside.any() else weights).mean(0)
 
 
-def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
+def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState) -> tuple[Tensor, RoundState]:
     """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it."""
     replicas = len(weights)
+    if rule.kind == "merge":
+        starts = kept.previous.expand(weights.shape)
+        merged, after = merged_in_turn(rule.merge_rule(replicas), kept.merged, weights.unbind(), starts.unbind(), kept.rounds)
+        goes_on = torch.stack(after)
+        return goes_on, replace(kept, previous=goes_on, merged=merged, rounds=kept.rounds + 1)
     matrix = torch.tensor(rule.matrix(kept.rounds, replicas), dtype=torch.float64)
     sparse = matrix.count_nonzero() < SPARSE * matrix.numel()
     product = (matrix.to_sparse() if sparse else matrix).to(weights.dtype)
     previous, velocity, masses = kept.previous, kept.velocity, kept.masses
-    if rule.kind == "merge":
-        mixed = product @ torch.cat([previous[None], weights])
-        previous = mixed[-1]
-    elif rule.combines_first:
+    if rule.combines_first:
         mixed = product @ before + (weights - before)
     elif rule.push_sum:
         pushed = weights + (masses - 1.0).to(weights.dtype)[:, None] * previous
@@ -376,4 +381,4 @@ def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: 
     if rule.outer is not None:
         previous, velocity = rule.outer.step(previous, mixed[0], velocity)
         mixed = previous.repeat(replicas, 1)
-    return mixed, Kept(previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)
+    return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)

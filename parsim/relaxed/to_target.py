@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.plans.synchronisation import Synchronisation
-from parsim.relaxed.replicas import LocalTraining, steps_of
+from parsim.relaxed.replicas import LocalTraining, SampleOrder, steps_of
 
 SCORED_EVERY = 5
 """Steps between two scores. So the steps to a target are known to so many."""
@@ -36,7 +35,7 @@ def course_to(
     rule: Synchronisation,
     replicas: int,
     training: LocalTraining,
-    order: BatchOrder,
+    order: SampleOrder,
     *,
     most_steps: int,
     stages: Sequence[Sequence[str]] = (),

@@ -340,13 +340,14 @@ LAUNCHES = {
         slow=False,
     ),
     "four processes": Launch(in_groups, steps=12, slow=False),
+    "two processes for a hundred steps": Launch(plans, steps=100),
     "two processes for long": Launch(
-        lambda: [*plans(), *zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=100
+        lambda: [*zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=30
     ),
     "four processes for long": Launch(
-        lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=100
+        lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=30
     ),
-    "every model recomputed": Launch(lambda: [row for spec in MODELS for row in every_order_recomputed(spec)], steps=100),
+    "every model recomputed": Launch(lambda: [row for spec in MODELS for row in every_order_recomputed(spec)], steps=30),
     "every model under ZeRO on four processes": Launch(lambda: [*zero_on_four()], steps=10),
     "drawn plans on two processes, clipped and averaged": Launch(
         lambda: [*clipping(), *averages(), *clipped_and_averaged(2)], steps=30

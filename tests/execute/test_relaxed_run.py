@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from experiments.common.equality import Case, even_plan, run_cases
 from experiments.common.forked import run_job
-from parsim.data.samples import BatchOrder
+from parsim.data.samples import BatchOrder, Order
+from parsim.data.shards import training_order
 from parsim.errors import AlgorithmError
 from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec
@@ -46,6 +48,7 @@ TWO = [
     ("merge/1", "sgd_momentum"),
     ("merge/4 merge=running", "adam"),
     ("merge/3 merge=staleness:0.6:0.5", "sgd_momentum"),
+    ("merge/3 merge=buffered:2:0.7", "sgd_momentum"),
 ]
 FOUR = [
     ("average/8 outer=momentum:0.7:0.5 participation=0.5 seed=3", "sgd_momentum"),
@@ -60,6 +63,7 @@ FOUR = [
     ("gossip/1 ada(start=3, rate=1.0, rounds=4, epochs=3)", "sgd_momentum"),
     ("merge/1", "sgd_momentum"),
     ("merge/5 merge=staleness:0.6:0.5", "sgd_momentum"),
+    ("merge/2 merge=buffered:3:1.0", "sgd_momentum"),
 ]
 
 
@@ -71,7 +75,7 @@ def relaxed_case(text: str, optimizer: str, replicas: int) -> Case:
     )
 
 
-def virtual_training(run: RunSpec) -> tuple[LocalTraining, BatchOrder]:
+def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
     """Virtual replicas of the run's model, on its data in its order."""
     data = run_dataset(run, "train")
     arrays = data.values(np.arange(len(data)))
@@ -81,7 +85,8 @@ def virtual_training(run: RunSpec) -> tuple[LocalTraining, BatchOrder]:
     )
     module = seeded_module(run.model, run.seed, torch.float64, torch.device("cpu"))
     training = LocalTraining(module, problem, LocalOptimizer(kind=run.optimizer, learning_rate=run.learning_rate))
-    return training, BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=run.seed)
+    replicas = run.plan.mesh.dp
+    return training, training_order(data, run.plan.global_batch, run.seed, shards=run.shards, replicas=replicas)
 
 
 def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tuple[float, float]:
@@ -111,7 +116,12 @@ def assert_equal_to_replicas(cases: list[Case], folder: Path) -> None:
 
 
 def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
-    assert_equal_to_replicas([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
+    """Also on shards of their own: sorted by label, and unequal ones of a Dirichlet draw."""
+    sharded = [
+        replace(relaxed_case("average/4", "sgd_momentum", 2), shards="label_sorted"),
+        replace(relaxed_case("gossip/1 ring", "sgd_momentum", 2), shards="dirichlet:0.1"),
+    ]
+    assert_equal_to_replicas([*(relaxed_case(*entry, 2) for entry in TWO), *sharded], tmp_path)
 
 
 @pytest.mark.slow
@@ -259,4 +269,4 @@ def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
     with pytest.raises(AlgorithmError, match="use average, gossip or merge"):
         train_planned(replace(case.plan, synchronisation=parse_synchronisation("all_reduce")), training, order, 1)
     with pytest.raises(AlgorithmError, match="batches of 16"):
-        train_planned(case.plan, training, replace(order, global_batch=8), 1)
+        train_planned(case.plan, training, replace(cast(BatchOrder, order), global_batch=8), 1)

@@ -213,7 +213,7 @@ def test_regression_learns() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(AlgorithmError, match=r"100 workers cannot share 96 samples"):
+    with pytest.raises(DataError, match=r"100 workers cannot share 96 samples"):
         Partition(workers=100, epochs=1).order(small_problem())
     with pytest.raises(AlgorithmError, match="BatchNorm"):
         LocalTraining(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), small_problem(), LocalOptimizer())

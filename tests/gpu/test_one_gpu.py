@@ -246,25 +246,37 @@ def test_failures_are_listed_and_the_last_row_of_a_case_counts(own: Any) -> None
 # --- wheels and commands ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("minutes", [11, 12, 17, 20, 25, 30, 45, 60])
-def test_the_three_commands_fit_into_the_minutes(own: Any, minutes: float) -> None:
+@pytest.mark.parametrize("minutes", [15, 17, 20, 25, 30, 45, 60])
+def test_the_commands_fit_into_the_minutes(own: Any, minutes: float) -> None:
     prepare = own("prepare")
-    budgets, correctness_s = prepare.shares_of(minutes)
-    calls_s = sum(budget + prepare.MARGIN_S for budget in budgets)
-    between_s = (len(budgets) + 2) * prepare.BETWEEN_S
-    assert calls_s + prepare.SMOKE_S + correctness_s + prepare.START_S + between_s <= 60 * minutes
-    assert max(max(budgets) + prepare.MARGIN_S, correctness_s) <= prepare.CALL_S
-    assert correctness_s >= prepare.CORRECTNESS_S
+    seconds = [prepare.FIRST_S, prepare.SECOND_S, prepare.THIRD_S, *prepare.further_calls(minutes)]
+    assert sum(seconds[:3]) <= 9 * 60
+    assert sum(seconds) + len(seconds) * prepare.BETWEEN_S + prepare.START_S <= 60 * minutes
+    assert max(seconds) <= prepare.CALL_S
     text = "\n".join(prepare.commands(minutes))
     assert all(f"experiments/one_gpu/{script}.py" in text for script in ("smoke", "run", "correct"))
-    assert f"--budget $(left {budgets[0]}) " in text
+    assert f"--budget $(left {prepare.FIRST_S - prepare.MARGIN_S}) " in text
     assert "copied there with .whl/, which git ignores" in text, "and each command begins with its wheels"
 
 
 def test_too_few_minutes_are_refused_with_the_least(own: Any) -> None:
-    with pytest.raises(ValueError, match="give --minutes 11 or more"):
-        own("prepare").shares_of(5)
-    own("prepare").shares_of(11)
+    with pytest.raises(ValueError, match="give --minutes 15 or more"):
+        own("prepare").further_calls(5)
+    assert own("prepare").further_calls(15) == []
+
+
+def test_what_the_first_command_is_for_fits_into_it_by_the_estimates(own: Any, tmp_path: Path) -> None:
+    """Every case up to the held-out steps that a prediction is judged by."""
+    from tools.gpu.device import cpu_device
+
+    prepare, scope = own("prepare"), own("questions").ON_A_GPU
+    cases = own("cases").Programme(cpu_device(), scope, tmp_path, seed=0, say=print).cases()
+    last = next(place for place, case in enumerate(cases) if case.name == f"step {scope.steps_in('amp_bf16')[0].name}")
+    budget_s = prepare.FIRST_S - prepare.MARGIN_S - prepare.SMOKE_S
+    before_s = sum(case.estimate_s for case in cases[:last]) - cases[last - 2].estimate_s
+    assert cases[last - 2].name == "calibration amp_bf16"
+    assert cases[last - 2].estimate_s + 60 <= budget_s, "the calibration begins though what is before it takes a minute"
+    assert before_s + cases[last - 2].estimate_s <= budget_s + 60, "estimates are upper ones"
 
 
 PYTHON = """#!/bin/bash
@@ -286,30 +298,33 @@ def test_each_printed_command_ends_within_its_share_whatever_hangs(
     python.parent.mkdir()
     python.write_text(PYTHON)
     python.chmod(0o755)
-    monkeypatch.setattr(prepare, "SMOKE_S", 5)
-    monkeypatch.setattr(prepare, "KILL_S", 1)
-    monkeypatch.setattr(prepare, "FLOOR_S", 1)
+    for name, seconds in {"SMOKE_S": 5, "CHECKS_S": 6, "TESTS_S": 2, "MARGIN_S": 2, "KILL_S": 1, "FLOOR_S": 1}.items():
+        monkeypatch.setattr(prepare, name, seconds)
     (tmp_path / ".whl").mkdir()
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OUT": str(tmp_path)}
 
-    def seconds(command: str) -> float:
+    def taken_s(command: str) -> float:
         begin_s = time.monotonic()
         subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=False, capture_output=True, timeout=50)
         return time.monotonic() - begin_s
 
-    assert seconds(prepare.smoke()) < 5 + 1.5
-    assert seconds(prepare.correctness(8)) < 8 + 1.5
-    assert seconds(prepare.programme(7)) < 7
+    assert taken_s(prepare.predicted_and_measured(9)) < 5 + 1.5, "without its smoke test nothing is worth beginning"
+    assert taken_s(prepare.checked(12)) < 8 + 3.5
+    assert taken_s(prepare.went_on(7)) < 7
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line.split()[0] for line in asked] == [
-        "experiments/one_gpu/smoke.py",
-        "experiments/one_gpu/correct.py",
-        *["-m"] * 2,
-        "experiments/one_gpu/run.py",
-    ]
-    (budget,) = (int(line.split("--budget ")[1].split()[0]) for line in asked if "run.py" in line)
-    assert budget in (4, 5)
-    assert "tests/gpu" in asked[2]
+    scripts = ["smoke.py", "correct.py", "-m", "run.py", "run.py"]
+    assert [line.split()[0].removeprefix("experiments/one_gpu/") for line in asked] == scripts
+    budgets = [int(line.split("--budget ")[1].split()[0]) for line in asked if "run.py" in line]
+    assert budgets[0] in (1, 2)
+    assert budgets[1] in (2, 3)
+    assert asked[2].endswith("-m gpu tests")
+
+
+def test_every_printed_command_may_be_sent_as_it_is(own: Any) -> None:
+    """Machines that are lent take commands of at most 2,000 characters."""
+    printed = [line.strip() for line in own("prepare").commands(30) if line.startswith("   ")]
+    assert len(printed) == 5
+    assert max(map(len, printed)) < 2000
 
 
 def test_every_package_that_is_carried_is_pinned(own: Any) -> None:
@@ -404,6 +419,52 @@ def test_the_rehearsal_killed_and_moved_to_a_fresh_folder_goes_on(tmp_path: Path
         text=True,
     )
     assert f"0 cases ran, {len(rows)} were done before, 0 are left" in again.stderr
+
+
+@pytest.mark.slow
+def test_the_printed_commands_one_after_the_other_on_a_cpu(own: Any, tmp_path: Path, environment: Mapping[str, str]) -> None:
+    """As printed, but for the wheels, the shares of a slow machine and `--device cpu`: each goes on from the rows before."""
+    prepare = own("prepare")
+    tree = tmp_path / "tree"
+    root = FOLDER.parents[1]
+    shutil.copytree(FOLDER, tree / "experiments" / "one_gpu")
+    for name in ("experiments/__init__.py", "experiments/common", "parsim", "calibration", "tools", "hardware_profiles"):
+        if (root / name).exists():
+            (tree / name).symlink_to(root / name)
+    (tree / ".whl").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/bash\ncase "$*" in *"-m pip"*|*"-m pytest"*) ;; *) exec {sys.executable} "$@" ;; esac\n')
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    out.mkdir()
+    path = f"{python.parent}:{environment['PATH']}"
+    where, kept = " --device cpu --quick --skip compile", tree / prepare.KEPT
+    rows: list[list[dict[str, Any]]] = []
+    slow = {name: 6 * getattr(prepare, name) for name in ("SMOKE_S", "CHECKS_S")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in slow.items():
+            patch.setattr(prepare, name, seconds)
+        commands = (
+            prepare.predicted_and_measured(900, where, " --device cpu"),
+            prepare.checked(900, where, " --device cpu"),
+            prepare.went_on(300, where),
+        )
+    for command in commands:
+        subprocess.run(
+            ["bash", "-c", command],
+            cwd=tree,
+            env={**environment, "PATH": path, "OUT": str(out)},
+            check=True,
+            capture_output=True,
+        )
+        rows.append(read_rows(kept / "rows.jsonl"))
+        assert rows[-1] == read_rows(out / "rows.jsonl")
+    assert all(row["status"] != "failed" for row in rows[-1])
+    assert {"smoke.json", "correct.json", "results.json", "predictions.json"} <= {path.name for path in out.iterdir()}
+    assert json.loads((out / "results.json").read_text())["predictions"]["fp32"]["unchanged"]
+    assert rows[0] == rows[1][: len(rows[0])]
+    assert rows[1] == rows[2][: len(rows[1])]
 
 
 @pytest.mark.slow

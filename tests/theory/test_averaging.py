@@ -22,9 +22,9 @@ from parsim.plans.averaging import (
     averaging_matrix,
     effective_workers,
     merge,
+    merged_in_turn,
     participation_weights,
     turn_weight,
-    turns_matrix,
 )
 
 
@@ -47,11 +47,29 @@ def test_half_gives_the_last_arrival_a_half_exactly() -> None:
 
 
 def test_a_round_of_turns_is_the_merges_one_after_another() -> None:
-    half = turns_matrix(MergeRule(kind="half", workers=4), 3)
-    assert half[-1].tolist() == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]
-    assert half[0].tolist() == [1 / 2, 1 / 2, 0, 0, 0]
-    running = turns_matrix(MergeRule(kind="running", workers=4), 3)
-    np.testing.assert_allclose(running[-1], [0, 1 / 4, 1 / 4, 1 / 4, 1 / 4], atol=1e-15)
+    model, *workers = np.eye(5)
+    starts = [model] * 4
+    half, after = merged_in_turn(MergeRule(kind="half", workers=4), Merged(weights=model), workers, starts, 3)
+    assert half.weights.tolist() == after[-1].tolist() == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]
+    assert after[0].tolist() == [1 / 2, 1 / 2, 0, 0, 0]
+    running, _ = merged_in_turn(MergeRule(kind="running", workers=4), Merged(weights=model), workers, starts, 3)
+    np.testing.assert_allclose(running.weights, [0, 1 / 4, 1 / 4, 1 / 4, 1 / 4], atol=1e-15)
+
+
+def test_buffered_changes_move_the_model_when_the_buffer_is_full() -> None:
+    """FedBuff of 2 of 3 workers: in round 0 the second arrival moves the model, in round 1 the first and the third."""
+    model, *workers = np.eye(4)
+    rule = MergeRule(kind="buffered", workers=3, buffer=2, rate=0.5)
+    state, after = merged_in_turn(rule, Merged(weights=model), workers, [model] * 3, 0)
+    moved = model + 0.25 * (workers[0] + workers[1] - 2 * model)
+    for goes_on, expected in zip(after, (model, moved, moved), strict=True):
+        np.testing.assert_allclose(goes_on, expected, atol=1e-15)
+    state, after = merged_in_turn(rule, state, workers, after, 1)
+    first = moved + 0.25 * ((workers[2] - model) + (workers[0] - model))
+    np.testing.assert_allclose(after[0], first, atol=1e-15)
+    np.testing.assert_allclose(after[2], first + 0.25 * ((workers[1] - moved) + (workers[2] - moved)), atol=1e-15)
+    weights = [turn_weight(rule, number, worker) for number in range(2) for worker in range(3)]
+    assert weights == [0.0, 0.25, 0.0, 0.25, 0.0, 0.25]
 
 
 @pytest.mark.parametrize("kind", ["half", "running", "staleness"])

@@ -14,16 +14,19 @@ from experiments.relaxed.arrivals import (
     pairwise_merge_s,
     ring_synchronisation_s,
 )
-from experiments.relaxed.sharded import SHARDINGS, shard_samples, shard_sizes
-from parsim.errors import AlgorithmError
+from experiments.relaxed.sharded import shard_samples
+from parsim.data.shards import shard_sizes
+from parsim.errors import DataError
+
+KINDS = ("iid", "label_sorted", "dirichlet")
 
 
-@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @given(samples=st.integers(1, 200), workers=st.integers(1, 40), seed=st.integers(0, 50))
 def test_shards_hold_every_sample_once_and_none_is_empty(kind: str, samples: int, workers: int, seed: int) -> None:
     targets = np.random.default_rng(seed).integers(0, 10, samples)
     if workers > samples:
-        with pytest.raises(AlgorithmError, match="cannot share"):
+        with pytest.raises(DataError, match="cannot share"):
             shard_samples(kind, targets, workers, seed=seed)
         return
     shards = shard_samples(kind, targets, workers, seed=seed, concentration=0.3)
@@ -36,7 +39,7 @@ def test_label_sorted_shards_see_few_classes_and_iid_ones_all() -> None:
     targets = np.repeat(np.arange(10), 100)[np.random.default_rng(0).permutation(1000)]
     classes = {
         kind: np.mean([len(np.unique(targets[shard])) for shard in shard_samples(kind, targets, 10, concentration=0.1)])
-        for kind in SHARDINGS
+        for kind in KINDS
     }
     assert classes["label_sorted"] == 1.0
     assert classes["iid"] == 10.0
@@ -61,9 +64,9 @@ def test_sizes_follow_proportions(proportions: list[float], more: int) -> None:
 
 
 def test_bad_proportions() -> None:
-    with pytest.raises(AlgorithmError, match="one per worker"):
+    with pytest.raises(DataError, match="one per worker"):
         shard_samples("iid", np.zeros(9), 3, proportions=[1.0, 2.0])
-    with pytest.raises(AlgorithmError, match="did you mean"):
+    with pytest.raises(DataError, match="did you mean"):
         shard_samples("labels_sorted", np.zeros(9), 3)
 
 
@@ -111,7 +114,7 @@ def test_synchronisation_times() -> None:
 
 
 def test_bad_queues() -> None:
-    with pytest.raises(AlgorithmError, match="either epochs or total"):
+    with pytest.raises(DataError, match="either epochs or total"):
         merge_events(lambda worker, epoch: 1.0, 2)
-    with pytest.raises(AlgorithmError, match="finite"):
+    with pytest.raises(DataError, match="finite"):
         merge_events(lambda worker, epoch: float("nan"), 2, epochs=1)

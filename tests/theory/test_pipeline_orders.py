@@ -271,5 +271,10 @@ def test_orders_in_a_v_end_and_hold_so_many_chunks(order: str, more: int, ranks:
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 5), (8, 16)])
 def test_orders_of_one_stage_per_rank_are_torchs_own(order: str, ranks: int, microbatches: int) -> None:
+    """torch 2.13 numbers the forwards of the last stage of 1F1B from 1 in its list (`_get_pipeline_order`), and runs them from
+    0 (`_step_microbatches`); the list is for pictures."""
     theirs = torch_actions(order, TORCHS[order], ranks, microbatches, 1)
+    if order == "1f1b":
+        assert [own for own in theirs[-1] if "F" in own] == [f"{ranks - 1}F{number + 1}" for number in range(microbatches)]
+        theirs[-1] = [re.sub(r"F(\d+)", lambda found: f"F{int(found[1]) - 1}", own) for own in theirs[-1]]
     assert theirs == [list(map(str, pipeline_actions(order, rank, ranks, microbatches))) for rank in range(ranks)]

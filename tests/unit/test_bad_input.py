@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from importlib.resources import files
@@ -18,15 +19,20 @@ import pytest
 
 from parsim.app.config import load_config, parse_config
 from parsim.app.config_text import RUN_OPTIONS
-from parsim.app.sections import REFUSED
+from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_TRAINED, REFUSED, TrainingSection
 from parsim.cli import main
 from parsim.commands import run as run_command
 from parsim.engines.scenario.scenario import check_places, load_scenario, parse_scenario
-from parsim.errors import ConfigError, ScenarioError
+from parsim.errors import LONGEST_MESSAGE, ConfigError, ScenarioError
+from parsim.files import DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_DIGITS
+from parsim.formats import recipe
+from parsim.formats.recipe import MOST_YAML_NODES
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.catalogue.names import MOST_TOKENS
 from parsim.model.load import load_model
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import MOST_LAYERS, ModelSpec
+from parsim.plans.plan import MOST_MICROBATCHES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "messages.txt"
 
@@ -45,6 +51,8 @@ global_batch = 64
 CUSTOM = ("plan.strategy=custom", "plan.mesh.dp=4")
 READ = ("plan.strategy=x/plan.json",)
 PLACED = ("plan.strategy=custom", "plan.mesh.tp=4")
+
+COMPOSER, MEGATRON = "software.framework=composer", "software.framework=megatron"
 
 EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     # names
@@ -90,12 +98,15 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model.args.layers=[1, 2]",), ("model.args.layers", "[1, 2]", "text, finite numbers, true or false")),
     (("model.input_shape=3",), ("model.input_shape", "3", "a list", "for example input_shape = ")),
     (("model.input_shape=[3, 0]",), ("model.input_shape.1", "= 0", ">= 1")),
-    (("cluster.devices=all",), ("cluster.devices", "'all'", "a number of devices >= 1 or a list")),
+    (("cluster.devices=all",), ("cluster.devices", "'all'", "a number of devices from 1 to 1048576 or a list")),
     (("cluster.devices=[0, 'a']",), ("cluster.devices",)),
     (("cluster.devices=[0, 0]",), ("cluster.devices", "[0, 0]", "every device once")),
     (("cluster.devices=[]",), ("cluster.devices", "[]", "at least one")),
     (("cluster.devices.x=3",), ("cluster.devices.x", "is not a table")),
     (("cluster.nodes=1000000",), ("cluster.nodes", "1000000", "<= 65536", "for example nodes = 2")),
+    ((f"cluster.devices={10**20}",), ("cluster.devices", str(10**20), "from 1 to 1048576")),
+    (("plan.mesh.tp=1000000000000000",), ("plan.mesh.tp", "<= 1000000000000")),
+    (("training.optimizer={ name = 'sgd' }",), ("training.optimizer", "text in quotes")),
     (("cluster.cards_per_node=1000000000",), ("cluster.cards_per_node", "1000000000", "<= 1024")),
     (("cluster.host_link_bytes_per_s=0",), ("cluster.host_link_bytes_per_s", "= 0", "> 0")),
     (("plan.zero_stage=4",), ("plan.zero_stage", "= 4", "0, 1", "2", "3")),
@@ -110,6 +121,10 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.pin={ head = 'place' }",), ("plan.pin.'head'", "'place'", "cannot read placement")),
     (("plan.forbid={ head = ['replicat'] }",), ("plan.forbid.'head'", "'replicat'", "did you mean replicate")),
     (("plan.forbid={ head = 'batch' }",), ("plan.forbid.head", "'batch'", "a list", "for example forbid = ")),
+    (("training.shards=labels",), ("training.shards", "'labels'", "did you mean label_sorted")),
+    (("training.shards=dirichlet:0",), ("training.shards", "dirichlet:0", "concentration must be > 0")),
+    (("training.shards=iid:3",), ("training.shards", "iid takes no number")),
+    (("training.shards=[700, 0]",), ("training.shards", "a replica without samples")),
     # what does not go together
     (("training.master_weights=true",), ("training.master_weights", "bf16")),
     (("training.state_dtype=int4",), ("training.state_dtype", "'int4'", "fp8")),
@@ -125,6 +140,16 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.strategy=custom",), ('plan.strategy = "custom"', "needs plan.mesh")),
     (("plan.mesh.tp=3",), ("tp (3)", "devices (4)", "2 or 4", "devices = 6")),
     (("plan.strategy=custom", "plan.mesh.pp=3"), ("pp (3) * dp (1) * tp (1) = 3", "devices (4)", "devices = 3")),
+    (("plan.mesh.etp=2",), ("unknown key plan.mesh.etp", "over the ranks of mesh.tp", "set mesh.tp = 1")),
+    (("plan.mesh.pp=2", COMPOSER), ("plan.mesh.pp = 2", "software.framework = 'composer'", "have dp alone", "drop one")),
+    (("plan.zero_stage=1", COMPOSER), ("plan.zero_stage = 1", "'composer'", "0 or 2 or 3 alone", "drop one")),
+    (("software.dispatcher=deepep", COMPOSER), ("software.dispatcher = 'deepep'", "'composer'", "share experts", "drop one")),
+    (("software.compiled=true", COMPOSER), ("software.compiled = true", "'composer'", "drop compiled")),
+    (("plan.pipeline_order=gpipe", MEGATRON), ("plan.pipeline_order = 'gpipe'", "'megatron'", "1f1b, interleaved alone")),
+    (("plan.tensor_backward_overlap=true", MEGATRON), ("tensor_backward_overlap", "'megatron'", "plan.tensor_overlap = false")),
+    (("plan.tensor_overlap=true", "plan.sequence_parallel=false"), ("tensor_overlap", "sequence_parallel = false", "drop one")),
+    (("plan.gather_ahead=true", "plan.zero_stage=3"), ("plan.gather_ahead", "zero_stage = 1", "zero_stage = 3")),
+    (("plan.backward_prefetch=false", "plan.zero_stage=1"), ("plan.backward_prefetch", "zero_stage = 3", "zero_stage = 1")),
     # how an edit is written
     (("seed=3",), ("--set 'seed=3'", "section.key=value")),
     (("training.seed",), ("--set 'training.seed'", "section.key=value")),
@@ -649,6 +674,18 @@ def messages() -> str:
             parse_scenario(text)
         told.append(f"{text}\n    {told_by.value}\n")
     return "\n".join(told).replace(str(Path.cwd()), ".")
+
+
+def test_the_table_of_limits_is_the_code() -> None:
+    """docs/run-file.md: what is refused at once."""
+    table = Path("docs/run-file.md").read_text().partition("## Limits")[2]
+    told = {name.strip(): int(most) for name, most in re.findall(r"^\| (.*) \| (\d+) \|$", table, re.MULTILINE)}
+    (count,) = (entry.le for entry in TrainingSection.model_fields["epochs"].metadata if hasattr(entry, "le"))
+    (workers,) = (entry.le for entry in TrainingSection.model_fields["workers"].metadata if hasattr(entry, "le"))
+    own = (MOST_LAYERS, MOST_TOKENS, MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_MICROBATCHES, workers, MOST_TRAINED, count)
+    files = (MOST_DIGITS, DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_YAML_NODES, LONGEST_MESSAGE)
+    assert tuple(told.values()) == (*own, *files)
+    assert LARGEST_TOML_BYTES == recipe.LARGEST_BYTES
 
 
 def test_the_golden_page_of_messages() -> None:

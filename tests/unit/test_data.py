@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.data import cifar, load_dataset
-from parsim.data.samples import BatchOrder, Dataset, Target, part, resize
+from parsim.data.samples import BatchOrder, Dataset, Samples, Target, part, resize
+from parsim.data.shards import ShardedOrder, training_order
 from parsim.errors import DataError, ParsimError
 from parsim.model.inputs import IGNORED
 
@@ -401,3 +402,52 @@ def test_reading_data_needs_no_torch() -> None:
         "load_dataset('synthetic', input_shape=(8,), target=Target(classes=4)); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def digits() -> Samples:
+    return load_dataset("digits", input_shape=(1, 8, 8), target=TEN)
+
+
+def dealt_by_parity(targets: np.ndarray, replicas: int, seed: int) -> list[np.ndarray]:
+    """A sharding of one's own: sample number modulo replicas."""
+    return [np.arange(replica, len(targets), replicas) for replica in range(replicas)]
+
+
+def dealt_twice(targets: np.ndarray, replicas: int, seed: int) -> list[np.ndarray]:
+    return [np.arange(len(targets))] * replicas
+
+
+SHARDS = ("iid", "label_sorted", "dirichlet:0.3", "sizes:900,500,60,40", f"{__name__}:dealt_by_parity")
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_every_replica_passes_over_its_own_shard(shards: str) -> None:
+    """Its part of the batches of a pass is its whole shard, each sample once; the next pass has another order."""
+    data = digits()
+    order = training_order(data, 16, 3, shards=shards, replicas=4)
+    assert isinstance(order, ShardedOrder)
+    assert order.steps_per_epoch == len(data) // 16
+    assert sorted(np.concatenate(order.shards).tolist()) == list(range(len(data)))
+    steps = 2 * max(map(len, order.shards)) // 4 + 1
+    batches = np.array([order.indices(step) for step in range(steps)])
+    for replica, shard in enumerate(order.shards):
+        read = np.concatenate([part(batch, replica=replica, dp=4) for batch in batches])
+        first, second = read[: len(shard)], read[len(shard) : 2 * len(shard)]
+        assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(shard.tolist())
+        assert first.tolist() != second.tolist()
+    again = training_order(data, 16, 3, shards=shards, replicas=4)
+    assert np.array_equal(again.indices(7), order.indices(7))
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicas", "words"),
+    [
+        ("sizes:900,400", 2, r"2 sizes that sum to 1300, and 2 replicas share 1500 samples"),
+        ("sizes:900,600", 4, r"one size per replica"),
+        ("iid", 2000, r"2000 replicas cannot share 1500 samples"),
+        (f"{__name__}:dealt_twice", 2, r"3000 numbers over all shards are not each of the 1500 samples once"),
+    ],
+)
+def test_shards_that_do_not_hold_every_sample_once_are_refused(shards: str, replicas: int, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        training_order(digits(), replicas, 0, shards=shards, replicas=replicas)

@@ -71,10 +71,12 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
         period = 1 if "combination" in way else draw(st.integers(1, 9))
         return Synchronisation(kind=kind, period_steps=period, graph=draw(st.sampled_from(graphs)), **way)
     if kind == "merge":
-        merge = draw(st.sampled_from(("half", "running", "staleness")))
+        merge = draw(st.sampled_from(("half", "running", "staleness", "buffered")))
         given = {"merge_rate": draw(st.floats(0.01, 1.0)), "merge_exponent": draw(st.floats(0.0, 3.0))}
-        period = draw(st.integers(1, 9))
-        return Synchronisation(kind=kind, period_steps=period, merge=merge, **(given if merge == "staleness" else {}))
+        if merge == "buffered":
+            given = {"merge_rate": given["merge_rate"], "merge_buffer": draw(st.integers(1, 4))}
+        given = given if merge in ("staleness", "buffered") else {}
+        return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), merge=merge, **given)
     return Synchronisation(kind=kind, delays=draw(st.sampled_from(((), (2, 0)))) if kind == "stale" else ())
 
 
@@ -100,6 +102,8 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
     [
         ("merge/4 merge=staleness:0.6:0.5:0.4", "3 numbers, and takes at most 2"),
         ("merge/4 merge=half:0.6", "1 numbers, and takes none"),
+        ("merge/4 merge=buffered:0", "a buffer holds at least one arrival"),
+        ("merge/4 merge=buffered:2:0.5:1", "3 numbers, and takes at most 2"),
         ("merge/4 merge=running:1:0.5", "2 numbers, and takes none"),
         ("average/8 outer=nesterov:0.7:0.9:0.1", "3 numbers, and takes at most 2"),
         ("average/8 outer=sgd:inf", "learning rate above 0"),
@@ -160,8 +164,9 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
         ({"kind": "stale", "delays": (1, -1)}, "a delay cannot be negative"),
         ({"kind": "merge", "period_steps": 0}, "1 is after every step"),
-        ({"kind": "merge", "merge": "buffered"}, "known: half, running, staleness"),
-        ({"kind": "merge", "merge_rate": 0.5}, 'belong to "staleness"'),
+        ({"kind": "merge", "merge": "bufered"}, "did you mean buffered"),
+        ({"kind": "merge", "merge": "running", "merge_buffer": 2}, 'merge_buffer belongs to "buffered", not to'),
+        ({"kind": "merge", "merge_rate": 0.5}, 'belongs to "staleness" and "buffered"'),
         ({"kind": "merge", "merge": "staleness", "merge_rate": 0.0}, "rate in"),
         ({"kind": "merge", "merge": "staleness", "merge_exponent": float("nan")}, "exponent from 0"),
         ({"kind": "merge", "graph": "ring"}, "belongs to kind gossip"),
@@ -195,6 +200,7 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=inf)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
+        (Synchronisation(kind="merge", merge="buffered", merge_buffer=5), {"dp": 4}, "between 1 and workers, got 4 and 5"),
         (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
         (Synchronisation(kind="stale", delays=(3, 0)), {"dp": 2, "pp": 2}, r"\[2, 0\]"),
     ],

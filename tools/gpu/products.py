@@ -25,8 +25,6 @@ POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
 
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
-CORE_SIDES = (1024, 4096, 8192)
-"""Measured first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

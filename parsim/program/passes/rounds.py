@@ -33,8 +33,10 @@ MESSAGE_STREAM = "dp"
 
 
 PACK_ACCESSES, TAKE_ACCESSES, NEIGHBOUR_ACCESSES, TURN_ACCESSES = 2, 3, 3, 5
+BUFFERED_ACCESSES = 14
 """4-byte reads and writes per element in `parsim.execute.mixing`, operation by operation. Packing is a product. Taking
 the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
+Of buffered changes a turn adds one, the buffer to the model, and empties it: four passes and three copies.
 """
 PUSH_ACCESSES, PUSHED_ACCESSES = 4, 4
 """Of push-sum: a multiple of the kept model is added to what is packed; what arrived is divided by its mass, and kept."""
@@ -65,10 +67,17 @@ def outer_arrays(layout: PlanIndex) -> int:
     model of the last round; and who combines first the weights that the step began with, which are sent beside it.
     """
     rule = layout.plan.synchronisation
-    if rule.kind == "merge" or rule.push_sum or rule.combines_first:
+    if rule.kind == "merge":
+        return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
+    if rule.push_sum or rule.combines_first:
         return 1
     outer = rule.outer
     return 0 if outer is None else 2 if outer.momentum else 1
+
+
+def handed_arrays(rule: Synchronisation) -> int:
+    """Arrays as large as the parameters that go from replica to replica: the global model, and what is buffered beside it."""
+    return 2 if rule.merge == "buffered" else 1
 
 
 def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
@@ -180,24 +189,25 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
 def _add_turns(draft: Draft, layout: PlanIndex) -> None:
     """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model: it waits for the round before."""
     lines = [(bucket, peers) for bucket in layout.buckets for peers in mixing_peers(layout, bucket)]
+    arrays = handed_arrays(layout.plan.synchronisation)
     for bucket, peers in lines:
         for replica, rank in enumerate(peers):
             if replica:
-                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])])
+                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])], arrays)
             after: list[TaskKey] = [(Phase.OPTIMIZER, rank)]
             if replica:
                 after.append(("message", bucket.number, peers[replica - 1], rank))
             handed = Resource(rank, f"{TURN}<{peers[replica - 1]}")
-            work = _mix(bucket, 2, TURN_ACCESSES)
+            work = _mix(bucket, 2, TURN_ACCESSES) if arrays == 1 else _mix(bucket, 4, BUFFERED_ACCESSES)
             draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE), handed], after, _origin(bucket))
     for bucket, peers in lines:
         first, last = peers[0], peers[-1]
         after = [("mix", bucket.number, last), ("mix", bucket.number, first), ("message", bucket.number, first, peers[1])]
-        _hand_on(draft, bucket, last, first, after)
+        _hand_on(draft, bucket, last, first, after, arrays)
 
 
-def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey]) -> None:
-    work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
+def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey], arrays: int) -> None:
+    work = SendRecv(source=source, destination=to, size_bytes=arrays * bucket.size_bytes)
     ends = [Resource(source, f"{TURN}>{to}"), Resource(to, f"{TURN}<{source}")]
     draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket))
 
