@@ -107,6 +107,12 @@ def is_lightning(source: SourceFile) -> bool:
 
 FORMATS = {
     "lightning": FileFormat(
-        what="a YAML file of Lightning or LitGPT", tool=NAME, reads="recipe", sniff=is_lightning, read=read_lightning
+        layouts="Lightning's command line, LitGPT",
+        refuses="adapters; strategies of other devices; a model class of one's own, until --set model.name",
+        what="a YAML file of Lightning or LitGPT",
+        tool=NAME,
+        reads="recipe",
+        sniff=is_lightning,
+        read=read_lightning,
     )
 }

@@ -153,7 +153,8 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
             f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
             "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
         )
-    flat, contradicted = _options_of_table(document.get("MODEL_ARGS", document))
+    options_table = document.get("MODEL_ARGS")
+    flat, contradicted = _options_of_table(options_table if isinstance(options_table, Mapping) else document)
     bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
     nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
     options: dict[str, list[str]] = {}
@@ -294,7 +295,7 @@ class _Options:
         self.read[name] = words[0]
         return words[0]
 
-    def number(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int, least: int = 0) -> int:
         """A whole number; the default where the option is not given, or hangs on what the file lacks (`unknown`)."""
         text = self.text(name)
         if text and UNKNOWN in text:
@@ -303,7 +304,7 @@ class _Options:
             text = ""
         if not text:
             return default
-        self.read[name] = whole_number(self.framework, f"--{name}", text)
+        self.read[name] = whole_number(self.framework, f"--{name}", text, least)
         return int(self.read[name])
 
 
@@ -333,10 +334,10 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
         recipe.missing["model.args.seq"] = _lacking("seq-length", options)
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
-        setattr(recipe, axis, options.number(name, 1))
+        setattr(recipe, axis, options.number(name, 1, least=1))
         if name in options.unknown:
             recipe.missing[f"plan.mesh.{axis}"] = _lacking(name, options)
-    recipe.micro_batch = max(1, options.number("micro-batch-size", 1))
+    recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
     if "global-batch-size" in options.unknown:
@@ -413,7 +414,7 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
-    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
+    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -442,8 +443,10 @@ def _shape(options: _Options) -> dict[str, Any]:
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
-        dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
-        args["dense_layers"] = layers - math.ceil(layers / int(pattern)) if pattern.isdigit() else min(dense, layers - 1)
+        counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
+        dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
+        every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
+        args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
@@ -933,13 +936,15 @@ OTHERS = re.compile(
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""
+STARTS_OTHERS = re.compile(r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]")
+"""Of a script that starts torchtitan."""
 
 
 def _sniff(source: SourceFile) -> bool:
     suffix, text = source.path.suffix, source.text
     if suffix in YAML:
         return bool(MARK.search(text)) and not OTHERS.search(text)
-    return suffix in SCRIPTS or (suffix in LISTS and "--num-layers" in text)
+    return (suffix in SCRIPTS and not STARTS_OTHERS.search(text)) or (suffix in LISTS and "--num-layers" in text)
 
 
 def _read(source: SourceFile) -> Recipe:
@@ -950,6 +955,8 @@ def _read(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "megatron": FileFormat(
+        layouts="scripts with branches, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
+        refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",

@@ -98,6 +98,8 @@ def is_nanotron(source: SourceFile) -> bool:
 
 FORMATS = {
     "nanotron": FileFormat(
+        layouts="Llama and Qwen2",
+        refuses="families other than Llama and Qwen2",
         what="a YAML file of nanotron",
         tool=NAME,
         reads="recipe",
