@@ -424,7 +424,7 @@ class _Front:
 
 def _without_gathers(plan: Plan) -> object:
     """Equal for plans that differ in ZeRO stage and bucket size alone, those that gather parameters (ZeRO 3) apart."""
-    return plan.without_zero(), plan.recompute, plan.segments, plan.zero_stage == ZERO_STAGES[-1]
+    return plan.mesh, plan.without_zero(), plan.recompute, plan.segments, plan.zero_stage == ZERO_STAGES[-1]
 
 
 def _first_plan(node: Node) -> Plan | None:
@@ -838,10 +838,9 @@ def open_one_by_one(
         if node.late:
             opened(name, [node], family)  # puts it aside
             continue
-        if family.rival_s < family.best_s:
+        unlikely = node.promise_s > (1 + UNLIKELY) * min(family.rival_s, family.best_s)
+        if unlikely and family.rival_s < family.best_s:  # it may still be the best of a family that lost
             unlikely = node.promise_s * longer.get(name, 1.0) > family.bar_s
-        else:
-            unlikely = node.promise_s > (1 + UNLIKELY) * family.best_s
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
