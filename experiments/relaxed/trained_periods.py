@@ -2,9 +2,9 @@
 
     python -m experiments.relaxed.trained_periods PROFILE [--rounds N] [--steps N] [--quick] [--seed N] [--json]
 
-PROFILE is one that `parsim calibrate` has measured here for two ranks. All plans are predicted first; then they train, one launch
-each, in interleaved rounds. `measured_s` is a whole period on one rank over its steps. `first_to_last_s` is what a step of one
-number lasts from the first rank's begin to the last one's end: it contains the distance between the ranks (`skew_s`) every time.
+PROFILE is one that `parsim calibrate` has measured here for two ranks. All plans are predicted first; then they train, one
+launch each, in interleaved rounds. `measured_s` is a whole period on one rank over its steps. `first_to_last_s` is what a step
+of one number lasts from the first rank's begin to the last one's end: it contains the distance between the ranks (`skew_s`).
 """
 
 from __future__ import annotations
@@ -99,10 +99,9 @@ def main() -> None:
     spec, batch = CASES["mlp, 64"]
     problem = problem_of(options.profile, spec, batch)
     parsed = [parse_synchronisation(rule) for rule in rules]
-    found = [
-        evaluate(problem, custom_plan(problem, Mesh(pp=RANKS) if rule.kind == "stale" else Mesh(dp=RANKS), synchronisation=rule))
-        for rule in parsed
-    ]
+    meshes = [Mesh(pp=RANKS) if rule.kind == "stale" else Mesh(dp=RANKS) for rule in parsed]
+    plans = [custom_plan(problem, mesh, synchronisation=rule) for mesh, rule in zip(meshes, parsed, strict=True)]
+    found = [evaluate(problem, plan) for plan in plans]
     rows = [trained(problem, spec, entry, steps, options.seed + number) for number in range(rounds) for entry in found]
     document = {
         "machine": machine_line(describe_environment()),
