@@ -325,7 +325,7 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
         ) from error
     try:
         document = yaml.safe_load(source.text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(document, dict):
         raise ConfigError("it holds no table of keys")
@@ -346,7 +346,7 @@ def is_framework_file(path: Path) -> bool:
         text = read_text(path, LARGEST_BYTES)
     except (OSError, ValueError):  # whoever reads it says what is wrong with it
         return path.suffix in (*SCRIPTS, *YAML)
-    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+    if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
     return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
 

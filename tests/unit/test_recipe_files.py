@@ -5,7 +5,9 @@ The texts are our own, in the layout of the tools' public files.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -219,3 +221,22 @@ def test_the_matrix_of_readers_is_that_of_the_readers() -> None:
     all_files, right = samples()
     assert right == all_files
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", "case " + " " * 500_000),
+        ("a.sh", "if [ 1 ]; then\n" * 30_000),
+        ("a.sh", " \n" * 300_000),
+        ("a.yaml", "\n" * 900_000),
+        ("a.yaml", "modules:\n" * 100_000),
+        ("a.yaml", "model_name: x\n" * 60_000),
+    ],
+)
+def test_files_of_a_megabyte_take_no_longer_than_their_length(tmp_path: Path, name: str, text: str) -> None:
+    """Patterns that go back over what they read took minutes."""
+    begin = time.process_time()
+    with contextlib.suppress(ConfigError):
+        read(tmp_path, name, text)
+    assert time.process_time() - begin < 5.0
