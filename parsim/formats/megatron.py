@@ -295,7 +295,7 @@ class _Options:
         self.read[name] = words[0]
         return words[0]
 
-    def number(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int, least: int = 0) -> int:
         """A whole number; the default where the option is not given, or hangs on what the file lacks (`unknown`)."""
         text = self.text(name)
         if text and UNKNOWN in text:
@@ -304,7 +304,7 @@ class _Options:
             text = ""
         if not text:
             return default
-        self.read[name] = whole_number(self.framework, f"--{name}", text)
+        self.read[name] = whole_number(self.framework, f"--{name}", text, least)
         return int(self.read[name])
 
 
@@ -334,10 +334,10 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
         recipe.missing["model.args.seq"] = _lacking("seq-length", options)
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
-        setattr(recipe, axis, options.number(name, 1))
+        setattr(recipe, axis, options.number(name, 1, least=1))
         if name in options.unknown:
             recipe.missing[f"plan.mesh.{axis}"] = _lacking(name, options)
-    recipe.micro_batch = max(1, options.number("micro-batch-size", 1))
+    recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
     if "global-batch-size" in options.unknown:
@@ -414,7 +414,7 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
-    step = max(1, options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1))
+    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -443,8 +443,9 @@ def _shape(options: _Options) -> dict[str, Any]:
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
-        dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
-        every = max(1, int(pattern)) if pattern.isdigit() else 0
+        counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
+        dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
+        every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
         args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}

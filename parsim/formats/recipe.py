@@ -7,6 +7,7 @@ compared.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, MissingDependencyError, first_few
-from parsim.files import read_text
+from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
@@ -268,17 +269,11 @@ class FileKeys:
                 recipe.unknown.append(key)
 
 
-MOST_TABLES = 1_000
-"""Tables of a file at most, counted as often as they are named."""
-
-
 def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by their keys with dots between; empty ones are left out. Raises ConfigError for tables without end."""
+    """Values by their keys with dots between; empty ones are left out."""
     found: dict[str, Any] = {}
     tables: list[tuple[str, Mapping[str, Any]]] = [("", document)]
     for prefix, node in tables:  # which grows: outer tables before inner ones, in the order of the file
-        if len(tables) > MOST_TABLES:
-            raise ConfigError(f"more than {MOST_TABLES:,} tables; write one without anchors that repeat one another")
         for key, value in node.items():
             if isinstance(value, Mapping):
                 tables.append((f"{prefix}{key}.", value))
@@ -296,18 +291,21 @@ def refuse_adapters(framework: str, key: str, value: str) -> None:
         )
 
 
-MOST_COUNTED = 1e15
-"""Of a whole number of a file."""
+LARGEST_COUNT = 10**12
+LONGEST_SHOWN = 100
+MOST_YAML_NODES = 100_000
+"""Values of a YAML file, an alias counted as all that it stands for."""
 
 
-def whole_number(framework: str, key: str, value: object) -> int:
-    """A count of a file. Raises ConfigError."""
+def whole_number(framework: str, key: str, value: object, least: int = 0) -> int:
+    """A count of a file, from `least` to LARGEST_COUNT. Raises ConfigError."""
     try:
         number = float(str(value).replace("_", ""))
-    except ValueError as error:
-        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number") from error
-    if not 0 <= number <= MOST_COUNTED or number != int(number):
-        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number >= 0")
+    except ValueError:
+        number = math.nan
+    if not least <= number <= LARGEST_COUNT or number != int(number):
+        shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{repr(value)[:LONGEST_SHOWN]}..."
+        raise ConfigError(f"{framework}: {key} = {shown} must be a whole number from {least} to {LARGEST_COUNT:,}")
     return int(number)
 
 
@@ -324,12 +322,25 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
             f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
         ) from error
     try:
-        document = yaml.safe_load(source.text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
+        loader = yaml.SafeLoader(source.text)
+        node = loader.get_single_node()
+        if node is not None and _yaml_nodes(node, {}) > MOST_YAML_NODES:
+            raise ConfigError(f"its aliases (*name) stand for more than {MOST_YAML_NODES:,} values; write it without them")
+        document = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"it is not YAML that can be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(document, dict):
         raise ConfigError("it holds no table of keys")
     return document
+
+
+def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
+    """How many values a node of YAML has, each alias counted anew; infinitely many where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is counted
+        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_yaml_nodes(part, known) for part in parts if not isinstance(part, str))
+    return known[id(node)]
 
 
 def is_framework_file(path: Path) -> bool:
@@ -371,10 +382,11 @@ def read_recipe(path: Path) -> Recipe:
     row = _format_of(source)
     if row is None or row.read is None:
         raise ConfigError(f"{path} is of no kind that parsim knows: give {WHOSE}")
-    try:
-        recipe: Recipe = row.read(source)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
+        try:
+            recipe: Recipe = row.read(source)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     return recipe
 
 

@@ -111,7 +111,10 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     """
     tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
     flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
-    float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
+    float8 = document
+    for table in ("quantize", "linear", "float8"):
+        float8 = float8.get(table, {}) if isinstance(float8, Mapping) else {}
+    float8 = float8 if isinstance(float8, Mapping) else {}
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     flat = _newer(flat)
@@ -127,7 +130,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     def number(key: str, default: int) -> int:
         if key not in flat:
             return default
-        recipe.taken[key] = whole_number(NAME, key, flat[key])
+        recipe.taken[key] = whole_number(NAME, key, flat[key], least=1 if key.endswith("_degree") else 0)
         return int(recipe.taken[key])
 
     recipe.args["seq"] = number("training.seq_len", 2048)
@@ -205,7 +208,7 @@ def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], in
     recipe.taken["parallelism.data_parallel_shard_degree"] = shard
     recipe.zero = 0 if shard == 1 else 3
     if shard not in (-1, 1) or (replicate > 1 and shard != -1):
-        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
+        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard, least=1) * replicate
     recipe.replicate = max(1, replicate)
     if flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
         recipe.zero = 2
@@ -306,7 +309,8 @@ def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
     elif mode == "selective":
         option = str(flat.get("activation_checkpoint.selective_ac_option", "2"))
         if option.isdigit():
-            recipe.recompute, recipe.every = "alternate", max(1, int(option))
+            key = "activation_checkpoint.selective_ac_option"
+            recipe.recompute, recipe.every = "alternate", whole_number(NAME, key, option, least=1)
         else:
             recipe.recompute = "selective"
             why = "torchtitan also computes every second product again, and parsim keeps the outputs of all products"

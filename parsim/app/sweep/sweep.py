@@ -441,9 +441,11 @@ def _ask_all(
                 shown_s = now_s
                 remaining = format_seconds((now_s - first_s) / (done - 1) * (total - done))
                 say(f"{done} of {total} points{f', {failed} failed' if failed else ''}, about {remaining} left")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ending:
         next_step = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
-        say(f"stopped after {done} of {total} points; {next_step}")
+        text = f"stopped after {done} of {total} points; {next_step}"
+        say(text)
+        ending.add_note(text)  # told
         raise
 
 
