@@ -151,7 +151,11 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
         ("a.yaml", "ConfigContainer: {}\nperf_matrix: {h100: {num_gpus_64: {bf16: {tp: 4}}}}\n", "h100 num_gpus_64 bf16"),
         ("a.yaml", "model: {a: 1}\n", "of no kind that parsim knows"),
         ("a.yaml", MODEL_ARGS.replace("--num-layers: 12", "--num-layers: .inf"), "must be a whole number"),
-        ("a.yaml", MODEL_ARGS.replace("parallel-size: 2", "parallel-size: 0", 1), "tp = 0 of the file must be at least 1"),
+        (
+            "a.yaml",
+            AXOLOTL.replace("tensor_parallel_size: 2", "tensor_parallel_size: 0"),
+            "tp = 0 of the file must be at least 1",
+        ),
         ("a.yaml", MAXTEXT.replace("batch_size: 2", "batch_size: many"), "no whole number of samples"),
         ("a.yaml", PRIMUS[: PRIMUS.index("overrides:")] + "overrides: [1]\n", "must be tables of keys"),
         ("a.yaml", FACTORY.replace("ds_z3_config", "mine"), r"DeepSpeed config .*mine\.json is not beside it"),
