@@ -6,6 +6,7 @@ Every command takes --json: one document on stdout, nothing else; progress goes 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import sys
@@ -18,19 +19,19 @@ from parsim import __version__
 from parsim.commands.ask import cost, plan, simulate
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
-from parsim.commands.machine import calibrate, doctor, profile
-from parsim.commands.run import coverage, report, run, validate
+from parsim.commands.machine import calibrate, doctor, models, profile
+from parsim.commands.run import coverage, history, report, run, validate
 from parsim.commands.sweep import compare, explore, sweep
 from parsim.errors import ParsimError
+from parsim.execute.processes.launch import signals_as_exit
+from parsim.files import FULL
 from parsim.units import printable
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""What a disk answers that takes no more; a write says so without naming its file."""
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
     "calibrate": calibrate,
     "profile": profile,
+    "models": models,
     "import": import_command,
     "cost": cost,
     "plan": plan,
@@ -41,6 +42,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "run": run,
     "validate": validate,
     "coverage": coverage,
+    "history": history,
     "report": report,
     "export": export,
     "demo": demo,
@@ -59,8 +61,29 @@ def build() -> typer.Typer:
     )
     app.callback()(_options)
     for name, function in COMMANDS.items():
-        app.command(name)(function)
+        app.command(name)(_endings_told(name, function))
     return app
+
+
+def _endings_told(name: str, command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says in one line that a signal ended it, unless what it did has said so (a note of the exception)."""
+
+    @functools.wraps(command)
+    def told(*arguments: object, **options: object) -> None:
+        with signals_as_exit():
+            try:
+                command(*arguments, **options)
+            except (KeyboardInterrupt, SystemExit) as ending:
+                status = 128 + signal.SIGINT if isinstance(ending, KeyboardInterrupt) else ending.code
+                number = status - 128 if isinstance(status, int) else 0
+                if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    raise
+                if not getattr(ending, "__notes__", ()):
+                    text = f"ended by {signal.Signals(number).name} before `parsim {name}` had a result"
+                    print(f"parsim: {text}; nothing is left running. Give the same command again", file=sys.stderr, flush=True)
+                raise SystemExit(128 + number) from None
+
+    return told
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,8 +112,8 @@ def main() -> None:
         if isinstance(error, BrokenPipeError):  # nobody reads our output any more, as in `parsim plan ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
-        if error.filename is None and error.errno not in FULL:
-            raise
+        if error.filename is None and error.errno not in (*FULL, errno.EROFS, errno.EIO):
+            raise  # a write to a disk that takes no more does not name its file
         where = "" if error.filename is None else f": {error.filename}"
         print(f"parsim: {printable(f'{error.strerror}{where}')}", file=sys.stderr)
         sys.exit(1)

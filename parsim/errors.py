@@ -29,34 +29,67 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from parsim.units import printable
+
+LONGEST_MESSAGE = 600
+"""Letters of a message that quotes what somebody wrote: it says rule, value and fix, however long the value is."""
 
 
 class ParsimError(Exception):
-    """Base of all errors that are reported to the user as one message."""
+    """Base of all errors that are reported to the user as one message, in which a terminal obeys nothing.
+
+    Attributes: longest: a longer message loses its middle; 0: none does.
+    """
+
+    longest: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())
+        if not self.longest or len(text) <= self.longest:
+            return text
+        end = self.longest // 3
+        return f"{text[: self.longest - end - len(_CUT)]}{_CUT}{text[-end:]}"
+
+
+_CUT = " [...] "
 
 
 class ConfigError(ParsimError):
     """A key or value of a run file or of the command line is wrong."""
 
+    longest = LONGEST_MESSAGE
+
 
 class ModelError(ParsimError):
     """A model is unknown or malformed."""
+
+    longest = LONGEST_MESSAGE
 
 
 class TraceError(ModelError):
     """A module cannot be cut into runnable components."""
 
+    longest = 0
+
 
 class FactoryError(ModelError):
     """The user's own factory raised; the message ends with the traceback of that code alone."""
+
+    longest = 0
 
 
 class ProfileError(ParsimError):
     """A hardware profile is unknown, broken or incomplete."""
 
+    longest = LONGEST_MESSAGE
+
 
 class PlanError(ParsimError):
     """A plan contradicts itself, its model or its cluster."""
+
+    longest = LONGEST_MESSAGE
 
 
 class GraphError(ParsimError):
@@ -70,9 +103,13 @@ class DeadlockError(GraphError):
 class CostError(ParsimError):
     """No cost is known for a piece of work."""
 
+    longest = LONGEST_MESSAGE
+
 
 class ScenarioError(ParsimError):
     """A scenario contradicts itself, the plan or the cluster."""
+
+    longest = LONGEST_MESSAGE
 
 
 class StandstillError(ScenarioError):
@@ -86,9 +123,13 @@ class ScheduleError(ParsimError):
 class AlgorithmError(ParsimError):
     """A rule of synchronisation contradicts itself, its workers or its data."""
 
+    longest = LONGEST_MESSAGE
+
 
 class DataError(ParsimError):
     """A dataset is missing or contradicts its description."""
+
+    longest = LONGEST_MESSAGE
 
 
 class NoSplitError(DataError):
@@ -97,6 +138,8 @@ class NoSplitError(DataError):
 
 class ImportedFileError(ParsimError):
     """A file of another tool is damaged, of an unknown kind, or holds nothing that can be imported."""
+
+    longest = LONGEST_MESSAGE
 
 
 class DoesNotFitError(ParsimError):

@@ -33,6 +33,39 @@ def cache_folder(name: str) -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "parsim" / name
 
 
+PRIVATE = 0o700
+"""Mode of a folder that parsim makes: it may hold samples and weights. Whoever wants to share one changes it."""
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder for this user alone, with those above it as usual. One that is there keeps its mode."""
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+
+
+FULL = {
+    errno.ENOSPC: "the disk is full: make room",
+    errno.EDQUOT: "your quota of the disk is used up: make room",
+    errno.EFBIG: "the file would be larger than this process may write: raise `ulimit -f`, or make room",
+}
+"""What a disk answers that takes no more, and what to do."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def write_problem(error: BaseException, folder: Path) -> str:
+    """Why a file below the folder could not be written, and what to do, from the error number of the system."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):  # a writer may have wrapped it
+        cause = cause.__cause__ or cause.__context__
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in FULL:
+        return FULL[number]
+    if number in REFUSED:
+        return f"it may not be written ({os.strerror(number)}): make it writable"
+    if not folder.exists():
+        return f"{folder} is not there any more: it was moved or removed meanwhile"
+    return str(cause or error)
+
+
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a file system says that has no locks, as Lustre where it is mounted without them."""
 

@@ -20,6 +20,7 @@ from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_state
 from parsim.execute.processes.output import relayed
 from parsim.execute.processes.setup import available_cores
+from parsim.files import reading
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.formats import RECORDED_WEIGHTS, number_format
 from parsim.model.load import load_model
@@ -209,7 +210,10 @@ def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -
     Raises: ProfileError without raw points, or if too much of them contradicts itself.
     """
     say = on_line or _silent
-    profile = build_profile(load_raw(raw_path(profile_path)))
+    path = raw_path(profile_path)
+    given = load_raw(path)
+    with reading(f"the raw points {path} are not those of one calibration", ProfileError, "calibrate again"):
+        profile = build_profile(given)
     save_profile(profile, profile_path)
     for line in warning_lines(profile.provenance.warnings):
         say(line)

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from parsim.app.sections import MOST_DEVICES
 from parsim.errors import ConfigError, near_matches
 from parsim.files import parse_toml
 from parsim.hardware.records import ConfigSection, PairsOf
@@ -104,7 +105,7 @@ _BOUNDS = {
 }
 
 _UNION_RULES = {
-    "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "cluster.devices": f"must be a number of devices from 1 to {MOST_DEVICES} or a list of device numbers",
     "plan.activation_offload": "must be true, false or a list of component names",
     "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
     "model.args": "must hold text, finite numbers, true or false",

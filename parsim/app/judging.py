@@ -17,7 +17,7 @@ from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import changes_graph, whole_periods
 from parsim.costs.conformal import ValidationRecord
 from parsim.costs.diagnosis import Diagnosis
-from parsim.costs.history import append_record, fingerprint, history_path, read_history
+from parsim.costs.history import append_record, fingerprint, history_lines, history_path, read_history
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ExecutionError, ParsimError
 from parsim.execute.job import Job
@@ -195,10 +195,14 @@ def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     if path is None:
         text = f"not recorded: {table.machine} is a shipped profile; say where its history lies: --history FILE"
         return {"path": None, "recorded": False, "text": text}
-    is_new = all(earlier.measurement != record.measurement for earlier in read_history(path, profile).records)
+    before = history_lines(path, profile) if path.exists() else []
+    is_new = all(line.record is None or line.record.measurement != record.measurement for line in before)
     if is_new:
         append_record(path, record)
     text = f"recorded in {path}" if is_new else f"this measurement is in {path} already"
+    apart = next((line for line in history_lines(path, profile) if line.record == record and line.why), None)
+    if apart is not None:
+        text += f", and not used: {apart.why}; `parsim history {table.profile or 'PROFILE'} --remove {apart.number}` removes it"
     return {"path": str(path), "recorded": is_new, "text": text}
 
 

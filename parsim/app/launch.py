@@ -19,7 +19,7 @@ from parsim.execute.job import EXECUTION, AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import HANG_S, launch
 from parsim.execute.processes.machine import describe_environment, differences_from_here
 from parsim.execute.processes.output import relayed
-from parsim.files import read_json
+from parsim.files import make_private, read_json
 from parsim.hardware.devices import DEVICE_KINDS
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import check_executable
@@ -213,7 +213,7 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     """
     if job.device == "cuda":
         check_gpus(job.world_size, measures=job.mode == "measure")
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_private(folder.path)
     job.save(folder.job)
     environment = describe_environment()
     write_json(folder.environment, environment)

@@ -18,13 +18,15 @@ from parsim.app.config import Question, load_config
 from parsim.app.config_text import references
 from parsim.costs.history import SUFFIX
 from parsim.costs.loading import OwnLoading, own_loading_from
-from parsim.errors import ConfigError, CostError
+from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.checkpoint.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
 from parsim.execute.job import SCHEDULES, SCORE
 from parsim.execute.processes.launch import signals_as_exit
 from parsim.execute.processes.output import sole_user
 from parsim.files import (
     PARTIAL,
+    PRIVATE,
+    make_private,
     parse_json,
     parse_toml,
     read_json,
@@ -35,6 +37,7 @@ from parsim.files import (
     write_text_atomically,
 )
 from parsim.hardware.profile import save_profile
+from parsim.plans.plan import Plan
 
 if TYPE_CHECKING:
     from parsim.app.prediction import Prediction
@@ -89,7 +92,7 @@ class RunFolder:
     def write_question(self, prediction: Prediction) -> None:
         """Write the question, with the profile and plan that answer it, before anything runs."""
         problem = prediction.problem
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         write_text_atomically(self.config, prediction.question.to_toml())
         problem.model.save(self.model)
         prediction.plan.save(self.plan)
@@ -128,7 +131,7 @@ def new_folder(path: Path | None, name: str) -> RunFolder:
     for number in itertools.count(1):
         candidate = Path("runs") / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):
-            candidate.mkdir(parents=True)
+            candidate.mkdir(PRIVATE, parents=True)
             break
     return RunFolder(candidate)
 
@@ -162,7 +165,7 @@ def held(folder: RunFolder) -> Iterator[None]:
     Raises:
         ConfigError: another process trains there.
     """
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_private(folder.path)
     with sole_user(folder.path) as is_sole:
         if not is_sole:
             raise ConfigError(
@@ -180,7 +183,9 @@ def ending_told(folder: RunFolder, steps: int) -> Iterator[None]:
         except (KeyboardInterrupt, SystemExit) as ending:
             number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
             name = signal.Signals(number).name if number in set(signal.Signals) else "an exit"
-            print(f"parsim: ended by {name}. {what_is_left(folder, steps)}", file=sys.stderr, flush=True)
+            text = f"parsim: ended by {name}. {what_is_left(folder, steps)}"
+            print(text, file=sys.stderr, flush=True)
+            ending.add_note(text)  # told
             raise
 
 
@@ -288,6 +293,16 @@ def forget_results(folder: RunFolder) -> None:
         path.unlink(missing_ok=True)
 
 
+def is_measured(folder: RunFolder, plan: Plan, *, step: int, steps: int) -> bool:
+    """Whether all ranks of a training under this plan that ends at `steps`, and is at `step`, have left their records and its
+    score, so that none has to run again."""
+    records = (folder.records(RUN) / f"rank{rank}.json" for rank in range(plan.world_size))
+    with contextlib.suppress(OSError, ValueError, AttributeError, ParsimError):
+        last = read_json(folder.path / SCORE).get("stopped_early_at") or steps
+        return bool(last == step) and all(path.is_file() for path in records) and Plan.load(folder.plan) == plan
+    return False
+
+
 def remove_partial_files(folder: RunFolder) -> None:
     """Remove what killed processes left half written in the folder. Called while it is held, and nobody writes."""
     for path in (*folder.path.glob(f".*{PARTIAL}"), *folder.path.glob(f"*/.*{PARTIAL}")):
@@ -303,6 +318,13 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint: Checkpoint | None = latest_checkpoint(folder.checkpoints)
+    if not folder.path.is_dir():
+        return (
+            f"{folder.path} is not there any more. If it was moved, continue where it is now: parsim run FOLDER/config.toml "
+            "--out FOLDER --resume."
+        )
+    if checkpoint is None and has_checkpoints(folder.checkpoints):
+        return f"No checkpoint in {folder.checkpoints} can be read; --resume says why."
     if checkpoint is None:
         return f"No checkpoint was written: {folder.path} holds no checkpoint to continue from (see --checkpoint-every)."
     command = ["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume"]

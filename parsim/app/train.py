@@ -15,7 +15,16 @@ from parsim.app.judging import record_of, remember, remembered, reopen, speed_of
 from parsim.app.launch import check_launchable, check_runnable, job_of, launch_job, warn_of_profile
 from parsim.app.measured import Measured, compared
 from parsim.app.prediction import Prediction
-from parsim.app.run_folder import RunFolder, ending_told, forget_results, held, new_folder, resumption, write_json
+from parsim.app.run_folder import (
+    RunFolder,
+    ending_told,
+    forget_results,
+    held,
+    is_measured,
+    new_folder,
+    resumption,
+    write_json,
+)
 from parsim.app.training_checks import (
     check_adaptive,
     check_shards,
@@ -84,6 +93,8 @@ def train(
                 document = parse_json(read_regular(folder.result), allow_nan=True)
                 return replace(open_measured(folder.path), document={**document, "warnings": list(begun.warnings)})
             warnings += begun.warnings
+        if resume and is_measured(folder, prediction.plan, step=begun.step, steps=steps):
+            return _reported(prediction, folder, steps, warnings, is_adaptive=False)  # only the report is missing
         forget_results(folder)
 
         def attempt(prediction: Prediction, again: bool, restart: Sequence[str]) -> Measured:
@@ -104,7 +115,12 @@ def _trained(
     job = job_of(prediction, folder, steps, **options)
     with progress(f"Training {steps} steps under {prediction.plan.summary()}") as say:
         of_ranks = launch_job(job, folder, say, prediction, hang_s=timeout_s)
-    decisions: list[dict[str, Any]] = read_json(folder.path / "decisions.json") if job.adaptive is not None else []
+    return _reported(prediction, folder, steps, [*warnings, *of_ranks], is_adaptive=job.adaptive is not None)
+
+
+def _reported(prediction: Prediction, folder: RunFolder, steps: int, warnings: Sequence[str], *, is_adaptive: bool) -> Measured:
+    """Compare what the ranks wrote down with the prediction, and write the result and the pages."""
+    decisions: list[dict[str, Any]] = read_json(folder.path / "decisions.json") if is_adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
         plan = Plan.from_json(changed[-1]["plan"])
@@ -129,7 +145,7 @@ def _trained(
         "diagnosis": run.diagnosis.to_dict(),
         "history": remembered(prediction, seen, run.comparison, plan_changed=bool(changed)),
         "memory_levels": [row.to_dict() for row in memory_levels(prediction.evaluation.memory, seen.memory_uses)],
-        "warnings": [*prediction.warnings, *warnings, *of_ranks],
+        "warnings": [*prediction.warnings, *warnings],
     }
     write_run_files(folder, prediction, run)
     write_json(folder.result, document)  # the last file: whoever finds it knows that the run has ended

@@ -12,13 +12,14 @@ from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, near_matches
 from parsim.hardware.instances import instance_named, instance_names, refresh
 from parsim.hardware.network import shipped_networks
 from parsim.hardware.parts import shipped_gpus, shipped_links
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
-from parsim.report.more_tables import calibration_table, instance_table
+from parsim.model.catalogue.names import described, known_names, normalised
+from parsim.report.more_tables import calibration_table, instance_table, models_table
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -183,6 +184,23 @@ def profile(
         print_json(written)
         return
     print(f'Profile: {written["path"]}; use it with cluster.profile = "{written["path"]}"')
+
+
+# `parsim models`: every model by name, with its size.
+
+
+def models(
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Only names with this in them, or a Hugging Face id.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """List the models by name with their sizes; their ids on Hugging Face (meta-llama/Llama-3.1-8B) are names as well."""
+    rows = {name: row for name, row in described().items() if word.lower() in name or normalised(word) == name}
+    if not rows:
+        raise ConfigError(f"no model by name has {word!r}{near_matches(normalised(word), known_names())}")
+    if as_json:
+        print_json(rows)
+        return
+    print_tables([models_table(rows)])
 
 
 # `parsim doctor`: what this machine has, what will work, what is missing and how to get it.

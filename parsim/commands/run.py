@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +22,11 @@ from parsim.commands.output import (
     print_verdict,
 )
 from parsim.costs.conformal import coverage_by, coverage_of, judged_split
-from parsim.costs.history import history_path, read_history
+from parsim.costs.history import history_lines, history_path, read_history, remove_lines
 from parsim.errors import ConfigError
 from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan
-from parsim.report.tables import kind_table, validation_table
+from parsim.report.tables import history_table, kind_table, validation_table
 
 if TYPE_CHECKING:
     from parsim.costs.history import History
@@ -154,6 +155,38 @@ def coverage_document(history: History) -> dict[str, Any]:
         "left_out": list(history.left_out),
         "warnings": list(history.notes),
     }
+
+
+# `parsim history`: every validation of a profile, whether it is used, and how to be rid of one.
+
+
+def history(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A shipped profile by name, or the path of one.")],
+    file: Annotated[
+        Path | None,
+        typer.Option("--history", metavar="FILE", help="Its validations. Default: PROFILE.history.jsonl beside the profile."),
+    ] = None,
+    remove: Annotated[list[int] | None, typer.Option(metavar="LINE", help="Remove this line of the file. Repeatable.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the validations of a profile, and why some are not used; or remove some of them."""
+    path = history_path(profile, None if file is None else str(file))
+    if path is None:
+        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; name one: --history FILE")
+    if not path.is_file():
+        raise ConfigError(f"there is no history {path}; `parsim validate` on a RUN.toml of this profile begins it")
+    if remove:
+        remove_lines(path, remove)
+    lines = history_lines(path, load_profile(profile))
+    if as_json:
+        told = [{} if line.record is None else asdict(line.record) for line in lines]
+        rows = [
+            {"line": line.number, "used": not line.why, "why_not": line.why, **record}
+            for line, record in zip(lines, told, strict=True)
+        ]
+        print_json({"history": str(path), "removed": sorted(remove or []), "lines": rows})
+        return
+    print_tables([history_table(lines, str(path))])
 
 
 # `parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds.

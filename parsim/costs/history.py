@@ -3,8 +3,8 @@ corrected.
 
 `PROFILE.json` has `PROFILE.history.jsonl`. A shipped profile has no place to write, so `cluster.history` names the file.
 Lines are only ever appended, each in one write under a lock, so that two writers do not mix and a killed one leaves at
-most its own line broken. A broken line, or one of another version of the profile or of another machine, is not used; it
-is listed and stays in the file.
+most its own line broken. A broken line, one of another version of the profile or of another machine, or one that was measured
+far off its prediction, is not used; it is listed and stays in the file.
 
 Leaves out: old predictions are not recomputed. After the profile has changed, its history starts anew.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +25,15 @@ from parsim.errors import CostError, ProfileError
 from parsim.files import lock, parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
 from parsim.plans.synchronisation import KINDS
-from parsim.units import format_percent
+from parsim.units import format_percent, format_seconds
 
 SUFFIX = ".history.jsonl"
 SCHEMA_VERSION = 2
 """Of a line. Version 1 timed the steps of a training from the first rank's begin to the last one's end: under a relaxed plan
 they contain the distance between ranks again and again."""
+MOST_RATIO = 100.0
+"""Between measured and predicted, either way. The worst honest prediction of an untested model was off by 20 times; seconds
+taken for milliseconds are off by 1,000, and a few of them would make every interval say nothing."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -104,28 +108,58 @@ def read_history(path: Path | None, profile: Profile) -> History:
     """
     if path is None or not path.exists():
         return History(path=path)
+    read = history_lines(path, profile)
+    return History(
+        path=path,
+        records=tuple(line.record for line in read if line.record is not None and not line.why),
+        left_out=tuple(f"line {line.number}: {line.why}" for line in read if line.why),
+    )
+
+
+@dataclass(frozen=True)
+class HistoryLine:
+    """Attributes: number: from 1. record: None where it is none. why: it is not used; "": it is."""
+
+    number: int
+    record: ValidationRecord | None
+    why: str = ""
+
+
+def history_lines(path: Path, profile: Profile) -> list[HistoryLine]:
+    """Every line of a history that is not blank. Raises ProfileError if the file cannot be read."""
     try:
-        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+        texts = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ProfileError(f"cannot read history {path}: {error.strerror}; give a file of `parsim validate`") from error
-    left_out: list[str] = []
-    numbered: list[tuple[int, ValidationRecord]] = []
-    for number, line in enumerate(lines, start=1):
+    read: list[HistoryLine] = []
+    for number, text in enumerate(texts, start=1):
         try:
-            if line.strip():
-                numbered.append((number, _record(line)))
+            if text.strip():
+                read.append(HistoryLine(number, _record(text)))
         except CostError as error:
-            left_out.append(f"line {number}: {error}")
-    version = fingerprint(profile) if numbered else ""
-    left_out += [
-        f"line {number}: of another profile or version ({record.profile or 'none named'}, not {version})"
-        for number, record in numbered
-        if record.profile != version
+            read.append(HistoryLine(number, None, str(error)))
+    records = [line.record for line in read if line.record is not None]
+    version = fingerprint(profile) if records else ""
+    machine = _machine([record for record in records if record.profile == version], profile)
+    return [
+        line if line.record is None else HistoryLine(line.number, line.record, _unfit(line.record, version, machine))
+        for line in read
     ]
-    numbered = [(number, record) for number, record in numbered if record.profile == version]
-    machine = _machine([record for _, record in numbered], profile)
-    left_out += [f"line {number}: of other hardware ({r.machine})" for number, r in numbered if r.machine != machine]
-    return History(path=path, records=tuple(r for _, r in numbered if r.machine == machine), left_out=tuple(left_out))
+
+
+def _unfit(record: ValidationRecord, version: str, machine: str) -> str:
+    """Why a record does not count for this version of the profile on this machine; "": it does."""
+    if record.profile != version:
+        return f"of another profile or version ({record.profile or 'none named'}, not {version})"
+    if record.machine != machine:
+        return f"of other hardware ({record.machine})"
+    ratio = record.measured_s / record.predicted_s
+    if not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
+        return (
+            f"measured more than {MOST_RATIO:g} times off its prediction ({format_seconds(record.measured_s)}, not "
+            f"{format_seconds(record.predicted_s)}: another unit, or another machine)"
+        )
+    return ""
 
 
 def append_record(path: Path, record: ValidationRecord) -> None:
@@ -140,6 +174,19 @@ def append_record(path: Path, record: ValidationRecord) -> None:
             broken = file.read(1) != b"\n"
         file.write(("\n" if broken else "").encode() + _line(record).encode())
         file.flush()
+
+
+def remove_lines(path: Path, numbers: Collection[int]) -> None:
+    """Remove lines by their numbers, under the lock of `append_record`. Raises ProfileError for a number that no line has."""
+    with path.open("r+b") as file:
+        lock(file.fileno(), waits=True)
+        lines = file.read().splitlines(keepends=True)
+        if unknown := sorted(number for number in numbers if not 1 <= number <= len(lines)):
+            raise ProfileError(f"{path} has no line {unknown[0]}: it has {len(lines)}")
+        kept = [line for number, line in enumerate(lines, start=1) if number not in numbers]
+        file.seek(0)
+        file.writelines(kept)
+        file.truncate()
 
 
 def _line(record: ValidationRecord) -> str:

@@ -426,6 +426,10 @@ class RankRun:
             trained = {parameter.name for parameter in self.layout.model.parameters if parameter.trainable}
             if problem := checkpoint.not_finite(state, trained):
                 raise self._diverged(f"{problem} on rank {self.stage.rank} after step {self.step_number}")
+        if self.checkpoints is not None and not self.checkpoints.parent.is_dir():  # writing would make another in its place
+            raise ExecutionError(
+                f"{self.checkpoints.parent}, the folder of this run, is not there any more: it was moved or removed meanwhile"
+            )
         world_size = self.layout.plan.world_size
         checkpoint.save_checkpoint(
             folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=world_size, keep=keep

@@ -27,7 +27,15 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset
-from parsim.files import json_text, parse_json, read_json, read_regular, write_json_atomically, write_text_atomically
+from parsim.files import (
+    json_text,
+    parse_json,
+    read_json,
+    read_regular,
+    write_json_atomically,
+    write_problem,
+    write_text_atomically,
+)
 from parsim.model.component import LOSS
 from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.program.placed import PlanIndex
@@ -114,7 +122,7 @@ class TrainingLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json_text(line) + "\n" for line in lines)
         except OSError as error:
-            raise ExecutionError(f"cannot write {self._path}: {error}; is the disk full?") from error
+            raise ExecutionError(f"cannot write {self._path}: {write_problem(error, self._path.parent)}") from error
 
     def progress(self, entry: RankRun, loss: float) -> dict[str, str]:
         """How far the training is, for people. loss: of the rank's own samples."""

@@ -25,6 +25,7 @@ from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
 from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import WARNING, sole_user, write_progress
+from parsim.execute.processes.rendezvous import is_launched
 from parsim.execute.processes.setup import Pinning, prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.rank_run import ProcessGroups, RankRun, built
@@ -36,7 +37,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 
 WATCHED_S = 86_400.0
-"""The timeout of collectives under a launcher that watches the ranks' heartbeats and ends them itself."""
+"""The timeout of collectives under a launcher that watches all ranks' heartbeats and ends them itself."""
 
 
 def main(job_path: Path) -> None:
@@ -49,11 +50,11 @@ def main(job_path: Path) -> None:
     job = Job.load(job_path)
     started = read_place()
     with contextlib.ExitStack() as held:
-        alone = job.mode == "train" and started.rank == 0 and not pulse().is_watched  # a launcher holds it itself
+        alone = job.mode == "train" and started.rank == 0 and not is_launched()
         if alone and not held.enter_context(sole_user(Path(job.output))):
             raise ExecutionError(f"another training runs in {job.output}; wait until it has ended, or end it")
         pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
-        timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
+        timeout_s = WATCHED_S if is_launched() else job.timeout_s
         place = init_group(job.device, timeout_s=timeout_s, alone=True)
         with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
             _work(job, place, pinning, timeout_s)

@@ -82,4 +82,14 @@ def is_axolotl(source: SourceFile) -> bool:
     return source.path.suffix in YAML and bool(MARK.search(source.text))
 
 
-FORMATS = {"axolotl": FileFormat(what="a YAML file of axolotl", tool=NAME, reads="recipe", sniff=is_axolotl, read=read_axolotl)}
+FORMATS = {
+    "axolotl": FileFormat(
+        layouts="fsdp and fsdp_config, DeepSpeed by file or name, parallel sizes",
+        refuses="adapters (LoRA, QLoRA); a model that does not ship, until --set model.name",
+        what="a YAML file of axolotl",
+        tool=NAME,
+        reads="recipe",
+        sniff=is_axolotl,
+        read=read_axolotl,
+    )
+}

@@ -468,6 +468,8 @@ def _sniff(source: SourceFile) -> bool:
 
 FORMATS = {
     "deepspeed": FileFormat(
+        layouts="keys of 0.19",
+        refuses='batch keys that contradict one another; a config in which all is "auto"',
         what="a DeepSpeed JSON config",
         tool=NAME,
         reads="run",

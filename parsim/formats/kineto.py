@@ -515,6 +515,8 @@ def _integer_lists(args: Mapping[str, Any], length: int) -> list[list[int]]:
 
 FORMATS = {
     "kineto": FileFormat(
+        layouts="traces of a GPU or a CPU, plain or gzipped",
+        refuses="a trace without steps or kernels",
         what="a trace of torch.profiler, .json or .json.gz",
         reads="trace",
         sniff=lambda source: source.begins("{", "[") and b'"traceEvents"' in source.data,

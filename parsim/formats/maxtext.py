@@ -12,7 +12,7 @@ from parsim.formats.recipe import YAML, FileKeys, Recipe, yaml_table
 from parsim.formats.source import FileFormat
 
 NAME = "MaxText"
-MARK = re.compile(r"^\s*(ici|dcn)_\w+_parallelism\s*:|^\s*per_device_batch_size\s*:", re.MULTILINE)
+MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
 AXES = {
     "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
     "pp": ("pipeline",),
@@ -85,7 +85,7 @@ def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
         recipe.zero = 3  # the file of defaults divides over all devices
     batch = keys.text("per_device_batch_size", default="12")
     shards = recipe.tp * recipe.pp * recipe.cp
-    local = float(batch) * shards
+    local = float(batch) * shards if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", batch) else 0.0
     if local != int(local) or local < 1:
         raise ConfigError(
             f"{NAME}: per_device_batch_size = {batch} on {shards} devices per replica is no whole number of samples"
@@ -124,6 +124,8 @@ def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
 
 FORMATS = {
     "maxtext": FileFormat(
+        layouts="sizes by name or one by one",
+        refuses="a batch per device that is no whole number of samples",
         what="a YAML file of MaxText",
         tool=NAME,
         reads="recipe",

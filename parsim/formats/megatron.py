@@ -153,7 +153,8 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
             f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
             "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
         )
-    flat, contradicted = _options_of_table(document.get("MODEL_ARGS", document))
+    options_table = document.get("MODEL_ARGS")
+    flat, contradicted = _options_of_table(options_table if isinstance(options_table, Mapping) else document)
     bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
     nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
     options: dict[str, list[str]] = {}
@@ -294,7 +295,7 @@ class _Options:
         self.read[name] = words[0]
         return words[0]
 
-    def number(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int, least: int = 0) -> int:
         """A whole number; the default where the option is not given, or hangs on what the file lacks (`unknown`)."""
         text = self.text(name)
         if text and UNKNOWN in text:
@@ -303,7 +304,7 @@ class _Options:
             text = ""
         if not text:
             return default
-        self.read[name] = whole_number(self.framework, f"--{name}", text)
+        self.read[name] = whole_number(self.framework, f"--{name}", text, least)
         return int(self.read[name])
 
 
@@ -333,10 +334,10 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
         recipe.missing["model.args.seq"] = _lacking("seq-length", options)
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
-        setattr(recipe, axis, options.number(name, 1))
+        setattr(recipe, axis, options.number(name, 1, least=1))
         if name in options.unknown:
             recipe.missing[f"plan.mesh.{axis}"] = _lacking(name, options)
-    recipe.micro_batch = max(1, options.number("micro-batch-size", 1))
+    recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
     if (batch := options.number("global-batch-size", 0)) > 0:
         training["global_batch"] = batch
     if "global-batch-size" in options.unknown:
@@ -413,7 +414,7 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
-    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP) * options.number(AXES["tp"], 1)
+    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -442,8 +443,10 @@ def _shape(options: _Options) -> dict[str, Any]:
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
         # Layers without experts, which parsim has first; of other patterns their number.
         pattern = options.text("moe-layer-freq", "1")
-        dense = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern))
-        args["dense_layers"] = layers - math.ceil(layers / int(pattern)) if pattern.isdigit() else min(dense, layers - 1)
+        counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
+        dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
+        every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
+        args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
         args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
@@ -584,6 +587,11 @@ def options_of(text: str) -> dict[str, list[str]]:
     return options
 
 
+MOST_NESTED = 50
+LONGEST_TEST = 2_000
+"""Letters of a line that can begin or end a branch."""
+
+
 class _Branches:
     """Which of the branches around a statement runs, where nothing runs: yes, no, or None for what the file does not decide."""
 
@@ -600,6 +608,8 @@ class _Branches:
 
     def step(self, line: str, variables: dict[str, str]) -> str:
         """What of a line is a statement that may run; "": nothing."""
+        if len(line) > LONGEST_TEST:  # options, and no test
+            return "" if self.live is False else line
         if form := re.match(r"(el)?if\b\s*(.*)$", line, re.DOTALL):
             if not form[1]:
                 self._open(None)
@@ -625,6 +635,8 @@ class _Branches:
         return "" if self.live is False else line
 
     def _open(self, subject: str | None) -> None:
+        if len(self.lives) >= MOST_NESTED:
+            raise ConfigError(f"branches of the script are nested deeper than {MOST_NESTED}; write its options out")
         self.lives.append(False)
         self.decided.append(False)
         self.subjects.append(subject)
@@ -693,7 +705,8 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 def _statements(text: str) -> list[str]:
     """The lines of a script, continued lines, quotes and brackets joined, comments left out."""
     lines: list[str] = []
-    current, quote, depth, place = "", "", 0, 0
+    current: list[str] = []
+    quote, depth, place = "", 0, 0
     text = re.sub(r"\\[ \t]*\n", " ", text)
     while place < len(text):
         letter = text[place]
@@ -710,12 +723,12 @@ def _statements(text: str) -> list[str]:
         elif letter in ")}":
             depth = max(0, depth - 1)
         if letter in "\n;" and not quote and not depth:
-            lines.append(current.strip())
-            current = ""
+            lines.append("".join(current).strip())
+            current = []
         else:
-            current += letter
+            current.append(letter)
         place += 1
-    lines.append(current.strip())
+    lines.append("".join(current).strip())
     return [line for line in lines if line]
 
 
@@ -924,22 +937,24 @@ LISTS = (".args", ".txt")
 """Plain lists of options, which other texts may be too."""
 MARK = re.compile(
     r"(tensor|pipeline)[-_]model[-_]parallel[-_]size|^MODEL_ARGS\s*:|^ConfigContainer\s*:|encoder_seq_length|megatron|"
-    r"^\W*num[-_]attention[-_]heads\s*:",
+    r"^[ \t-]*num[-_]attention[-_]heads\s*:",
     re.MULTILINE,
 )
 """Of a YAML file that is Megatron's, NeMo's or Bridge's."""
 OTHERS = re.compile(
-    r"^\s+(batch_accumulation_per_replica|framework)\s*:|^\s*distributed_type\s*:|^base_model\s*:|^[\s\"']*per_device_",
+    r"^[ \t]+(batch_accumulation_per_replica|framework)\s*:|^[ \t]*distributed_type\s*:|^base_model\s*:|^[ \t\"']*per_device_",
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""
+STARTS_OTHERS = re.compile(r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]")
+"""Of a script that starts torchtitan."""
 
 
 def _sniff(source: SourceFile) -> bool:
     suffix, text = source.path.suffix, source.text
     if suffix in YAML:
         return bool(MARK.search(text)) and not OTHERS.search(text)
-    return suffix in SCRIPTS or (suffix in LISTS and "--num-layers" in text)
+    return (suffix in SCRIPTS and not STARTS_OTHERS.search(text)) or (suffix in LISTS and "--num-layers" in text)
 
 
 def _read(source: SourceFile) -> Recipe:
@@ -950,6 +965,8 @@ def _read(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "megatron": FileFormat(
+        layouts="scripts with branches, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
+        refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",
         what="a script with the arguments of Megatron-LM",
         tool=NAME,
         reads="recipe",

@@ -13,7 +13,7 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL
 
 NAME = "nanotron"
-MARK = re.compile(r"^\s+batch_accumulation_per_replica:", re.MULTILINE)
+MARK = re.compile(r"^[ \t]+batch_accumulation_per_replica:", re.MULTILINE)
 """A key that every such file has, and no other tool's."""
 
 AXES = {
@@ -98,6 +98,8 @@ def is_nanotron(source: SourceFile) -> bool:
 
 FORMATS = {
     "nanotron": FileFormat(
+        layouts="Llama and Qwen2",
+        refuses="families other than Llama and Qwen2",
         what="a YAML file of nanotron",
         tool=NAME,
         reads="recipe",

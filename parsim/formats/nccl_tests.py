@@ -730,6 +730,8 @@ def _is_nccl_tests(source: SourceFile) -> bool:
 
 FORMATS = {
     "nccl-tests": FileFormat(
+        layouts="text before and after 2.13, prefixes of ranks, several hosts, JSON",
+        refuses="rows that came out wrong, one by one, with the reason",
         what="the output of nccl-tests, text or JSON",
         reads="machine",
         sniff=_is_nccl_tests,

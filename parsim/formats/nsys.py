@@ -171,6 +171,8 @@ def _host_events(tables: _Tables) -> list[dict[str, Any]]:
 
 FORMATS = {
     "nsys": FileFormat(
+        layouts="SQLite exports",
+        refuses="a database without kernels",
         what="an SQLite export of Nsight Systems",
         reads="trace",
         sniff=lambda source: (

@@ -18,7 +18,7 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.torchtitan import read_toml
 
 NAME = "Primus"
-MARK = re.compile(r"^modules\s*:(.|\n)*?\bframework\s*:", re.MULTILINE)
+MARKS = (re.compile(r"^modules *:", re.MULTILINE), re.compile(r"\bframework *:"))
 
 
 def read_primus(document: Mapping[str, Any]) -> Recipe:
@@ -29,8 +29,10 @@ def read_primus(document: Mapping[str, Any]) -> Recipe:
     if row is None:
         raise ConfigError(f"{NAME}: modules holds none with a framework")
     framework = str(row["framework"]).lower()
-    overrides = {**(row.get("params") or {}), **(row.get("overrides") or {})}
-    overrides = {key: _default(value) for key, value in overrides.items()}
+    tables = [row[key] for key in ("params", "overrides") if row.get(key) is not None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(f"{NAME}: params and overrides of a module must be tables of keys")
+    overrides = {str(key): _default(value) for table in tables for key, value in table.items()}
     model = row.get("model")
     name = re.sub(r"\.ya?ml$", "", str(model)) if isinstance(model, str) else ""
     name = re.sub(r"(?i)[-_](bf16|fp8)$", "", name)
@@ -63,11 +65,13 @@ def _default(value: object) -> object:
 
 def is_primus(source: SourceFile) -> bool:
     """Whether a file is one of Primus."""
-    return source.path.suffix in YAML and bool(MARK.search(source.text))
+    return source.path.suffix in YAML and all(mark.search(source.text) for mark in MARKS)
 
 
 FORMATS = {
     "primus": FileFormat(
+        layouts="modules as tables or as a list",
+        refuses="frameworks other than Megatron-LM, torchtitan and MaxText",
         what="a YAML file of Primus",
         tool=NAME,
         reads="recipe",

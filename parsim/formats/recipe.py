@@ -7,6 +7,7 @@ compared.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, MissingDependencyError, first_few
-from parsim.files import read_text
+from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
@@ -86,6 +87,9 @@ class Recipe:
         Raises:
             ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
         """
+        for key in ("tp", "pp", "cp", "ep", "replicate", "micro_batch", "chunks"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{self.framework}: {key} = {getattr(self, key)} of the file must be at least 1")
         shard = self.tp * self.pp * self.cp
         if devices % shard:
             raise ConfigError(
@@ -265,17 +269,11 @@ class FileKeys:
                 recipe.unknown.append(key)
 
 
-MOST_TABLES = 1_000
-"""Tables of a file at most, counted as often as they are named."""
-
-
 def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by their keys with dots between; empty ones are left out. Raises ConfigError for tables without end."""
+    """Values by their keys with dots between; empty ones are left out."""
     found: dict[str, Any] = {}
     tables: list[tuple[str, Mapping[str, Any]]] = [("", document)]
     for prefix, node in tables:  # which grows: outer tables before inner ones, in the order of the file
-        if len(tables) > MOST_TABLES:
-            raise ConfigError(f"more than {MOST_TABLES:,} tables; write one without anchors that repeat one another")
         for key, value in node.items():
             if isinstance(value, Mapping):
                 tables.append((f"{prefix}{key}.", value))
@@ -293,14 +291,21 @@ def refuse_adapters(framework: str, key: str, value: str) -> None:
         )
 
 
-def whole_number(framework: str, key: str, value: object) -> int:
-    """A count of a file. Raises ConfigError."""
+LARGEST_COUNT = 10**12
+LONGEST_SHOWN = 100
+MOST_YAML_NODES = 100_000
+"""Values of a YAML file, an alias counted as all that it stands for."""
+
+
+def whole_number(framework: str, key: str, value: object, least: int = 0) -> int:
+    """A count of a file, from `least` to LARGEST_COUNT. Raises ConfigError."""
     try:
         number = float(str(value).replace("_", ""))
-    except ValueError as error:
-        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number") from error
-    if number != int(number) or number < 0:
-        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number >= 0")
+    except ValueError:
+        number = math.nan
+    if not least <= number <= LARGEST_COUNT or number != int(number):
+        shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{repr(value)[:LONGEST_SHOWN]}..."
+        raise ConfigError(f"{framework}: {key} = {shown} must be a whole number from {least} to {LARGEST_COUNT:,}")
     return int(number)
 
 
@@ -317,12 +322,25 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
             f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
         ) from error
     try:
-        document = yaml.safe_load(source.text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
+        loader = yaml.SafeLoader(source.text)
+        node = loader.get_single_node()
+        if node is not None and _yaml_nodes(node, {}) > MOST_YAML_NODES:
+            raise ConfigError(f"its aliases (*name) stand for more than {MOST_YAML_NODES:,} values; write it without them")
+        document = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"it is not YAML that can be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(document, dict):
         raise ConfigError("it holds no table of keys")
     return document
+
+
+def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
+    """How many values a node of YAML has, each alias counted anew; infinitely many where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is counted
+        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_yaml_nodes(part, known) for part in parts if not isinstance(part, str))
+    return known[id(node)]
 
 
 def is_framework_file(path: Path) -> bool:
@@ -339,7 +357,7 @@ def is_framework_file(path: Path) -> bool:
         text = read_text(path, LARGEST_BYTES)
     except (OSError, ValueError):  # whoever reads it says what is wrong with it
         return path.suffix in (*SCRIPTS, *YAML)
-    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+    if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
     return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
 
@@ -364,16 +382,26 @@ def read_recipe(path: Path) -> Recipe:
     row = _format_of(source)
     if row is None or row.read is None:
         raise ConfigError(f"{path} is of no kind that parsim knows: give {WHOSE}")
-    try:
-        recipe: Recipe = row.read(source)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
+        try:
+            recipe: Recipe = row.read(source)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     return recipe
 
 
 def _format_of(source: SourceFile) -> FileFormat | None:
-    rows = (row for _, row in file_formats().items() if row.reads == "recipe")
-    return next((row for row in rows if row.sniff(source)), None)
+    return next((row for _, row in _recipe_formats() if row.sniff(source)), None)
+
+
+def _recipe_formats() -> list[tuple[str, FileFormat]]:
+    return [(name, row) for name, row in file_formats().items() if row.reads == "recipe"]
+
+
+def format_name(path: Path) -> str:
+    """The name of the format of such a file; "": it is of none."""
+    source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+    return next((name for name, row in _recipe_formats() if row.sniff(source)), "")
 
 
 @dataclass(kw_only=True)

@@ -50,6 +50,7 @@ class FileFormat:
             for no file of another tool. read: the file, and the options of `parsim import` that `options` names.
         writes: what `write` takes, with the path to write; None: parsim does not write it. file: the path's usual name.
         options: of reading, or of making what is written.
+        layouts, refuses: what a reader takes, and what of it is refused; tools/reader_matrix.py lists both.
     """
 
     what: str
@@ -61,6 +62,8 @@ class FileFormat:
     write: Callable[[Any, Path], Any] | None = None
     file: str = ""
     options: tuple[str, ...] = ()
+    layouts: str = ""
+    refuses: str = ""
 
 
 @cache
@@ -206,6 +209,7 @@ GPU_NAMES: tuple[tuple[str, str], ...] = (
     (r"L40S", "l40s"),
     (r"L4", "l4"),
     (r"A40", "a40"),
+    (r"A30", "a30"),
     (r"A10G", "a10g"),
     (r"A10", "a10"),
     (r"T4", "t4"),

@@ -365,7 +365,7 @@ EXPECTED_MATRIX = "the whole output of `nvidia-smi topo -m`, from the line that 
 
 def is_topo_matrix(text: str) -> bool:
     """Whether a text looks like the matrix."""
-    return bool(re.search(r"^\s*GPU0\s+X\b", ANSI.sub("", text[:200_000]), re.MULTILINE))
+    return bool(re.search(r"^[ \t]*GPU0\s+X\b", ANSI.sub("", text[:200_000]), re.MULTILINE))
 
 
 def read_topo_matrix(source: SourceFile) -> MachineTree:
@@ -829,18 +829,24 @@ def _lane_speed(gpus: list[_Object], values: list[int]) -> int:
 
 FORMATS = {
     "topo": FileFormat(
+        layouts="with -m and with -mp",
+        refuses="entries that contradict one another; lanes that a GPU of the profile has not",
         what="the output of nvidia-smi topo -m",
         reads="machine",
         sniff=lambda source: is_topo_matrix(source.text[:SNIFFED]),
         read=partial(_reading, read_topo_matrix, "nvidia-smi topo -m"),
     ),
     "rocm-topo": FileFormat(
+        layouts="rocm-smi as text and JSON, amd-smi as text and both layouts of JSON",
+        refuses="a table that is not square; types of links other than XGMI and PCIE",
         what="the output of rocm-smi --showtopo or amd-smi topology",
         reads="machine",
         sniff=is_rocm_topology,
         read=partial(_reading, read_rocm_topology, "rocm-smi or amd-smi"),
     ),
     "lstopo": FileFormat(
+        layouts="hwloc 1 and 2, with and without NVLinkBandwidth",
+        refuses="a machine without GPUs; GPUs joined to switches unevenly",
         what="the output of lstopo --of xml",
         reads="machine",
         sniff=is_lstopo,

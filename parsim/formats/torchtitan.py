@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, PlanError, near_matches
-from parsim.files import document_text, parse_toml, write_text_atomically
+from parsim.files import document_text, parse_toml, read_text, write_text_atomically
 from parsim.formats.exports import Exported
+from parsim.formats.megatron import options_of
 from parsim.formats.recipe import (
+    LARGEST_BYTES,
+    SCRIPTS,
     PlannedRecipe,
     Recipe,
     cut_in_layers,
@@ -108,7 +111,10 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     """
     tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
     flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
-    float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
+    float8 = document
+    for table in ("quantize", "linear", "float8"):
+        float8 = float8.get(table, {}) if isinstance(float8, Mapping) else {}
+    float8 = float8 if isinstance(float8, Mapping) else {}
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     flat = _newer(flat)
@@ -124,7 +130,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     def number(key: str, default: int) -> int:
         if key not in flat:
             return default
-        recipe.taken[key] = whole_number(NAME, key, flat[key])
+        recipe.taken[key] = whole_number(NAME, key, flat[key], least=1 if key.endswith("_degree") else 0)
         return int(recipe.taken[key])
 
     recipe.args["seq"] = number("training.seq_len", 2048)
@@ -202,7 +208,7 @@ def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], in
     recipe.taken["parallelism.data_parallel_shard_degree"] = shard
     recipe.zero = 0 if shard == 1 else 3
     if shard not in (-1, 1) or (replicate > 1 and shard != -1):
-        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
+        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard, least=1) * replicate
     recipe.replicate = max(1, replicate)
     if flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
         recipe.zero = 2
@@ -303,7 +309,8 @@ def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
     elif mode == "selective":
         option = str(flat.get("activation_checkpoint.selective_ac_option", "2"))
         if option.isdigit():
-            recipe.recompute, recipe.every = "alternate", max(1, int(option))
+            key = "activation_checkpoint.selective_ac_option"
+            recipe.recompute, recipe.every = "alternate", whole_number(NAME, key, option, least=1)
         else:
             recipe.recompute = "selective"
             why = "torchtitan also computes every second product again, and parsim keeps the outputs of all products"
@@ -312,6 +319,8 @@ def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(f"{NAME}: activation_checkpoint.mode = {mode!r} must be none, selective or full")
 
 
+RELEASE = "0.2"
+"""The last releases that read TOML, whose keys are written."""
 COMPILED = {"fused": True, "eager": False}
 OPTIMIZERS = {
     "adamw_fused": ("AdamW", "fused"),
@@ -381,10 +390,11 @@ def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:
     read_back(recipe, model, read_toml(parse_toml(text)))
     write_text_atomically(file, text)
     launch = f"{recipe.torchrun()} -m torchtitan.train --job.config_file {file.name}"
+    left_out["release"] = f"the file is for torchtitan {RELEASE}: later ones have presets in Python and read no TOML"
     return Exported(
         format="torchtitan",
         file=file,
-        summary=f"torchtitan file of {plan.summary()}: {file}; start it with `{launch}`",
+        summary=f"torchtitan {RELEASE} file of {plan.summary()}: {file}; start it with `{launch}`",
         left_out=left_out,
         found={"ranks": plan.world_size, "launch": launch},
     )
@@ -421,6 +431,67 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
     return table
 
 
+PRESET = re.compile(r"(?:^|[\s\"'])--module[= ]|\btorchtitan\.train\b|--job\.config_file")
+"""Of a script that starts torchtitan."""
+
+
+def read_launch(source: SourceFile) -> Recipe:
+    """A script that starts torchtitan: with a TOML file beside it, or, from release 0.3 on, with a preset of its registry.
+
+    Presets are Python, which is not run: what the script does not set itself is named as missing.
+    """
+    options = options_of(source.text)
+    given = {key.replace("-", "_"): words[0] if words else "true" for key, words in options.items()}
+    if (file := given.get("job.config_file", "")) and not UNKNOWN_WORD.search(file):
+        toml = source.path.parent / file
+        toml = toml if toml.is_file() else source.path.parent / Path(file).name
+        if not toml.is_file():
+            raise ConfigError(f"{NAME}: {file} is not beside the script; give it instead, or put it there")
+        document = parse_toml(read_text(toml, LARGEST_BYTES))
+    elif given.get("config"):
+        module = given.get("module", "").rpartition(".")[2] or given["config"].partition("_")[0]
+        flavor = re.sub(r"(?<=\d)_(?=\d)", ".", given["config"].removeprefix(f"{module}_")).replace("_", "-")
+        document = {"model": {"name": module, "flavor": flavor}, "activation_checkpoint": {"mode": "none"}}
+    else:
+        raise ConfigError(f"{NAME}: the script names neither --job.config_file nor --module and --config")
+    tables: dict[str, dict[str, Any]] = {table: dict(keys) for table, keys in document.items() if isinstance(keys, Mapping)}
+    for key, text in given.items():
+        table, dot, own = key.partition(".")
+        if dot and table in SECTIONS:
+            tables.setdefault(table, {})[own] = _plain(text)
+    recipe = read_toml(tables)
+    if "config" in given and not file:
+        preset = f"{given.get('module', '')} {given['config']}".strip()
+        for key, own, what in PRESET_KEYS:
+            if own not in tables.get(key.partition(".")[0], {}) and own not in tables.get("parallelism", {}):
+                recipe.missing[what] = f"{own} is in the preset {preset}, which is Python and not run"
+        recipe.left_out["activation_checkpoint"] = f"what the preset {preset} recomputes is not known: nothing is taken"
+    return recipe
+
+
+UNKNOWN_WORD = re.compile(r"[?$`]")
+PRESET_KEYS = (
+    ("training", "seq_len", "model.args.seq"),
+    ("training", "local_batch_size", "training.global_batch"),
+    ("parallelism", "tensor_parallel_degree", "plan.mesh.tp"),
+    ("parallelism", "pipeline_parallel_degree", "plan.mesh.pp"),
+)
+"""What a preset sets, and the key that supplies it."""
+SECTIONS = frozenset({"training", "parallelism", "activation_checkpoint", "compile", "optimizer", "model", "float8"})
+
+
+def _plain(text: str) -> object:
+    """A word of the command line as TOML would hold it."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+def is_launch(source: SourceFile) -> bool:
+    """Whether a script starts torchtitan."""
+    return source.path.suffix in SCRIPTS and bool(PRESET.search(source.text)) and "pretrain_gpt" not in source.text
+
+
 def _sniff(source: SourceFile) -> bool:
     try:
         document = parse_toml(source.text) if source.path.suffix == ".toml" else {}
@@ -431,11 +502,13 @@ def _sniff(source: SourceFile) -> bool:
 
 FORMATS = {
     "torchtitan": FileFormat(
-        what="a TOML file of torchtitan",
+        layouts="TOML of 2024 and of 0.2; scripts that name a file, or a preset of 0.3",
+        refuses="degrees that are not known; what a preset of 0.3 sets, until --set",
+        what="a TOML file of torchtitan, or a script that starts it",
         tool=NAME,
         reads="recipe",
-        sniff=_sniff,
-        read=lambda source: read_toml(parse_toml(source.text)),
+        sniff=lambda source: is_launch(source) or _sniff(source),
+        read=lambda source: read_launch(source) if source.path.suffix in SCRIPTS else read_toml(parse_toml(source.text)),
         writes="recipe",
         write=write_torchtitan,
         file="torchtitan.toml",

@@ -70,6 +70,8 @@ def read_torchtune(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "torchtune": FileFormat(
+        layouts="recipes for one and for several GPUs",
+        refuses="adapters; distillation, which runs a second model",
         what="a YAML file of torchtune",
         tool=NAME,
         reads="recipe",

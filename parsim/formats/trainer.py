@@ -175,7 +175,8 @@ def take_optimizer(name: str, recipe: Recipe) -> None:
 def take_deepspeed_file(name: str, beside: Path, recipe: Recipe) -> None:
     """A DeepSpeed config by its path; one that is not there is known by the name that its project gives it, or missing."""
     places = [Path(name), *(folder / name for folder in beside.parents), beside.parent / Path(name).name]
-    found = next((place for place in places if place.is_file()), None)
+    fits = all(len(part) < LONGEST_NAME for part in Path(name).parts)
+    found = next((place for place in places if place.is_file()), None) if fits else None
     if found is not None:
         _take_deepspeed(read_text(found, LARGEST_BYTES), found, recipe)
         return
@@ -208,6 +209,8 @@ def _take_deepspeed(text: str, path: Path, recipe: Recipe) -> None:
         recipe.left_out["deepspeed"] = "; ".join(run.warnings)
 
 
+LONGEST_NAME = 200
+"""Letters of a file's name."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -223,6 +226,8 @@ def is_accelerate(source: SourceFile) -> bool:
 
 FORMATS = {
     "hf-trainer": FileFormat(
+        layouts="JSON, YAML of TRL and of LLaMA-Factory, DeepSpeed configs beside or inside",
+        refuses="adapters; states divided within a node of unknown size; a DeepSpeed config that is not there",
         what="TrainingArguments of Hugging Face, as JSON or YAML",
         tool=NAME,
         reads="recipe",
@@ -230,6 +235,8 @@ FORMATS = {
         read=read_arguments,
     ),
     "accelerate": FileFormat(
+        layouts="fsdp_config, deepspeed_config, megatron_lm_config, parallelism_config",
+        refuses="a model and a batch, until --set and --batch; TPUs",
         what="a YAML file of accelerate config",
         tool=ACCELERATE,
         reads="recipe",

@@ -17,6 +17,24 @@ from parsim.report.tables import NOTHING, ReportTable, columns_of, interval_text
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
 
 
+def models_table(rows: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """Models by name, as `parsim.model.catalogue.names.described` has them."""
+    return ReportTable(
+        title="Models by name",
+        columns=columns_of("model", "parameters", "layers", "hidden", "tokens", "also", words=("model",), wraps="also"),
+        rows=tuple(
+            (
+                name,
+                format_count(row["parameters"]),
+                *(f"{row[key]:,}" if row[key] else "" for key in ("layers", "hidden", "tokens")),
+                ", ".join(row["other_names"]),
+            )
+            for name, row in rows.items()
+        ),
+        notes=("An id of Hugging Face is the name of its shape: meta-llama/Llama-3.1-8B is llama3-8b.",),
+    )
+
+
 def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
     """Instance types of clouds by name, as `CloudInstance.to_dict` has them."""
     rows = [

@@ -21,6 +21,8 @@ from parsim.units import format_bandwidth, format_bytes, format_count, format_pe
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from parsim.costs.history import HistoryLine
+
 NOTHING = "–"
 TEXT_WIDTH = 120
 READABLE = 36
@@ -447,3 +449,20 @@ def _folded(table: ReportTable, width: int) -> ReportTable:
 
 def _natural_sizes(table: ReportTable) -> list[int]:
     return [max(len(column.name), *(len(row[n]) for row in table.rows), 0) for n, column in enumerate(table.columns)]
+
+
+def history_table(lines: Sequence[HistoryLine], title: str) -> ReportTable:
+    """Every line of a history: what was predicted and measured, and whether it is used."""
+    rows = []
+    for line in lines:
+        record = line.record
+        told = (NOTHING,) * 5
+        if record is not None:
+            predicted_s, measured_s = format_seconds(record.predicted_s), format_seconds(record.measured_s)
+            told = (record.when or NOTHING, record.model, record.run, predicted_s, measured_s)
+        rows.append((str(line.number), *(printable(text) for text in (*told, line.why or "yes"))))
+    names = ("line", "when", "model", "run", "predicted", "measured", "used")
+    notes = ("`parsim history PROFILE --remove LINE` removes a line",) if rows else ("no validation yet",)
+    return ReportTable(
+        title=title, columns=columns_of(*names, words=("when", "model", "run"), wraps="used"), rows=tuple(rows), notes=notes
+    )

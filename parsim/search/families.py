@@ -110,7 +110,9 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
 
 
 def _single(problem: PlanningProblem) -> list[Mesh]:
-    """One device."""
+    """One device, which has whole sequences and all experts."""
+    if inner_axes(problem) != (1, 1):
+        raise ScheduleError("one device has nothing to divide a sequence or experts over; drop cp and ep")
     return _kept(problem, "single", [Mesh()])
 
 
@@ -122,7 +124,8 @@ def _dp(problem: PlanningProblem) -> list[Mesh]:
 def _mp(problem: PlanningProblem) -> list[Mesh]:
     """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp)."""
     some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1) if mesh.size > 1]
-    return _kept(problem, "mp", some or [Mesh(pp=problem.cluster.size)])  # too few components: it says so
+    whole = inner_axes(problem) == (1, 1)
+    return _kept(problem, "mp", some or ([Mesh(pp=problem.cluster.size)] if whole else []))  # too few components: it says so
 
 
 def _hp(problem: PlanningProblem) -> list[Mesh]:

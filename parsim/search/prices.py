@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import cast
 
 from parsim.costs.costs import Costs
-from parsim.model.component import Component, Value
+from parsim.model.component import Component, InnerExchange, Value
 from parsim.model.formats import component_in
 from parsim.model.optimizers import update_steps
 from parsim.model.shard.narrow import narrow
@@ -37,6 +37,7 @@ from parsim.plans.stages import Groups, concurrent_with
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
 from parsim.program.passes.convert import hop_collective, hop_message
+from parsim.program.passes.inside import CONTEXT_STREAM, InnerStep, inner_steps
 from parsim.records import once
 from parsim.work import Collective, Compute, Phase, Work
 
@@ -158,7 +159,9 @@ class Prices:
     def local_s(
         self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int, part: str = ""
     ) -> float:
-        """So many samples on a rank that computes all of them."""
+        """So many samples on a rank that computes all of them, with what it waits for inside the component."""
+        if component.inside is not None and not part and phase is not Phase.BACKWARD_WEIGHT:
+            return self._parts_s(component, placement, phase, rank, samples)
         kind = self._costs.device_kind(rank)
         again = component.selective.operators if part and component.selective is not None else ()
         key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind, again)
@@ -168,6 +171,51 @@ class Prices:
             )
             self._computed[key] = self._costs.estimate(work, rank).median_s
         return self._computed[key]
+
+    def _parts_s(self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int) -> float:
+        """From the first to the last part of a component whose sequence or experts are divided, ranks in step."""
+        key = (self._same_work[component.name], placement.rule, placement.ways, phase, rank, samples)
+        if key not in self._in_parts:
+            inside = narrowed(self.problem, component.name, placement.rule, placement.ways)[0].inside
+            assert inside is not None
+            ends, free = list[float](), dict[str, float]()
+            for step in inner_steps(inside, phase, "ring"):
+                if step.operation:
+                    seconds = self._exchange_s(inside, step, rank, samples)
+                else:
+                    work = Compute(
+                        component=component.name,
+                        phase=phase,
+                        samples=samples,
+                        rule=placement.rule,
+                        ways=placement.ways,
+                        part=step.what,
+                        parts=step.parts,
+                    )
+                    seconds = self.problem.price([(work, rank)], self.mesh)[0].median_s
+                stream = step.what if step.operation else ""
+                ends.append(max([free.get(stream, 0.0), *(ends[other] for other in step.after)]) + seconds)
+                free[stream] = ends[-1]
+            self._in_parts[key] = ends[-1]
+        return self._in_parts[key]
+
+    def _exchange_s(self, inside: InnerExchange, step: InnerStep, rank: int, samples: int) -> float:
+        """An exchange of the group of a rank; nothing where the mesh has no such axis."""
+        mesh = self.mesh
+        ways = mesh.cp if step.what == CONTEXT_STREAM else mesh.ep
+        if ways == 1:
+            return 0.0
+        stage, copy, shard = rank // (mesh.copies * mesh.tp), rank // mesh.tp % mesh.copies, rank % mesh.tp
+        group = tuple(mesh.rank(stage=stage, replica=copy // ways * ways + place, shard=shard) for place in range(ways))
+        size = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
+        work = Collective(
+            operation=step.operation, group=group, size_bytes=round(size * samples), visits=step.visits_of(inside)
+        )
+        return self.problem.price([(work, rank)], mesh)[0].median_s
+
+    @cached_property
+    def _in_parts(self) -> dict[object, float]:
+        return self.problem.answers(("parts_s", self.mesh))
 
     @cached_property
     def _costs(self) -> Costs:

@@ -520,7 +520,7 @@ class _Opening:
 
     @cached_property
     def spare(self) -> Allowance | None:
-        return None if is_small(self.problem) else Allowance(problems=(self.problem, *self.divided))
+        return None if is_small(self.problem) else Allowance(problem=self.problem)
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""

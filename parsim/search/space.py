@@ -280,22 +280,22 @@ MOST_MISSES = 10
 class Allowance:
     """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
 
-    Attributes: problems: of which plans are visited. left: visits. memories: of how many plans the memory was known when it
-        was last asked.
+    Attributes: problem: of which plans are visited. left: visits. memories: of how many plans the memory was known when it was
+        last asked.
     """
 
-    problems: tuple[PlanningProblem, ...]
+    problem: PlanningProblem
     left: float = field(default_factory=lambda: float(MOST_VISITS))
     memories: int = 0
 
     @property
     def components(self) -> int:
         """Of the model."""
-        return len(self.problems[0].model.components)
+        return len(self.problem.model.components)
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
-        known_now = sum({id(problem): problem.memories_known for problem in self.problems}.values())
+        known_now = self.problem.memories_known  # however its model is divided
         self.left -= (known_now - self.memories) * REMEMBERED * self.components
         self.memories = known_now
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)

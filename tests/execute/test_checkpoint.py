@@ -26,6 +26,7 @@ from parsim.execute.checkpoint.checkpoint import (
     RankState,
     checkpoints,
     discard_unfinished,
+    has_checkpoints,
     latest_checkpoint,
     load_state,
     restore_optimizer,
@@ -446,11 +447,15 @@ def test_manifests_that_say_what_cannot_be(tmp_path: Path, changes: dict[str, ob
         assert newest(tmp_path).step == 10
 
 
-def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path: Path) -> None:
-    _save(tmp_path, 10)
-    _rewritten(tmp_path / "step-00000010" / "rank-0000.json", schema_version=9)
-    with pytest.raises(ExecutionError, match="a newer parsim wrote it"):
-        latest_checkpoint(tmp_path)
+def test_a_checkpoint_of_a_later_version_is_told_and_an_older_one_is_used(tmp_path: Path) -> None:
+    for step in (10, 20):
+        _save(tmp_path, step)
+    _rewritten(tmp_path / "step-00000020" / "rank-0000.json", schema_version=9)
+    with pytest.warns(UserWarning, match="step-00000020 is not used: .*a newer parsim wrote it"):
+        found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 10
+    assert has_checkpoints(tmp_path), "and where there is no older one, nobody starts anew by mistake"
 
 
 def test_a_folder_that_is_renamed_is_no_other_step(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_a_finished_training_and_the_ways_to_go_on_with_it(tmp_path: Path, capsy
     folder_with_run(tmp_path, steps=8)
     kept = tmp_path / "kept"
     first = parsim.run(tmp_path / "RUN.toml", out=kept, checkpoint_every=4)
+    # A disk that was full at the report: the measured steps are there, and the same command makes the report of them.
+    for lost in ("result.json", "timeline.json.gz", "report.html"):
+        (kept / lost).unlink()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("parsim.app.train.launch_job", lambda *_, **__: pytest.fail("nothing is left to train"))
+        again = parsim.run(tmp_path / "RUN.toml", out=kept, resume=True)
+    assert again.comparison.to_dict() == first.comparison.to_dict()
+    assert (kept / "result.json").is_file()
+    assert (kept / "report.html").is_file()
     assert len(first.losses) == 8
     before = {path.name: path.read_bytes() for path in kept.iterdir() if path.is_file()}
     json.loads(before["result.json"], parse_constant=lambda text: pytest.fail(f"{text} in result.json"))

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from parsim.errors import ExecutionError, RankLostError
 from parsim.execute.processes import launch as launching
-from parsim.execute.processes.group import read_error, read_place
+from parsim.execute.processes.failure import Ended, failure_of
+from parsim.execute.processes.group import ErrorRecord, error_path, read_error, read_place
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.output import MARK_VARIABLE, descendants, kill_launch, marked
+from parsim.execute.processes.output import MARK_VARIABLE, RankOutput, descendants, kill_launch, marked, read_progress_line
 
 # What a rank does stands in its JOB.json: {"0": [...], "1": [...]}, one list of actions per rank.
 WORKER = """
@@ -27,6 +30,7 @@ import ctypes, json, os, signal, sys, time
 from pathlib import Path
 from parsim.errors import DataError, ExecutionError
 from parsim.execute.processes.group import close_group, init_group, make_groups, worker_main
+from parsim.execute.processes.heartbeat import Doing, pulse
 
 
 def run(job_path):
@@ -53,6 +57,16 @@ def run(job_path):
                 time.sleep(0.01)
         elif action == "signal":
             os.kill(os.getpid(), getattr(signal, arguments[0]))
+        elif action == "beat":
+            pulse().begin(Doing.PREPARING, "starting", *arguments)
+        elif action == "fail once":
+            if not (folder / "failed").exists():
+                (folder / "failed").write_text("")
+                time.sleep(0.5)  # the other one has beaten meanwhile
+                raise RuntimeError(*arguments)
+        elif action == "interrupt":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+            os.kill(os.getpid(), signal.SIGINT)
         elif action == "crash":
             ctypes.string_at(0)
         elif action == "status":
@@ -153,7 +167,7 @@ class TestSuccess:
         talk: Actions = [["say", "one"], ["complain", "two"], ["say", "é" * 3000], ["environment", "OMP_NUM_THREADS"]]
         talk += [["environment", "PYTHONHASHSEED"]]
         variables = ['{"OMP_NUM_THREADS": "1"}', '{"PYTHONHASHSEED": "0"}']
-        lines = _launch(_job(tmp_path, talk, [*talk, ["exit", 0]]), 2)
+        lines = _launch(_job(tmp_path, talk, talk), 2)
         assert sorted(lines) == sorted(["one", "two", "é" * 3000, *variables] * 2)
         assert [pid for pid in _pids(tmp_path) if _alive(pid)] == []
         assert not list(tmp_path.glob("error-rank*"))
@@ -221,6 +235,42 @@ class TestFailingRank:
     def test_an_exit_status_without_a_record(self, tmp_path: Path) -> None:
         message = _failure(tmp_path, [["say", "well"], ["status", 7]])
         assert message == "rank 0 of 1 ended with exit status 7 and no error record; its last line: well"
+
+    @pytest.mark.parametrize(
+        ("actions", "said"),
+        [
+            (
+                [["complain", "old news"], ["exit", 0]],
+                r"failed: SystemExit: code that this rank ran called sys.exit\(0\)",
+            ),
+            ([["complain", "old news"], ["interrupt"]], "was killed by SIGINT"),
+        ],
+    )
+    def test_a_rank_whose_code_ends_it_and_one_that_is_interrupted(self, tmp_path: Path, actions: Actions, said: str) -> None:
+        message = _failure(tmp_path, [["sleep", 600]], actions)
+        assert re.match(f"rank 1 of 2 {said}", message), message
+        assert "old news" not in message, "no cause, but what it wrote before"
+
+    def test_a_rank_that_left_silently_is_told_as_such(self, tmp_path: Path) -> None:
+        output = RankOutput(folder=tmp_path, on_line=None)
+        lost = ErrorRecord(
+            rank=0, attempt=0, kind="R", message="broken pipe", reported=False, peer_lost=True, time_s=1.0, traceback=""
+        )
+        error_path(tmp_path, 0).write_text(json.dumps(asdict(lost)))
+        told = str(failure_of(tmp_path, 2, Ended(attempt=0, statuses={0: 1, 1: 0}), output, None))
+        assert told.startswith("rank 1 of 2 ended with exit status 0 before the run was over")
+        told = str(failure_of(tmp_path, 2, Ended(attempt=0, statuses={0: 1}), output, None))
+        assert told.startswith("rank 1 of 2 did not answer")
+
+    def test_a_disturbed_start_is_made_again_and_told(self, tmp_path: Path) -> None:
+        """Ranks that miss one another before their first step: gloo took a stranger for a peer. Later it is a failure."""
+        once = [["beat", 0], ["fail once", "connection closed by peer"]]
+        lines = _launch(_job(tmp_path, once, [["beat", 0], ["say", "well"]]), 2)
+        told = [progress for line in lines if (progress := read_progress_line(line))]
+        assert "the start was disturbed and is made again: rank" in str(told)
+        (tmp_path / "failed").unlink()
+        with pytest.raises(RankLostError, match=r"lost contact with another rank|did not answer|ended with exit status 0"):
+            _launch(_job(tmp_path, [["beat", 7], *once[1:]], [["beat", 7], ["sleep", 600]]), 2)
 
     @pytest.mark.slow
     def test_a_crash_in_compiled_code(self, tmp_path: Path) -> None:
@@ -382,6 +432,7 @@ def test_orphans_are_found_by_their_mark(tmp_path: Path) -> None:
 GROUPS_WORKER = """
 import json
 from parsim.execute.processes.group import close_group, init_group, make_groups, worker_main
+from parsim.execute.processes.heartbeat import Doing, pulse
 
 
 def run(job_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from parsim.app.export_folder import export_folder
 from parsim.app.functions import plan
 from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.checkpoint.checkpoint import load_state
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.processes.output import descendants
 from parsim.formats.launch import LaunchFile, slurm_text, torchrun_text
 from tests.execute.rank_states import newest
@@ -151,8 +153,19 @@ FAKE_SRUN = """#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do shift; done
 if [[ "$*" == *"addr show"* ]]; then exec "$@"; fi
 for number in 0 1; do SLURM_PROCID=$number SLURM_LOCALID=$number SLURM_NTASKS=2 "$@" & done
-wait -n && wait -n
+wait -n && wait -n || { status=$?; kill $(jobs -p); wait; exit $status; }
 """
+
+
+def with_slurm(tmp_path: Path) -> dict[str, str]:
+    """Slurm is played by two small scripts: they start the ranks with the variables that srun sets."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\necho here\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    own = {"PYTHON": sys.executable, "SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1"}
+    return {**os.environ, **own, "PATH": f"{tools}:{os.environ['PATH']}"}
 
 
 def weights_of(kept: Path) -> dict[str, object]:
@@ -187,18 +200,9 @@ def assert_equal_to_one_process(kept: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize("format", ["torchrun", "slurm"])
-def test_a_launch_file_trains_to_the_weights_of_one_process(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
-) -> None:
-    """Slurm is played by two small scripts: they start the ranks with the variables that srun sets."""
+def test_a_launch_file_trains_to_the_weights_of_one_process(folder: Path, tmp_path: Path, format: str) -> None:
     file = export_folder(folder, format=format, port=free_port(), interface="lo").file
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\necho here\n")):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    environment = {**os.environ, "PYTHON": sys.executable, "SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1"}
+    environment = with_slurm(tmp_path)
     said = tmp_path / "said"
     with said.open("w") as out:
         running = subprocess.Popen(["bash", file], env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -215,6 +219,50 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(
     assert_equal_to_one_process(folder)
     if format == "torchrun":
         run_again(file, environment | {"MAX_RESTARTS": "0"}, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
+@pytest.mark.parametrize("format", ["torchrun", "slurm"])
+def test_a_stopped_rank_of_a_launch_file_is_named_and_the_training_ends(folder: Path, tmp_path: Path, format: str) -> None:
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("steps = 12", "steps = 100000"))
+    file = export_folder(folder, format=format, port=free_port(), interface="lo", checkpoint_every=20).file
+    environment = {**with_slurm(tmp_path), "TIMEOUT": "3", "MAX_RESTARTS": "0", "TMPDIR": str(tmp_path)}
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        running = subprocess.Popen(["bash", file], env=environment, stdout=out, stderr=subprocess.STDOUT)
+    stopped = 0
+    try:
+        deadline = time.monotonic() + 300
+        while not newest_step(folder):
+            assert running.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        ranks = [pid for pid in descendants([running.pid]) if b"parsim.execute.processes.rank" in command_of(pid)]
+        assert len(ranks) == 2
+        stopped = ranks[0]
+        os.kill(stopped, signal.SIGSTOP)
+        assert running.wait(timeout=150) != 0
+        assert "of 2 has been stopped for 3 s (by a SIGSTOP, a debugger, or job control). It was ended" in said.read_text()
+        assert not [pid for pid in ranks if command_of(pid)], "a rank is left"
+        assert not list(tmp_path.glob("parsim-launch-*"))
+    finally:
+        running.kill()
+        for pid in {stopped} - {0}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def newest_step(kept: Path) -> int:
+    last = latest_checkpoint(kept / "checkpoints")
+    return 0 if last is None else last.step
+
+
+def command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def run_again(file: str, environment: dict[str, str], kept: Path) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 from parsim.errors import ExecutionError
@@ -41,6 +42,34 @@ def test_the_store_of_several_machines_listens_on_the_named_address_alone() -> N
     assert all(entry.stays_here for entry in new)
     stranger = open_store(1, 2, timeout_s=20, environment={**environment, TOKEN_VARIABLE: secrets.token_hex()})
     assert not stranger.check(["greeting"]), "another token sees another store"
+
+
+def test_a_stranger_learns_no_token_from_the_store_and_what_it_writes_is_noticed() -> None:
+    """It reaches the port, lists all keys and overwrites every one of them, as gloo's addresses and torch's counters."""
+    environment = {ADDRESS_VARIABLE: f"127.0.0.1:{free_port()}", TOKEN_VARIABLE: secrets.token_hex()}
+    first, second = (open_store(rank, 2, timeout_s=20, environment=environment) for rank in range(2))
+    ranks = [PrefixStore("run", first), PrefixStore("run", second)]
+    ranks[0].set("address", "10.0.0.1:1234")
+    assert [store.add("finished", 1) for store in ranks] == [1, 2]
+    assert [store.add("finished", 1) for store in ranks] == [3, 4], "the same sum is another value each time"
+    assert (ranks[0].compare_set("once", "", "a"), ranks[1].compare_set("once", "", "b")) == (b"a", b"a")
+    assert ranks[1].multi_get(["address", "once"]) == [b"10.0.0.1:1234", b"a"]
+    ranks[1].wait(["address"], datetime.timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="timeout"):
+        ranks[1].wait(["never"], datetime.timedelta(seconds=0.2))
+
+    host, _, port = environment[ADDRESS_VARIABLE].partition(":")
+    stranger = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=20))
+    keys = stranger.list_keys()
+    seen = " ".join(keys) + " ".join(stranger.get(key).decode(errors="replace") for key in keys)
+    assert len(keys) == 3
+    assert environment[TOKEN_VARIABLE] not in seen
+    assert "finished" not in seen
+    for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
+        stranger.set(key, stranger.get(other))  # sealed for another key
+    for read in (lambda: ranks[1].get("address"), lambda: ranks[1].add("finished", 1)):
+        with pytest.raises(ExecutionError, match="somebody without the token of this run wrote 'run/"):
+            read()
 
 
 @pytest.mark.parametrize(

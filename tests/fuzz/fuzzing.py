@@ -15,6 +15,7 @@ import copy
 import gzip
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -28,7 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ParsimError
+from parsim.errors import LONGEST_MESSAGE, ParsimError
+from parsim.units import CONTROL
 
 LIMIT_S = 5.0
 """Of the processor: on a machine that others use too, the clock tells nothing."""
@@ -44,6 +46,39 @@ NASTY: tuple[Any, ...] = (
 )
 
 
+_NUMBER = re.compile(rb"\d+(?:\.\d+)?")
+ODD_NUMBERS = (
+    *(b"0", b"-1", b"inf", b"nan", b"1e999", b"9" * 20, b"9" * 5000, b"1.5", b"1e9", b"100003", b"''", b"[]", b"{}", b"[1]"),
+    *(b"true", b"3", b"\x1b[2J", b"*o"),
+)
+
+MEGATRON = """\
+OPTIONS="--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16"
+torchrun --nproc-per-node 8 --nnodes 1 pretrain.py $OPTIONS --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \\
+  --micro-batch-size 1 --global-batch-size 8 --num-experts 4 --moe-layer-freq "[0]*1+[1]*1" --use-distributed-optimizer
+"""
+NEMO = """\
+trainer: {devices: 8, num_nodes: 1, precision: bf16}
+model: {encoder_seq_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4, ffn_hidden_size: 128, vocab_size: 100,
+  micro_batch_size: 1, global_batch_size: 8, tensor_model_parallel_size: 2, optim: &o {name: adam}, other: *o}
+"""
+TORCHTITAN = """\
+[model]
+name = "qwen3"
+flavor = "0.6B"
+[training]
+seq_len = 128
+local_batch_size = 1
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+
+
 @dataclass(frozen=True)
 class Reader:
     """One kind of file: a whole one, and what reads it from its path."""
@@ -55,7 +90,12 @@ class Reader:
 
 
 def damaged(sample: bytes, random_: random.Random) -> bytes:
-    """Another file: some bytes changed, a part cut out or repeated, or values of its document replaced."""
+    """Another file: some bytes changed, a part cut out or repeated, values of its document replaced, or numbers of its text.
+
+    What is packed is mostly damaged inside.
+    """
+    if sample.startswith(b"\x1f\x8b") and random_.random() < 0.9:
+        return gzip.compress(damaged(gzip.decompress(sample), random_), 1, mtime=0)
     document = _document(sample)
     if document is not None and random_.random() < 0.7:
         document = copy.deepcopy(document)
@@ -65,6 +105,11 @@ def damaged(sample: bytes, random_: random.Random) -> bytes:
         with contextlib.suppress(UnicodeEncodeError):
             return text.encode()
     content = bytearray(sample)
+    numbers = list(_NUMBER.finditer(sample))
+    if document is None and numbers and random_.random() < 0.5:
+        for found in sorted(random_.sample(numbers, min(len(numbers), random_.choice((1, 1, 2)))), key=re.Match.start)[::-1]:
+            content[found.start() : found.end()] = random_.choice(ODD_NUMBERS)
+        return bytes(content)
     for _ in range(random_.choice((1, 1, 2, 8))):
         place = random_.randrange(len(content) + 1)
         match random_.randrange(5):
@@ -138,7 +183,10 @@ def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
             warnings.simplefilter("ignore")
             reader.read(path)
     except ParsimError as error:
-        str(error).encode()
+        text = str(error)
+        text.encode()
+        if len(text) > LONGEST_MESSAGE or CONTROL.search(text):
+            return f"a message of {len(text)} letters, or with control characters: {text[:300]!r}"
         if isinstance(error.__cause__, MemoryError):
             return "MemoryError"
     except _Slow:
@@ -174,7 +222,10 @@ def readers(folder: Path) -> list[Reader]:
     import numpy as np
     import torch
 
+    from calibration.rounds.calibrate import refit
+    from calibration.rounds.request import save_raw
     from parsim.app.config import load_config
+    from parsim.app.functions import plan as plan_of
     from parsim.app.import_file import import_file
     from parsim.app.run_folder import RunFolder
     from parsim.costs.conformal import ValidationRecord
@@ -194,6 +245,7 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
     from tests.execute.test_bad_run import cpu_profile
+    from tests.execute.test_calibrate import REQUEST, points_of, synthetic_raw
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
     from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database
@@ -248,12 +300,22 @@ def readers(folder: Path) -> list[Reader]:
     (made / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
     (made / "config.json").write_text(json.dumps(next(iter(SMALL.values()))))
 
+    for name, sample in (("megatron.sh", MEGATRON), ("nemo.yaml", NEMO), ("torchtitan.toml", TORCHTITAN)):
+        (made / name).write_text(sample)
+    save_raw(points_of(synthetic_raw(REQUEST)), made / "p.raw.json.gz")
+
     def checkpoint(path: Path) -> object:
         found = latest_checkpoint(path.parent.parent)
         return None if found is None else load_state(found)
 
     def entry(name: str, read: Callable[[Path], object], file: str | None = None) -> Reader:
         return Reader(name, (made / (file or name)).read_bytes(), file or name, read)
+
+    def planned(model: Path | Model) -> object:
+        """What crashes only once the sizes are used."""
+        is_recipe = isinstance(model, Path) and model.suffix != ".json"  # which says its mesh itself
+        asked = str(model) if isinstance(model, Path) else model
+        return plan_of(asked, "8xh100-sxm", global_batch=8, overrides=[] if is_recipe else ["plan.strategy=dp"])
 
     step = f"checkpoints/{place.name}"
     kept = folder / "cases" / step
@@ -287,6 +349,12 @@ def readers(folder: Path) -> list[Reader]:
         entry("nsys.sqlite", lambda path: import_file(path, kind="nsys")),
         entry("deepspeed.json", import_file),
         entry("rank0.npy", lambda path: RankRecord.load(path.parent, 0)),
+        entry("megatron.sh, planned", planned, "megatron.sh"),
+        entry("nemo.yaml, planned", planned, "nemo.yaml"),
+        entry("torchtitan.toml, planned", planned, "torchtitan.toml"),
+        entry("model.json, planned", lambda path: planned(Model.load(path)), "model.json"),
+        entry("config.json, planned", planned, "config.json"),
+        entry("p.raw.json.gz, fitted", lambda path: refit(path.with_name("p.json")), "p.raw.json.gz"),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from importlib.resources import files
@@ -18,15 +19,20 @@ import pytest
 
 from parsim.app.config import load_config, parse_config
 from parsim.app.config_text import RUN_OPTIONS
-from parsim.app.sections import REFUSED
+from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_TRAINED, REFUSED, TrainingSection
 from parsim.cli import main
 from parsim.commands import run as run_command
 from parsim.engines.scenario.scenario import check_places, load_scenario, parse_scenario
-from parsim.errors import ConfigError, ScenarioError
+from parsim.errors import LONGEST_MESSAGE, ConfigError, ScenarioError
+from parsim.files import DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_DIGITS
+from parsim.formats import recipe
+from parsim.formats.recipe import MOST_YAML_NODES
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.catalogue.names import MOST_TOKENS
 from parsim.model.load import load_model
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import MOST_LAYERS, ModelSpec
+from parsim.plans.plan import MOST_MICROBATCHES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "messages.txt"
 
@@ -92,12 +98,15 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model.args.layers=[1, 2]",), ("model.args.layers", "[1, 2]", "text, finite numbers, true or false")),
     (("model.input_shape=3",), ("model.input_shape", "3", "a list", "for example input_shape = ")),
     (("model.input_shape=[3, 0]",), ("model.input_shape.1", "= 0", ">= 1")),
-    (("cluster.devices=all",), ("cluster.devices", "'all'", "a number of devices >= 1 or a list")),
+    (("cluster.devices=all",), ("cluster.devices", "'all'", "a number of devices from 1 to 1048576 or a list")),
     (("cluster.devices=[0, 'a']",), ("cluster.devices",)),
     (("cluster.devices=[0, 0]",), ("cluster.devices", "[0, 0]", "every device once")),
     (("cluster.devices=[]",), ("cluster.devices", "[]", "at least one")),
     (("cluster.devices.x=3",), ("cluster.devices.x", "is not a table")),
     (("cluster.nodes=1000000",), ("cluster.nodes", "1000000", "<= 65536", "for example nodes = 2")),
+    ((f"cluster.devices={10**20}",), ("cluster.devices", str(10**20), "from 1 to 1048576")),
+    (("plan.mesh.tp=1000000000000000",), ("plan.mesh.tp", "<= 1000000000000")),
+    (("training.optimizer={ name = 'sgd' }",), ("training.optimizer", "text in quotes")),
     (("cluster.cards_per_node=1000000000",), ("cluster.cards_per_node", "1000000000", "<= 1024")),
     (("cluster.host_link_bytes_per_s=0",), ("cluster.host_link_bytes_per_s", "= 0", "> 0")),
     (("plan.zero_stage=4",), ("plan.zero_stage", "= 4", "0, 1", "2", "3")),
@@ -665,6 +674,18 @@ def messages() -> str:
             parse_scenario(text)
         told.append(f"{text}\n    {told_by.value}\n")
     return "\n".join(told).replace(str(Path.cwd()), ".")
+
+
+def test_the_table_of_limits_is_the_code() -> None:
+    """docs/run-file.md: what is refused at once."""
+    table = Path("docs/run-file.md").read_text().partition("## Limits")[2]
+    told = {name.strip(): int(most) for name, most in re.findall(r"^\| (.*) \| (\d+) \|$", table, re.MULTILINE)}
+    (count,) = (entry.le for entry in TrainingSection.model_fields["epochs"].metadata if hasattr(entry, "le"))
+    (workers,) = (entry.le for entry in TrainingSection.model_fields["workers"].metadata if hasattr(entry, "le"))
+    own = (MOST_LAYERS, MOST_TOKENS, MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_MICROBATCHES, workers, MOST_TRAINED, count)
+    files = (MOST_DIGITS, DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_YAML_NODES, LONGEST_MESSAGE)
+    assert tuple(told.values()) == (*own, *files)
+    assert LARGEST_TOML_BYTES == recipe.LARGEST_BYTES
 
 
 def test_the_golden_page_of_messages() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 
 from parsim.app.calibration import calibration_request, local_batches
 from parsim.app.config import parse_config
-from parsim.cli import COMMANDS, main
+from parsim.cli import COMMANDS, _endings_told, main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
@@ -228,3 +231,31 @@ def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_us
         (ModelSpec(name="vit_small"), (2, 4)),
     )
     assert local_batches(7) == {7}
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_command_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    number = getattr(signal, name)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
+    def command(*, told: bool) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        except BaseException as ending:
+            if told:
+                ending.add_note("it has said where it stands")
+            raise
+
+    try:
+        for told in (False, True):
+            with pytest.raises(SystemExit) as caught:
+                _endings_told("plan", command)(told=told)
+            assert caught.value.code == 128 + number
+            line = f"parsim: ended by {name} before `parsim plan` had a result; nothing is left running. Give the same command"
+            assert capsys.readouterr().err == ("" if told else f"{line} again\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(SystemExit, match="7"):
+        _endings_told("plan", sys.exit)(7)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -187,6 +188,18 @@ def test_a_file_trains_with_the_numbers_that_parsim_would_train_with(
         assert "raises the learning rate over 200 steps" in done.left_out["training.schedule"]
         numbers = tomllib.loads((tmp_path / "run.toml").read_text())["optimizer"]
         assert (numbers["weight_decay"], numbers["beta1"], numbers["beta2"], numbers["eps"]) == (decay, 0.9, 0.999, 1e-8)
+
+
+def test_files_of_torchtitan_name_their_release_and_have_its_keys(answers: Answers, tmp_path: Path) -> None:
+    """Where torchtitan 0.2 is installed, its own dataclasses know every table and key that is written."""
+    named = ["plan.strategy=dp", "plan.zero_stage=3", "plan.recompute=none"]
+    done = export_folder(answers("llama3-8b", "8xh100-sxm", 64, named), format="torchtitan", out=tmp_path / "run.toml")
+    assert "torchtitan 0.2 file" in done.summary
+    assert "read no TOML" in done.left_out["release"]
+    release = pytest.importorskip("torchtitan.config.job_config")
+    types = get_type_hints(release.JobConfig)
+    for table, keys in tomllib.loads((tmp_path / "run.toml").read_text()).items():
+        assert set(keys) <= {field.name for field in fields(types[table])}
 
 
 def test_a_pipeline_order_is_kept_by_torchtitan(answers: Answers, tmp_path: Path) -> None:

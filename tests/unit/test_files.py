@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from typing import Any, Literal
 import pytest
 
 from parsim import files
+from parsim.app.run_folder import new_folder
 from parsim.errors import PlanError
 from parsim.files import (
     finite,
+    make_private,
     parse_json,
     parse_toml,
     read_regular,
@@ -26,6 +29,7 @@ from parsim.files import (
     unpacked,
     write_atomically,
     write_json_atomically,
+    write_problem,
     write_text_atomically,
 )
 from parsim.records import check_types
@@ -184,3 +188,39 @@ def test_a_file_is_locked_by_one_process_and_a_file_system_without_locks_holds_n
     profile = tmp_path / "mine.json"
     with alone(profile), alone(profile):
         pass
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk is full: make room"),
+        (errno.EDQUOT, "your quota of the disk is used up"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EROFS, "it may not be written (Read-only file system): make it writable"),
+        (errno.EACCES, "it may not be written (Permission denied): make it writable"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_why_a_file_could_not_be_written_follows_from_the_error_number(tmp_path: Path, number: int, said: str) -> None:
+    error = OSError(number, os.strerror(number))
+    assert said in write_problem(error, tmp_path)
+    wrapped = RuntimeError("PytorchStreamWriter failed writing file")
+    wrapped.__context__ = error  # as C++ leaves it
+    assert said in write_problem(wrapped, tmp_path)
+
+
+def test_a_folder_that_was_moved_is_no_full_disk(tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    with pytest.raises(OSError, match="No such file") as caught:
+        write_text_atomically(moved / "a", "b")
+    assert "was moved or removed" in write_problem(caught.value, moved)
+
+
+def test_a_run_folder_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_private(tmp_path / "a" / "b")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir(0o755)
+    make_private(tmp_path / "shared")
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755
+    assert stat.S_IMODE(new_folder(None, "mlp").path.stat().st_mode) == 0o700

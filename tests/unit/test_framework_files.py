@@ -9,7 +9,8 @@ import pytest
 import parsim
 from parsim.errors import ConfigError
 from parsim.formats.megatron import expanded, options_of, read_script
-from parsim.formats.recipe import Recipe, is_framework_file, read_recipe
+from parsim.formats.recipe import Recipe, is_framework_file, read_recipe, yaml_table
+from parsim.formats.source import SourceFile
 from parsim.formats.torchtitan import read_toml
 
 FILES = Path(__file__).parents[1] / "frameworks"
@@ -151,7 +152,7 @@ def test_what_grows_without_bounds_is_refused(tmp_path: Path) -> None:
     lines = ["tensor_model_parallel_size: 1", "a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{k}: *a{n - 1}" for k in range(9)) + "}" for n in range(1, 9)]
     bomb.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="more than 1,000 tables"):
+    with pytest.raises(ConfigError, match=r"aliases .* stand for more than 100,000 values"):
         read_recipe(bomb)
 
 
@@ -501,3 +502,48 @@ def test_a_file_of_nanotron(tmp_path: Path) -> None:
 def test_files_of_nanotron_that_are_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         nanotron(tmp_path, **given)
+
+
+BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.sh", f"{BASE} --num-layers inf", "--num-layers = 'inf' must be a whole number from 0"),
+        ("a.sh", f"{BASE} --hidden-size nan", "--hidden-size = 'nan' must be a whole number from 0"),
+        ("a.sh", f"{BASE} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by = '0' must be"),
+        ("a.sh", f"{BASE} --tensor-model-parallel-size 0", "--tensor-model-parallel-size = '0' must be"),
+        ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq 0", "--moe-layer-freq = '0' must be"),
+        ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq [0]*{'9' * 5000}", "must be a whole number from 0"),
+        ("a.sh", f"{BASE} --seq-length {'9' * 5000}", "must be a whole number from 0"),
+        ("t.toml", '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0', "degree = 0 must be"),
+        ("t.toml", '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ndata_parallel_shard_degree=0', "degree = 0 must be"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused_in_a_short_message(tmp_path: Path, name: str, text: str, said: str) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_recipe(tmp_path / name)
+    assert len(str(caught.value)) <= 600
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: &m {itself: *m}", "aliases .* stand for more than 100,000 values"),
+        ("b: &b {k: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join(['*b'] * 9)}]}}\n" for n in range(9)), ""),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)), "aliases"),
+        ("num_layers: " + "[" * 3000 + "]" * 3000, "not YAML that can be read"),
+        ("a: " + "9" * 5000, "not YAML that can be read"),
+    ],
+)
+def test_yaml_is_bounded_before_it_is_built(text: str, said: str) -> None:
+    pytest.importorskip("yaml")
+    source = SourceFile(Path("a.yaml"), text.encode())
+    if not said:
+        assert len(yaml_table(source)) == 10
+        return
+    with pytest.raises(ConfigError, match=said):
+        yaml_table(source)

@@ -74,6 +74,21 @@ def test_those_who_wait_for_one_that_works_are_never_blamed() -> None:
         assert watch.look([Beat(doing=Doing.WORKING, count=now_s, step=1, text="scoring"), WAITS], idle, float(now_s)) is None
 
 
+def test_a_rank_that_computed_before_it_hung_is_named_as_soon_as_one_that_did_not() -> None:
+    """It was seen running once after its last beat, as where connections are made and one of them never answers."""
+    found = []
+    for beats in ([WAITS, WAITS], [WORKS, WAITS]):
+        watch = RankWatch(limit_s=LIMIT_S, nproc=2)
+        now_s, hang = 0.0, None
+        while hang is None and now_s < LONG_S:
+            letter, cpu_s = ("R", now_s) if 1 < now_s < 5 else ("S", min(now_s, 5))
+            hang = watch.look(beats, [ProcessState(letter=letter, cpu_s=cpu_s)] * 2, now_s)
+            now_s += 0.5
+        found.append(now_s)
+    assert TOGETHER * LIMIT_S < found[0] <= TOGETHER * LIMIT_S + 1
+    assert LIMIT_S < found[1] <= 2 * LIMIT_S + 5
+
+
 def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
     watch = RankWatch(limit_s=LIMIT_S, nproc=1)
     states = [ProcessState(letter="S", cpu_s=0.0)]
@@ -92,4 +107,12 @@ def test_entries_are_read_back(tmp_path: Path) -> None:
     assert (first.doing, first.count) == (Doing.NOTHING, 0)
     assert (second.doing, second.count, second.step) == (Doing.WORKING, 3, 12)
     assert second.text.startswith("scoring scoring")
-    assert not Pulse().is_watched
+
+
+def test_a_rank_that_waits_for_those_of_other_guards_does_not_hang() -> None:
+    waits = Beat(doing=Doing.WAITING, count=5, step=7, text="")
+    states = [ProcessState(letter="S", cpu_s=1.0)]
+    looks = [float(second) for second in range(10_000)]
+    alone, all_of_them = (RankWatch(limit_s=3.0, nproc=1, sees_all=sees_all) for sees_all in (False, True))
+    assert not any(alone.look([waits], states, now_s) for now_s in looks)
+    assert any(all_of_them.look([waits], states, now_s) for now_s in looks)

@@ -10,12 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from parsim.commands.run import history
 from parsim.costs.conformal import ValidationRecord
-from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
+from parsim.costs.history import (
+    NO_HISTORY,
+    History,
+    append_record,
+    fingerprint,
+    history_lines,
+    history_path,
+    read_history,
+)
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.profile import Noise, Profile
+from parsim.hardware.profile import Noise, Profile, save_profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
@@ -55,6 +64,40 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     copy = tmp_path / "copy.jsonl"
     known.save(copy)
     assert copy.read_text() == path.read_text()
+
+
+def test_a_record_a_hundred_times_off_its_prediction_is_kept_apart_and_told(tmp_path: Path) -> None:
+    """Milliseconds taken for seconds: with them, every interval would say nothing."""
+    path = tmp_path / "p.history.jsonl"
+    honest = [record(number, ratio=1 + number / 100) for number in range(12)]
+    alone = history_of(path, honest)
+    known = history_of(path, [record(20 + number, ratio=ratio) for number, ratio in enumerate((1e3, 1e-3, 101, 99))])
+    assert known.records == (*honest, record(23, ratio=99))
+    assert len(known.left_out) == 3
+    assert known.left_out[0].startswith("line 13: measured more than 100 times off its prediction (1.67 min, not 100 ms")
+    assert "3 lines are left out" in known.notes[-1]
+    all_off = history_of(tmp_path / "off.jsonl", [record(number, ratio=1e3) for number in range(12)])
+    assert all_off.records == ()
+    assert all_off.correction.factor is None
+    assert alone.correction.factor is not None
+    assert alone.correction.factor < 2
+
+
+def test_lines_are_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, profile = tmp_path / "p.history.jsonl", tmp_path / "p.json"
+    save_profile(PROFILE, profile)
+    history_of(path, [record(0), record(1, ratio=1e3), record(2)])
+    with path.open("a") as file:
+        file.write("half a li")
+    lines = history_lines(path, PROFILE)
+    assert [(line.number, bool(line.why)) for line in lines] == [(1, False), (2, True), (3, False), (4, True)]
+    history(str(profile), remove=None)
+    assert "measured more than 100 times off" in capsys.readouterr().out
+    history(str(profile), remove=[2, 4], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [(line["line"], line["used"], line["measurement"]) for line in document["lines"]] == [(1, True, "0"), (2, True, "2")]
+    with pytest.raises(ProfileError, match=r"has no line 3: it has 2"):
+        history(str(profile), remove=[3])
 
 
 def test_where_a_history_lies() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import parsim
+from parsim.cli import main
 from parsim.errors import ModelError
-from parsim.model.catalogue.names import ALIASES, NAMED, config_path, named, normalised
+from parsim.model.catalogue.names import ALIASES, NAMED, config_path, described, named, normalised
 from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape, llama
 from parsim.model.catalogue.transformer import recorded
 from parsim.model.catalogue.zoo import ZOO
@@ -391,3 +393,42 @@ def test_states_gradients_and_weights_have_the_widths_that_are_asked_for() -> No
     assert other["optimizer_state"] == pytest.approx(6 * weights / 8, rel=1e-6)
     assert other["gradients"] == pytest.approx(2 * usual["gradients"], rel=1e-6)
     assert usual["parameters"] - other["parameters"] == low
+
+
+@pytest.mark.parametrize(
+    ("identifier", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama2-13b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b"),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2-7b"),
+        ("google/gemma-3-27b-it", "gemma3-27b"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi3-mini"),
+        ("google/vit-large-patch16-224", "vit-l-16"),
+    ],
+)
+def test_ids_of_hugging_face_are_names_of_shapes_that_ship(identifier: str, name: str) -> None:
+    assert normalised(identifier) == name
+    assert named(identifier) is not None
+
+
+def test_all_names_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = described()
+    assert set(rows) == set(NAMED)
+    assert all(row["parameters"] > 0 for row in rows.values())
+    monkeypatch.setattr(sys, "argv", ["parsim", "models", "meta-llama/Llama-3.1-8B", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["llama3-8b"]["parameters"] == 8_030_261_248
+    monkeypatch.setattr(sys, "argv", ["parsim", "models", "llama9"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "did you mean" in capsys.readouterr().err

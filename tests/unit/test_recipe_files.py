@@ -5,6 +5,9 @@ The texts are our own, in the layout of the tools' public files.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,154 +15,23 @@ import pytest
 from parsim.app.question import question_of
 from parsim.errors import ConfigError
 from parsim.formats.recipe import FileKeys, Recipe, by_weight, read_recipe
+from tools.reader_matrix import PAGE, page, samples
 
-MODEL_ARGS = """
-ENV_VARS:
-  CUDA_DEVICE_MAX_CONNECTIONS: 1
-MODEL_ARGS:
-  --num-layers: 12
-  --hidden-size: 512
-  --num-attention-heads: 8
-  --micro-batch-size: 2
-  --global-batch-size: 128
-  --seq-length: 1024
-  --tensor-model-parallel-size: 2
-  --pipeline-model-parallel-size: 2
-  --vocab-file: ${DATA_PATH}/bpe/vocab.json
-  --tokenizer-type: GPT2BPETokenizer
-  --bf16: true
-"""
-BRIDGE = """
-_target_: megatron.bridge.training.config.ConfigContainer
-dataset: {seq_length: 4096}
-ddp: {use_distributed_optimizer: true, use_megatron_fsdp: false}
-mixed_precision: {bf16: true, fp8: null}
-model:
-  add_bias_linear: false
-  context_parallel_size: 2
-  ffn_hidden_size: 14336
-  gated_linear_unit: true
-  hidden_size: 4096
-  normalization: RMSNorm
-  num_attention_heads: 32
-  num_layers: 32
-  num_query_groups: 8
-  position_embedding_type: rope
-  share_embeddings_and_output_weights: false
-  tensor_model_parallel_size: 2
-  vocab_size: 128256
-  seq_length: 8192
-train: {global_batch_size: 128, micro_batch_size: 1}
-"""
-BRIDGE_OVERRIDES = """
-ConfigContainer:
-  model: {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 4, seq_length: 8192}
-  train: {global_batch_size: 128, micro_batch_size: 1}
-"""
-PRIMUS = """
-modules:
-  pre_trainer:
-    framework: megatron
-    model: llama3_8B.yaml
-    overrides:
-      micro_batch_size: ${PRIMUS_MBS:2}
-      global_batch_size: 128
-      seq_length: 4096
-      tensor_model_parallel_size: 2
-      enable_primus_turbo: true
-"""
-PRIMUS_TITAN = """
-modules:
-  pre_trainer:
-    framework: torchtitan
-    model: llama3.1_8B.yaml
-    overrides:
-      training: {local_batch_size: 2, seq_len: 8192}
-      parallelism: {tensor_parallel_degree: 2}
-      activation_checkpoint: {mode: full}
-"""
-PRIMUS_MAXTEXT = """
-modules:
-  pre_trainer:
-    framework: maxtext
-    model: llama3_70B.yaml
-    overrides:
-      dcn_data_parallelism: -1
-      ici_fsdp_parallelism: 8
-      max_target_length: 8192
-      per_device_batch_size: 7
-      remat_policy: full
-"""
-MAXTEXT = """
-model_name: "llama3.1-8b"
-ici_fsdp_parallelism: -1
-ici_tensor_parallelism: 2
-remat_policy: minimal
-max_target_length: 4096
-per_device_batch_size: 2
-"""
-ARGUMENTS = """{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "bf16": true,
- "gradient_checkpointing": true, "model_name_or_path": "meta-llama/Llama-3.1-8B", "max_seq_length": 4096,
- "optim": "adamw_torch_fused", "fsdp": "full_shard auto_wrap", "learning_rate": 1e-5}"""
-FACTORY = """
-model_name_or_path: Qwen/Qwen2.5-7B-Instruct
-finetuning_type: full
-deepspeed: examples/deepspeed/ds_z3_config.json
-cutoff_len: 2048
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 2
-bf16: true
-"""
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_activation_checkpointing: true}
-mixed_precision: bf16
-num_machines: 2
-num_processes: 16
-"""
-AXOLOTL = """
-base_model: NousResearch/Meta-Llama-3-8B
-sequence_len: 8192
-micro_batch_size: 1
-gradient_accumulation_steps: 8
-optimizer: adamw_torch_fused
-bf16: auto
-gradient_checkpointing: true
-tensor_parallel_size: 2
-fsdp_version: 2
-fsdp_config: {reshard_after_forward: false}
-adapter:
-"""
-TORCHTUNE = """
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 4096}
-model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
-batch_size: 2
-gradient_accumulation_steps: 4
-optimizer: {_component_: torch.optim.AdamW, fused: True, lr: 2e-5}
-enable_activation_checkpointing: True
-dtype: bf16
-compile: True
-tensor_parallel_dim: 2
-"""
-LIGHTNING = """
-trainer: {accelerator: gpu, devices: 8, num_nodes: 2, strategy: fsdp, precision: bf16-mixed, accumulate_grad_batches: 4}
-model: {class_path: my.Module}
-data: {class_path: my.Data, init_args: {batch_size: 2}}
-"""
-LITGPT = """
-model_name: Llama-3-8B
-precision: bf16-true
-devices: 8
-train:
-  global_batch_size: 512
-  micro_batch_size: 4
-  max_seq_length: 2048
-"""
-LIGHTNING_PRETTY = LIGHTNING.replace("trainer: {accelerator: gpu, ", "trainer:\n  accelerator: gpu\n  ").replace(
-    "devices: 8, num_nodes: 2, strategy: fsdp, precision: bf16-mixed, accumulate_grad_batches: 4}",
-    "devices: 8\n  num_nodes: 2\n  strategy: fsdp\n  precision: bf16-mixed\n  accumulate_grad_batches: 4",
-)
+FILES = Path(__file__).parents[1] / "frameworks"
+EXPECTED = json.loads((FILES / "expected.json").read_text())
+"""What each of the files there says; tools/reader_matrix.py counts how many are read so."""
+MODEL_ARGS = (FILES / "megatron_model_args.yaml").read_text()
+BRIDGE = (FILES / "bridge_dump.yaml").read_text()
+BRIDGE_OVERRIDES = (FILES / "bridge_overrides.yaml").read_text()
+PRIMUS = (FILES / "primus_megatron.yaml").read_text()
+MAXTEXT = (FILES / "maxtext.yml").read_text()
+ARGUMENTS = (FILES / "arguments.json").read_text()
+FACTORY = (FILES / "llama_factory.yaml").read_text()
+ACCELERATE = (FILES / "accelerate_fsdp.yaml").read_text()
+AXOLOTL = (FILES / "axolotl.yaml").read_text()
+TORCHTUNE = (FILES / "torchtune.yaml").read_text()
+LIGHTNING = (FILES / "lightning.yaml").read_text()
+LITGPT = (FILES / "litgpt.yaml").read_text()
 
 
 def read(folder: Path, name: str, text: str) -> Recipe:
@@ -167,28 +39,10 @@ def read(folder: Path, name: str, text: str) -> Recipe:
     return read_recipe(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "framework", "model", "said"),
-    [
-        ("a.yaml", MODEL_ARGS, "Megatron-LM", "transformer", {"tp": 2, "pp": 2, "micro_batch": 2}),
-        ("a.yaml", BRIDGE, "Megatron-Bridge", "transformer", {"tp": 2, "cp": 2, "zero": 1}),
-        ("a.yaml", PRIMUS, "Primus (Megatron-LM)", "llama3-8b", {"tp": 2, "micro_batch": 2}),
-        ("a.yaml", PRIMUS_TITAN, "Primus (torchtitan)", "llama3.1_8B", {"tp": 2, "zero": 3, "recompute": "full"}),
-        ("a.yaml", PRIMUS_MAXTEXT, "Primus (MaxText)", "llama3-70b", {"micro_batch": 7, "zero": 3, "recompute": "full"}),
-        ("a.yml", MAXTEXT, "MaxText", "llama3-8b", {"tp": 2, "micro_batch": 4, "zero": 3, "recompute": "selective"}),
-        ("a.json", ARGUMENTS, "Hugging Face Trainer", "llama3-8b", {"local_batch": 16, "zero": 3, "recompute": "full"}),
-        ("a.yaml", FACTORY, "Hugging Face Trainer", "qwen2-7b", {"local_batch": 2, "zero": 3, "recompute": "none"}),
-        ("a.yaml", ACCELERATE, "Accelerate", "", {"zero": 3, "processes": 16, "recompute": "full"}),
-        ("a.yaml", AXOLOTL, "axolotl", "llama3-8b", {"tp": 2, "local_batch": 8, "zero": 2, "recompute": "full"}),
-        ("a.yaml", TORCHTUNE, "torchtune", "llama3-8b", {"tp": 2, "local_batch": 8, "zero": 3, "recompute": "full"}),
-        ("a.yaml", LIGHTNING_PRETTY, "Lightning", "", {"processes": 16, "local_batch": 8, "zero": 3}),
-        ("a.yaml", LITGPT, "LitGPT", "llama3-8b", {"micro_batch": 4, "processes": 8, "zero": 3}),
-    ],
-)
-def test_files_of_frameworks(tmp_path: Path, name: str, text: str, framework: str, model: str, said: dict[str, object]) -> None:
-    recipe = read(tmp_path, name, text)
-    assert (recipe.framework, recipe.model) == (framework, model)
-    assert {key: getattr(recipe, key) for key in said} == said
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_files_of_frameworks(name: str) -> None:
+    recipe = read_recipe(FILES / name)
+    assert {key: getattr(recipe, key) for key in EXPECTED[name]} == EXPECTED[name]
 
 
 def test_precisions_and_lengths_of_files(tmp_path: Path) -> None:
@@ -207,7 +61,7 @@ def test_precisions_and_lengths_of_files(tmp_path: Path) -> None:
     [
         ("a.yaml", ACCELERATE, "model.name=NAME --set training.global_batch=N", ("model.name=llama3-8b",)),
         ("a.yaml", BRIDGE_OVERRIDES, "model.name=NAME", ("model.name=llama3-8b",)),
-        ("a.yaml", LIGHTNING_PRETTY, "model.name=NAME", ("model.name=gpt2",)),
+        ("a.yaml", LIGHTNING, "model.name=NAME", ("model.name=gpt2",)),
     ],
 )
 def test_what_a_file_lacks_is_named_and_can_be_set(
@@ -296,6 +150,14 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
         ("a.yaml", MAXTEXT.replace("batch_size: 2", "batch_size: 0.25"), "no whole number of samples"),
         ("a.yaml", "ConfigContainer: {}\nperf_matrix: {h100: {num_gpus_64: {bf16: {tp: 4}}}}\n", "h100 num_gpus_64 bf16"),
         ("a.yaml", "model: {a: 1}\n", "of no kind that parsim knows"),
+        ("a.yaml", MODEL_ARGS.replace("--num-layers: 12", "--num-layers: .inf"), "must be a whole number"),
+        (
+            "a.yaml",
+            AXOLOTL.replace("tensor_parallel_size: 2", "tensor_parallel_size: 0"),
+            "tp = 0 of the file must be at least 1",
+        ),
+        ("a.yaml", MAXTEXT.replace("batch_size: 2", "batch_size: many"), "no whole number of samples"),
+        ("a.yaml", PRIMUS[: PRIMUS.index("overrides:")] + "overrides: [1]\n", "must be tables of keys"),
         ("a.yaml", FACTORY.replace("ds_z3_config", "mine"), r"DeepSpeed config .*mine\.json is not beside it"),
     ],
 )
@@ -327,3 +189,58 @@ def test_unknown_keys_are_listed_by_weight() -> None:
     assert keys.number("a.x", "a.b") == 2
     with pytest.raises(ConfigError, match=r"a\.x is missing"):
         keys.number("a.x")
+
+
+TOML = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 4096
+[parallelism]
+tensor_parallel_degree = 2
+"""
+
+
+def test_scripts_that_start_torchtitan_are_read_by_their_file_or_preset(tmp_path: Path) -> None:
+    """Presets of 0.3 are Python, which is not run: what they set is missing until it is given."""
+    (tmp_path / "llama.toml").write_text(TOML)
+    script = 'CONFIG=${CONFIG:-"./train_configs/llama.toml"}\ntorchrun -m torchtitan.train --job.config_file $CONFIG '
+    recipe = read(tmp_path, "a.sh", script + "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4")
+    assert (recipe.model, recipe.tp, recipe.pp, recipe.local_batch) == ("llama3-8b", 2, 2, 4)
+    preset = "torchrun -m torchtitan.train --module deepseek_v3 --config deepseek_v3_16b "
+    recipe = read(tmp_path, "b.sh", preset)
+    assert recipe.model == "deepseek-v2-lite"
+    assert set(recipe.missing) == {"model.args.seq", "training.global_batch", "plan.mesh.tp", "plan.mesh.pp"}
+    full = "--training.seq_len 4096 --training.local_batch_size 4 --parallelism.tensor_parallel_degree 1 "
+    recipe = read(tmp_path, "c.sh", preset + full + "--parallelism.pipeline_parallel_degree=1")
+    assert (recipe.missing, recipe.micro_batch) == ({}, 4)
+    with pytest.raises(ConfigError, match=r"absent\.toml is not beside the script"):
+        read(tmp_path, "d.sh", "torchrun -m torchtitan.train --job.config_file absent.toml")
+
+
+def test_the_matrix_of_readers_is_that_of_the_readers() -> None:
+    """`python tools/reader_matrix.py` writes it."""
+    all_files, right = samples()
+    assert right == all_files
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", "case " + " " * 500_000),
+        ("a.sh", "if [ 1 ]; then\n" * 30_000),
+        ("a.sh", " \n" * 300_000),
+        ("a.yaml", "\n" * 900_000),
+        ("a.yaml", "modules:\n" * 100_000),
+        ("a.yaml", "model_name: x\n" * 60_000),
+    ],
+)
+def test_files_of_a_megabyte_take_no_longer_than_their_length(tmp_path: Path, name: str, text: str) -> None:
+    """Patterns that go back over what they read took minutes."""
+    begin = time.process_time()
+    with contextlib.suppress(ConfigError):
+        read(tmp_path, name, text)
+    assert time.process_time() - begin < 5.0

@@ -36,7 +36,7 @@ def best_s(problem: PlanningProblem, outline: Node) -> float:
         judge=lambda plan: simulated_step(problem, plan, fold=True).step_s,
         incumbents=best,
         late=[],
-        spare=Allowance(problems=(problem,)),
+        spare=Allowance(problem=problem),
     )
     return best.best_s
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from parsim.errors import ExecutionError
 from parsim.execute.checkpoint.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
-from parsim.files import PARTIAL, write_atomically
+from parsim.files import PARTIAL, write_atomically, write_problem
 from parsim.model.optimizers import COUNTERS, HOST_COUNTERS
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
     """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned.
 
     Every rank calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints.
-    Raises ExecutionError: the files cannot be written (a full disk, no permission).
+    Raises ExecutionError: the files cannot be written (a full disk, no permission, a folder that is gone).
     """
     import torch
 
@@ -113,7 +113,7 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
                 oldest = complete[-max(keep, 1)]
                 keep_only(folder, [number for number in map(step_of, step_folders(folder)) if number >= oldest])
     except (OSError, RuntimeError) as error:
-        raise ExecutionError(f"rank {rank} cannot write its checkpoint to {place}: {error}; is the disk full?") from error
+        raise ExecutionError(f"rank {rank} cannot write its checkpoint to {place}: {write_problem(error, folder)}") from error
     return place
 
 
@@ -121,8 +121,6 @@ def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | Non
     """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
 
     folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
-
-    Raises ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
     """
     return next(checkpoints(folder, digests=digests), None)
 
@@ -422,7 +420,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
-    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing). Raises as `latest_checkpoint`."""
+    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing)."""
     entries: list[Manifest] = []
     for path in sorted(place.glob("rank-*.json")):
         try:

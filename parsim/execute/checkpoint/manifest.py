@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from parsim.errors import ExecutionError
 from parsim.files import parse_json, read_regular, version_problem
 
 SCHEMA_VERSION = 3
@@ -84,8 +83,8 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a file.
 
     Raises:
-        ExecutionError: another version of parsim wrote it. OSError, ValueError: it cannot be read, is damaged, or holds what
-            no manifest holds.
+        OSError, ValueError: it cannot be read, another version of parsim wrote it, it is damaged, or holds what no manifest
+            holds.
     """
     content = read_regular(path, LARGEST_BYTES)
     document = parse_json(content)
@@ -95,7 +94,7 @@ def read_manifest(path: Path) -> Manifest:
     if content != _with_digest(document).encode():
         raise ValueError("its digest is not that of its content")
     if problem := version_problem(document, SCHEMA_VERSION):
-        raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train again in another folder")
+        raise ValueError(problem)
     try:
         return _reader().validate_python(document)
     except ValidationError as error:

@@ -20,6 +20,10 @@ KINDS = {kind.__name__: kind for kind in (OutOfMemoryError, DivergedError)}
 """Errors of a rank that the launcher raises as such; what else it reports is an ExecutionError, the rest a RankLostError."""
 
 
+SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that somebody sends: nothing that the rank wrote before explains them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How an attempt ended.
@@ -47,14 +51,14 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
     """Find the rank that failed on its own account and raise the one message about it: an ExecutionError, RankLostError, or one
     of KINDS. It also names processes that are left, as where a GPU does not answer.
     """
-    error = _failure(folder, nproc, ended, output, timeout_s)
+    error = failure_of(folder, nproc, ended, output, timeout_s)
     if not ended.left:
         raise error
     text = f"{str(error).rstrip('.')}. Then {still_there(ended.left)}"
     raise error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)
 
 
-def _failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
+def failure_of(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
     """The error about a launch that failed.
 
     In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
@@ -88,7 +92,7 @@ def _failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout
         lines = [f"rank {rank}: {line}" for rank in range(nproc) if (line := output.last_line(rank))]
         last = f"; last lines: {'; '.join(lines)}" if lines else "; no rank had written any output"
         return ExecutionError(f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}")
-    return _lost(records, nproc)
+    return _lost(records, nproc, ended)
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -104,21 +108,25 @@ def _record_text(record: ErrorRecord, nproc: int, folder: Path, output: RankOutp
     return f"rank {record.rank} of {nproc} failed: {record.kind}: {first_line(record.message)} ({where})"
 
 
-def _lost(records: Sequence[ErrorRecord], nproc: int) -> RankLostError:
+def _lost(records: Sequence[ErrorRecord], nproc: int, ended: Ended) -> RankLostError:
     """Every rank with a record only misses another: name those without one."""
     first = records[0]
     reported = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
     quiet = sorted(set(range(nproc)) - {record.rank for record in records})
     text = f"rank {first.rank} of {nproc} lost contact with another rank: {reported}"
-    if quiet:
+    left = [rank for rank in quiet if ended.statuses.get(rank) == 0]
+    if left:
+        why = "ended with exit status 0 before the run was over, as code that calls os._exit does"
+        text = f"{_names(left)} of {nproc} {why}; rank {first.rank} reported: {reported}"
+    elif quiet:
         why = "did not answer (hanging, stopped, or unreachable)"
         text = f"{_names(quiet)} of {nproc} {why}; rank {first.rank} reported: {reported}"
     return RankLostError(text, quiet)
 
 
 def _status_text(rank: int, nproc: int, status: int, output: RankOutput) -> str:
-    line = output.last_line(rank)
-    last = f"; its last line: {line}" if line else "; it wrote no output"
+    line = "" if -status in SENT else output.last_line(rank)
+    last = "" if -status in SENT else f"; its last line: {line}" if line else "; it wrote no output"
     if status >= 0:
         return f"rank {rank} of {nproc} ended with exit status {status} and no error record{last}"
     name = signal_name(-status)

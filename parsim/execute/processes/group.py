@@ -280,11 +280,10 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
     words = last_words()
     try:
         run(job_path)
-    except SystemExit as error:
-        _leave(error.code if isinstance(error.code, int) else int(error.code is not None))
     except KeyboardInterrupt:
-        _leave(130)
-    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that whoever waits sees the signal, as of any other one
+    except BaseException as error:  # of SystemExit too: nothing of a rank's own ends it so
         _record(job_path.parent, error, words)
         _leave(1)
     _leave(0)
@@ -301,6 +300,8 @@ def _leave(status: int) -> NoReturn:
 def _record(folder: Path, error: BaseException, words: LastWords) -> None:
     """Write the error record; without its traceback it becomes the rank's last words, and its message goes to stderr."""
     message = str(error) or type(error).__name__
+    if isinstance(error, SystemExit):
+        message = f"code that this rank ran called sys.exit({'' if error.code is None else repr(error.code)})"
     record = ErrorRecord(
         rank=int(os.environ.get("RANK", 0)),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),

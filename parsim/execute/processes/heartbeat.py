@@ -76,10 +76,6 @@ class Pulse:
         """In words, as far as it was told."""
         return self._text.decode(errors="replace")
 
-    @property
-    def is_watched(self) -> bool:
-        return self._map is not None
-
     def beat(self) -> None:
         """It has moved on."""
         if self._map is not None:
@@ -149,23 +145,35 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """A rank: seconds that it has been stopped, or a zombie that cannot be reaped; seconds since its last beat, and its
-    processor seconds at that. Also whether it was seen running, or waiting for a core, since then."""
+    """A rank: seconds that it has been stopped, or a zombie that cannot be reaped, and since its last beat, number `count`.
+
+    `calm_s`: of these, the last ones in which it has computed nothing yet: since it had `cpu_s` processor seconds. ran: it was
+    seen running, or waiting for a core, in them.
+    """
 
     stopped_s: float = 0.0
     ended_s: float = 0.0
     still_s: float = 0.0
+    calm_s: float = 0.0
     count: int = -1
     cpu_s: float = 0.0
     ran: bool = False
 
+    def computes(self, state: ProcessState | None) -> bool:
+        """Whether it took a core, or waited for one, since it was last found computing or beat."""
+        return self.ran or (state is not None and state.cpu_s - self.cpu_s > _IDLE_SHARE * self.calm_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that do not move, and why that is known, in words that follow the names of the ranks."""
+    """Ranks that do not move, and why that is known, in words that follow the names of the ranks.
+
+    together: they all wait for one another.
+    """
 
     ranks: tuple[int, ...]
     text: str
+    together: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,11 +182,14 @@ class RankWatch:
 
     Time counts by looks, each of at most a second: a launcher that was stopped itself blames nobody for it.
 
-    Attributes: limit_s: a rank that is stopped, or does nothing, for longer hangs.
+    Attributes:
+        limit_s: a rank that is stopped, or does nothing, for longer hangs.
+        sees_all: no rank is watched by somebody else, which these may wait for.
     """
 
     limit_s: float
     nproc: int
+    sees_all: bool = True
     _seen: list[_Seen] = field(default_factory=list)
     _looked_s: float | None = None
 
@@ -193,10 +204,13 @@ class RankWatch:
             seen.stopped_s = seen.stopped_s + passed_s if state is not None and state.letter in "Tt" else 0.0
             seen.ended_s = seen.ended_s + passed_s if state is not None and state.letter in "ZX" else 0.0
             if beat.count != seen.count:
-                seen.count, seen.still_s, seen.cpu_s, seen.ran = beat.count, 0.0, cpu_s, False
+                seen.count, seen.still_s, seen.calm_s, seen.cpu_s, seen.ran = beat.count, 0.0, 0.0, cpu_s, False
             else:
                 seen.still_s += passed_s
+                seen.calm_s += passed_s
             seen.ran = seen.ran or (state is not None and state.letter == "R")
+            if seen.calm_s > self.limit_s and seen.computes(state):
+                seen.calm_s, seen.cpu_s, seen.ran = 0.0, cpu_s, False
         return self._stopped() or self._ended() or self._hanging(beats, states) or self._deadlocked(beats, states)
 
     @property
@@ -223,28 +237,25 @@ class RankWatch:
         for rank, (seen, beat, state) in enumerate(zip(self._seen, beats, states, strict=True)):
             if state is None or beat.doing not in (Doing.WORKING, Doing.PREPARING):
                 continue
-            computes = self._computes(rank, state)
-            patient = computes or beat.doing is Doing.PREPARING
-            if seen.still_s > (self._patience_s if patient else self.limit_s):
+            computes = seen.computes(state)
+            is_calm = seen.calm_s > self.limit_s and beat.doing is Doing.WORKING
+            if is_calm or seen.still_s > self._patience_s:
                 how = "it computes without end" if computes else "it waits for a disk" if state.letter == "D" else "it hangs"
                 return Hang(ranks=(rank,), text=f"has not moved for {format_seconds(seen.still_s)} {beat.describe()}: {how}")
         return None
 
-    def _computes(self, rank: int, state: ProcessState | None) -> bool:
-        """Whether it took a core, or waited for one, since its last beat."""
-        seen = self._seen[rank]
-        return seen.ran or (state is not None and state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s)
-
     def _deadlocked(self, beats: Sequence[Beat], states: Sequence[ProcessState | None]) -> Hang | None:
         alive = [rank for rank, state in enumerate(states) if state is not None]
         wait = [rank for rank in alive if beats[rank].doing is Doing.WAITING]
-        if not wait or wait != alive:
+        if not self.sees_all or not wait or wait != alive:
             return None
         still_s = min(self._seen[rank].still_s for rank in wait)
-        spun = [self._computes(rank, states[rank]) for rank in wait]  # waiting for a GPU takes a core
-        if still_s <= (self._patience_s if any(spun) else TOGETHER * self.limit_s):
+        calm = all(self._seen[rank].calm_s > self.limit_s for rank in wait)  # waiting for a GPU takes a core
+        if still_s <= (TOGETHER * self.limit_s if calm else self._patience_s):
             return None
         first = beats[wait[0]].describe()
         return Hang(
-            ranks=tuple(wait), text=f"have all waited for one another for {format_seconds(still_s)}, rank {wait[0]} {first}"
+            ranks=tuple(wait),
+            text=f"have all waited for one another for {format_seconds(still_s)}, rank {wait[0]} {first}",
+            together=True,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import site
@@ -26,16 +27,18 @@ from types import FrameType
 from typing import NoReturn
 
 from parsim.errors import ExecutionError, MissingDependencyError
-from parsim.execute.processes.failure import Ended, raise_failure, still_there
+from parsim.execute.processes.failure import Ended, failure_of, raise_failure, still_there
 from parsim.execute.processes.group import error_path, read_error
 from parsim.execute.processes.heartbeat import BEATS_VARIABLE, Hang, RankWatch, create_beats, process_state, read_beats
 from parsim.execute.processes.output import (
     MARK_VARIABLE,
     PARENT_VARIABLE,
+    WARNING,
     WORDS_VARIABLE,
     RankOutput,
     create_last_words,
     kill_launch,
+    progress_line,
     scratch_folder,
 )
 from parsim.execute.processes.rendezvous import FILE_VARIABLE
@@ -45,7 +48,10 @@ HANG_S = 30.0
 EXIT_S = 60.0
 """In which the system frees what killed ranks held. One that takes longer waits in the driver of a GPU: it may look like a
 zombie, some thread of which never ends."""
-_POLL_S = 0.2
+POLL_S = 0.2
+"""Between two looks at the ranks."""
+DISTURBED_STARTS = 2
+"""So often a start is made again in which connections broke: gloo takes whoever reaches a rank's port first for its peer."""
 _CULPRIT_S = 5.0
 """How long to look for the rank whose loss another one has reported."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -76,7 +82,8 @@ def launch(
         hang_s: a rank that is stopped, or does nothing, for longer ends the launch (see `heartbeat`).
         on_line: called in this thread with each line a rank writes to stdout or stderr.
         env: variables added to this process's environment for the ranks.
-        max_restarts: how often all ranks are started anew after a failure.
+        max_restarts: how often all ranks are started anew after a failure. A start that is disturbed (`_Ranks.lost_at_start`)
+            is made a second time in any case.
 
     Raises:
         ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a GPU's
@@ -91,15 +98,23 @@ def launch(
         raise MissingDependencyError("running a plan needs torch, which is not installed; pip install 'parsim[torch]'")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with signals_as_exit(), scratch_folder() as scratch:
-        for attempt in range(max_restarts + 1):
+        left, starts = max_restarts, DISTURBED_STARTS
+        for attempt in itertools.count():
             for rank in range(nproc):
                 error_path(job_path.parent, rank).unlink(missing_ok=True)
             ranks = _Ranks(job=job_path, nproc=nproc, module=module, scratch=scratch, attempt=attempt, on_line=on_line)
             ended = ranks.run(env or {}, deadline, hang_s)
             if ended is None:
                 return
-            if attempt == max_restarts or ended.out_of_time or ended.left:
+            if not (ended.out_of_time or ended.left) and starts and ranks.lost_at_start(ended):
+                starts -= 1
+                if on_line is not None:
+                    why = failure_of(job_path.parent, nproc, ended, ranks.output, timeout_s)
+                    on_line(progress_line({WARNING: f"the start was disturbed and is made again: {why}"}))
+            elif left == 0 or ended.out_of_time or ended.left:
                 raise_failure(job_path.parent, nproc, ended, ranks.output, timeout_s)
+            else:
+                left -= 1
 
 
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
@@ -212,7 +227,19 @@ class _Ranks:
             hang = watch.look(read_beats(self._beats, self.nproc), states, time.monotonic())
             if hang is not None:
                 return Ended(attempt=self.attempt, statuses=self._statuses(), hang=hang, places=self._where(hang))
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
+
+    def lost_at_start(self, ended: Ended) -> bool:
+        """Whether all ranks had reported, none had begun a step, and each that failed only missed another, or aborted."""
+        if any(beat.count == 0 or beat.step for beat in read_beats(self._beats, self.nproc)):
+            return False
+        if ended.hang is not None:
+            return ended.hang.together
+        records = {rank: read_error(error_path(self.job.parent, rank), self.output.last_words(rank)) for rank in ended.statuses}
+        return all(
+            status in (0, -signal.SIGABRT) or ((record := records[rank]) is not None and record.peer_lost)
+            for rank, status in ended.statuses.items()
+        )
 
     def _statuses(self) -> dict[int, int]:
         """Exit status of every rank that has ended."""
@@ -227,7 +254,7 @@ class _Ranks:
             records = [read_error(error_path(self.job.parent, rank), self.output.last_words(rank)) for rank in failed]
             if any(record is None or not record.peer_lost for record in records):
                 break
-            time.sleep(_POLL_S / 4)
+            time.sleep(POLL_S / 4)
             statuses = self._statuses()
         return statuses
 
@@ -236,7 +263,7 @@ class _Ranks:
         for rank in hang.ranks:
             with contextlib.suppress(OSError, AttributeError):
                 self._processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(2 * _POLL_S)
+        time.sleep(2 * POLL_S)
         return {rank: place for rank in hang.ranks if (place := self.output.innermost_frame(rank))}
 
 

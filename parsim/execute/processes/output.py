@@ -337,7 +337,12 @@ Progress = str | Mapping[str, Any]
 
 def write_progress(progress: Progress) -> None:
     """Print one line of progress for the parent."""
-    print(MARK + json.dumps(progress), flush=True)
+    print(progress_line(progress), flush=True)
+
+
+def progress_line(progress: Progress) -> str:
+    """The line that carries it."""
+    return MARK + json.dumps(progress)
 
 
 def read_progress_line(line: str) -> Progress | None:

@@ -1,19 +1,24 @@
-"""How the ranks of a launch find one another: a key-value store that only they can reach, and that unpickles nothing.
+"""How the ranks of a launch find one another: a key-value store that only they can use, and that unpickles nothing.
 
 On one machine the store is a file in a folder of mode 0700 (PARSIM_STORE_FILE). Over several machines it is a TCP store whose
-listener is bound to the address that was named (PARSIM_RENDEZVOUS=HOST:PORT), under keys that begin with a token of the run
-(PARSIM_TOKEN). Agents of torchrun meet in such a store too (`torchrun_agent`). Ranks that somebody's own torchrun started use
+listener is bound to the address that was named (PARSIM_RENDEZVOUS=HOST:PORT), sealed by a token of the run (PARSIM_TOKEN, see
+`sealed`). Agents of torchrun meet in such a store too (`torchrun_agent`). Ranks that somebody's own torchrun started use
 torchrun's store.
 
-Leaves out: encryption. Gradients cross the network as gloo and NCCL send them.
+Leaves out: encryption, and a stranger who keeps the store busy or deletes its keys. Whoever reaches its port can read the
+values (addresses and ports of ranks) and can end a start, but cannot join the run or send a rank elsewhere. Gradients cross
+the network as gloo and NCCL send them.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
+import hmac
 import os
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from parsim.errors import ExecutionError
@@ -25,6 +30,12 @@ FILE_VARIABLE = "PARSIM_STORE_FILE"
 ADDRESS_VARIABLE = "PARSIM_RENDEZVOUS"
 TOKEN_VARIABLE = "PARSIM_TOKEN"
 _SHORTEST_TOKEN = 16
+_DIGEST_BYTES, _NONCE_BYTES = 32, 16
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `launch` started this rank: it watches all ranks, and holds the run folder."""
+    return FILE_VARIABLE in environment
 
 
 def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Store:
@@ -45,11 +56,11 @@ def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Map
 
 
 def bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """A TCP store, whose keys begin with the token of the run. Rank 0 listens on the address, HOST:PORT, and on no other.
+    """A TCP store, sealed by the token of the run. Rank 0 listens on the address, HOST:PORT, and on no other.
 
     Raises ExecutionError: an address without a port or a token, or one that is not of this machine.
     """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or not host:
@@ -61,7 +72,7 @@ def bound_store(address: str, token: str, rank: int, world_size: int, timeout: d
         )
     if rank != 0:
         store = TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
-        return PrefixStore(token, store)
+        return sealed(store, token)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -83,4 +94,89 @@ def bound_store(address: str, token: str, rank: int, world_size: int, timeout: d
         master_listen_fd=listener.detach(),
         use_libuv=True,
     )
-    return PrefixStore(token, store)
+    return sealed(store, token)
+
+
+def sealed(store: Store, token: str) -> Store:
+    """The store, in which keys and values carry digests that only who knows the token can make.
+
+    A key is stored as HMAC(token, key), so that a list of keys tells nothing. A value is stored behind HMAC(token, key, nonce,
+    value), with a new nonce each time. Reading a value that somebody else wrote raises ExecutionError. Leaves out: an earlier
+    value of the same key, written again.
+    """
+    from torch._C._distributed_c10d import Store as AnyStore
+
+    secret = token.encode()
+
+    def name(key: str) -> str:
+        return hmac.digest(secret, b"key" + key.encode(), "sha256").hex()
+
+    def digest_of(key: str, content: bytes) -> bytes:
+        return hmac.digest(secret, b"value" + hashlib.sha256(key.encode()).digest() + content, "sha256")
+
+    def seal(key: str, value: bytes | str) -> bytes:
+        content = secrets.token_bytes(_NONCE_BYTES) + (value.encode() if isinstance(value, str) else bytes(value))
+        return digest_of(key, content) + content
+
+    def unseal(key: str, stored: bytes) -> bytes:
+        content = stored[_DIGEST_BYTES:]
+        if not hmac.compare_digest(stored[:_DIGEST_BYTES], digest_of(key, content)):
+            raise ExecutionError(
+                f"somebody without the token of this run wrote {key!r} into its store; give only the machines of the run "
+                f"access to the port of {ADDRESS_VARIABLE}, and start it again"
+            )
+        return content[_NONCE_BYTES:]
+
+    def change(key: str, changed: Callable[[bytes], bytes | str | None]) -> bytes:
+        """Set the key to what follows from its value (b"": none), whoever sets it meanwhile; None: leave it. The value then."""
+        while True:
+            stored = store.get(name(key)) if store.check([name(key)]) else b""
+            value = unseal(key, stored) if stored else b""
+            follows = changed(value)
+            if follows is None:
+                return value
+            after = seal(key, follows)
+            if store.compare_set(name(key), stored, after) == after:  # type: ignore[arg-type]
+                return unseal(key, after)
+
+    class SealedStore(AnyStore):
+        """What torch takes for a store. C++ looks methods up by these names."""
+
+        def set(self, key: str, value: bytes | str) -> None:
+            store.set(name(key), seal(key, value))  # type: ignore[arg-type]
+
+        def get(self, key: str) -> bytes:
+            return unseal(key, store.get(name(key)))
+
+        def add(self, key: str, amount: int) -> int:
+            return int(change(key, lambda value: str(int(value or b"0") + amount)))
+
+        def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+            before = expected.encode() if isinstance(expected, str) else bytes(expected)
+            return change(key, lambda value: desired if value == before else None)
+
+        def check(self, keys: Sequence[str]) -> bool:
+            return store.check([name(key) for key in keys])
+
+        def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+            store.wait([name(key) for key in keys], timeout or store.timeout)
+
+        def deleteKey(self, key: str) -> bool:
+            return store.delete_key(name(key))
+
+        def getNumKeys(self) -> int:
+            return store.num_keys()
+
+        def setTimeout(self, timeout: datetime.timedelta) -> None:
+            store.set_timeout(timeout)
+
+        def clone(self) -> Store:
+            return sealed(store.clone(), token)
+
+    made: Store = SealedStore()
+    _sealed.append(made)
+    return made
+
+
+_sealed: list[Store] = []
+"""C++ that holds one of these calls its methods only as long as Python holds it too."""

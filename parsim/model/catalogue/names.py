@@ -164,6 +164,34 @@ NAMED: dict[str, NamedModel] = {
     "llama3.2-1b": _row(llama("Llama 3.2 1B", 16, 2048, 32, 8, 8192, 128256, tied=True), 8192, "nemo:llama.py", 1_235_814_400),
     "llama3.2-3b": _row(llama("Llama 3.2 3B", 28, 3072, 24, 8, 8192, 128256, tied=True), 8192, "nemo:llama.py", 3_212_749_824),
     "mistral-7b": _row(llama("Mistral 7B", 32, 4096, 32, 8, 14336, 32000), 8192, "hf:MistralConfig", 7_241_732_096),
+    "mistral-nemo-12b": _row(
+        llama("Mistral NeMo 12B", 40, 5120, 32, 8, 14336, 131072, head_dim=128),
+        8192,
+        "hf:mistralai/Mistral-Nemo-Base-2407 config.json",
+        12_247_782_400,
+    ),
+    "mistral-small-24b": _row(
+        llama("Mistral Small 24B", 40, 5120, 32, 8, 32768, 131072, head_dim=128),
+        8192,
+        "hf:mistralai/Mistral-Small-24B-Base-2501 config.json",
+        23_572_403_200,
+    ),
+    "tinyllama-1.1b": _row(
+        llama("TinyLlama 1.1B", 22, 2048, 32, 4, 5632, 32000), 2048, "jzhang38/TinyLlama README", 1_100_048_384
+    ),
+    "smollm2-1.7b": _row(
+        llama("SmolLM2 1.7B", 24, 2048, 32, 32, 8192, 49152, tied=True),
+        2048,
+        "hf:HuggingFaceTB/SmolLM2-1.7B config.json",
+        1_711_376_384,
+    ),
+    "yi-34b": _row(llama("Yi 34B", 60, 7168, 56, 8, 20480, 64000), 4096, "hf:01-ai/Yi-34B config.json", 34_388_917_248),
+    "phi3-mini": _row(
+        llama("Phi-3 Mini", 32, 3072, 32, 32, 8192, 32064),
+        4096,
+        "hf:microsoft/Phi-3-mini-4k-instruct config.json",
+        3_821_079_552,
+    ),
     "mixtral-8x7b": _row(
         llama("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, **_experts(8, 2, 14336)),
         8192,
@@ -183,6 +211,9 @@ NAMED: dict[str, NamedModel] = {
     "nemotron-340b": _row(_nemotron("Nemotron 340B", 96, 18432, 96, 73728, 8), 4096, "nemo:nemotron.py"),
     "qwen2-0.5b": _row(_qwen("Qwen2 0.5B", 24, 896, 14, 2, 4864, 151936, tied=True), 4096, "nemo:qwen2.py", 494_032_768),
     "qwen2-1.5b": _row(_qwen("Qwen2 1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True), 4096, "nemo:qwen2.py", 1_543_714_304),
+    "qwen2-3b": _row(
+        _qwen("Qwen2.5 3B", 36, 2048, 16, 2, 11008, 151936, tied=True), 4096, "hf:Qwen/Qwen2.5-3B config.json", 3_085_938_688
+    ),
     "qwen2-7b": _row(_qwen("Qwen2 7B", 28, 3584, 28, 4, 18944, 152064), 4096, "nemo:qwen2.py", 7_615_616_512),
     "qwen-1.8b": _row(_qwen("Qwen 1.8B", 24, 2048, 16, 16, 5504, 151936), 2048, "hf:Qwen/Qwen-1_8B config.json"),
     "qwen-7b": _row(_qwen("Qwen 7B", 32, 4096, 32, 32, 11008, 151936), 2048, "hf:Qwen/Qwen-7B config.json"),
@@ -295,6 +326,23 @@ ALIASES: dict[str, str] = {
     "deepseek-v3-671b": "deepseek-v3",
     "deepseek-v2-236b": "deepseek-v2",
     "deepseek-v2-16b": "deepseek-v2-lite",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-distill-llama-8b": "llama3-8b",
+    "deepseek-r1-distill-llama-70b": "llama3-70b",
+    "deepseek-r1-distill-qwen-7b": "qwen2-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2-32b",
+    "qwen2-coder-7b": "qwen2-7b",
+    "qwen2-coder-32b": "qwen2-32b",
+    "qwen2-math-7b": "qwen2-7b",
+    "bert-base-uncased": "bert-110m",
+    "bert-base": "bert-110m",
+    "vit-large-patch16-224": "vit-l-16",
+    "vit-huge-patch14-224": "vit-h-14",
+    "mistral-nemo": "mistral-nemo-12b",
+    "mistral-small-24b-2501": "mistral-small-24b",
+    "phi-3-mini-4k": "phi3-mini",
+    "phi-3-mini": "phi3-mini",
     "vit-l/16": "vit-l-16",
     "vit-h/14": "vit-h-14",
 }
@@ -345,7 +393,7 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
-    text = re.sub(r"-(lora|sft|base|instruct|pretrain.*)$", "", text)
+    text = re.sub(r"(-(lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
     return ALIASES.get(text, text)
 
 
@@ -363,6 +411,25 @@ def is_transformer(name: str) -> bool:
 def known_names() -> list[str]:
     """Every name and alias, for near matches."""
     return [*NAMED, *ALIASES]
+
+
+def described() -> dict[str, dict[str, Any]]:
+    """Every name with its size: parameters (0: not counted), tokens of a sample, other names, and where the sizes are from."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in NAMED.items():
+        shape = row.shape
+        counted = row.parameters
+        if shape is not None and not counted:
+            counted = named_model(name, {}, granularity="block", weights="bfloat16").parameter_count
+        rows[name] = {
+            "parameters": counted,
+            "layers": 0 if shape is None else shape.layers,
+            "hidden": 0 if shape is None else shape.hidden,
+            "tokens": row.seq,
+            "other_names": [alias for alias, own in ALIASES.items() if own == name],
+            "source": row.source,
+        }
+    return rows
 
 
 def config_path(row: NamedModel) -> str:
