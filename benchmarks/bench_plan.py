@@ -2,7 +2,8 @@
 
 python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--phases] [--only 3] [--quick]
 
-A first question finds on the Model how an earlier one divided it (`parsim.program.placed`); "division new" does not.
+A first question finds on the Model how an earlier one divided it (`parsim.program.placed`); "division new" does not. "Again" is
+the same plan once more: its program (`parsim.predict.nearly_alike`) and memory are known.
 --deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead. --phases: where the time of a first question goes.
 --only: the plan of that number alone, from 1 on.
 """
@@ -25,11 +26,14 @@ from parsim.model.catalogue.names import named
 from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import Numerics
+from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.plans.stages import even_parts, stages_of
 from parsim.predict.evaluate import evaluate
+from parsim.predict.nearly_alike import Programs
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import Divisions
-from screen import Outline, plan_of
 
 SEQ, PER_NODE = 4096, 8
 PLANS = (
@@ -61,6 +65,24 @@ def milliseconds(call: Callable[[], object], repeats: int, before: Callable[[], 
     return statistics.median(times)
 
 
+def plan_on(problem: PlanningProblem, mesh: Mesh, microbatches: int, zero_stage: int) -> Plan:
+    """Even stages; every component cut in the first way that it can be."""
+    placements = {
+        component.name: Placement("shard", rule=component.shardings[0].rule, ways=mesh.tp)
+        if mesh.tp > 1 and component.shardings
+        else BATCH
+        for component in problem.model.components
+    }
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=stages_of(mesh, even_parts(list(placements), mesh.pp), placements.__getitem__),
+        global_batch=problem.global_batch,
+        microbatches=microbatches,
+        zero_stage=zero_stage if mesh.copies > 1 else 0,
+    )
+
+
 def row(
     shape: Shape, granularity: str, mesh: Mesh, microbatches: int, repeats: int, zero_stage: int = 1, phases: bool = False
 ) -> dict[str, float]:
@@ -77,16 +99,22 @@ def row(
         )
 
     posed = asked()
-    plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=zero_stage))
+    plan = plan_on(posed, mesh, microbatches, zero_stage)
     found = evaluate(posed, plan, samples=0, fold=True)
-    divisions = posed.layout(plan).model.remembered(Divisions)
-    first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
-    new = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats, divisions.forget)
+    divided = posed.layout(plan).model
+    programs, divisions = divided.remembered(Programs), divided.remembered(Divisions)
+
+    def forget() -> None:
+        programs.forget()
+        divisions.forget()
+
+    first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats, programs.forget)
+    new = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats, forget)
     again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)
     drawn = milliseconds(lambda: evaluate(posed, plan, samples=200, fold=True), max(1, repeats // 3))
     what = f"| {mesh.size:,} | {mesh} | {len(model.components)} | {len(found.folding.ranks)} | {found.compiled.size:,} |"
     print(f"{what} {first:,.1f} | {new:,.1f} | {again:,.1f} | {drawn:,.1f} |", flush=True)
-    return phases_ms(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats) if phases else {}
+    return phases_ms(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats, programs.forget) if phases else {}
 
 
 def shape_of(name: str, layers: int, hidden: int = 0) -> Shape:

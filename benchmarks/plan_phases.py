@@ -24,7 +24,6 @@ FUNCTIONS: tuple[tuple[str, Any, str], ...] = (
     ("lowering: kinds and pieces", expand, "Pieces"),
     ("lowering: kinds and pieces", ComponentKinds, "__init__"),
     ("lowering: copies", expand._Expansion, "columns"),
-    ("compiling", evaluating, "compile_graph"),
     ("compiling", nearly, "compile_graph"),
     ("prices", planning, "price"),
     ("simulation", evaluating, "mean_step_s"),
@@ -84,14 +83,15 @@ def watched() -> Iterator[Stopwatch]:
         PlanIndex.buckets = buckets  # type: ignore[method-assign]
 
 
-def phases_ms(call: Callable[[], object], repeats: int) -> dict[str, float]:
+def phases_ms(call: Callable[[], object], repeats: int, before: Callable[[], object]) -> dict[str, float]:
     """Median CPU milliseconds of every part of a call that evaluates one plan, and of the whole (key "").
 
     Args:
-        call: evaluates a plan. repeats: of it.
+        call: evaluates a plan. repeats: of it. before: each of them, and not counted.
     """
     runs: list[dict[str, float]] = []
     for _ in range(repeats):
+        before()
         gc.collect()
         gc.disable()
         with watched() as watch:

@@ -77,7 +77,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
         if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
-            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model)))
+            model = replace(model, assumptions=(*model.assumptions, *partly_cut(model, plan.mesh.tp or 1)))
     check_groups_fill(plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     framework, by_hand = config.software.row, plan.strategy == "custom"

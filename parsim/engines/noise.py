@@ -118,7 +118,7 @@ def slowest_ranks(
     sizes = np.unique(copies)
     end = np.zeros(columns.size)
     end[timeline.task] = timeline.end_s
-    tasks, ranks = columns.uses.row_numbers, columns.resource_rank[columns.uses.values]
+    tasks, ranks = columns.use_tasks, columns.resource_rank[columns.uses.values]
     last_of_rank = np.full(columns.world_size, -1, dtype=np.int64)  # the task that ends last
     by_end = np.argsort(end[tasks], kind="stable")
     last_of_rank[ranks[by_end]] = tasks[by_end]  # of several assignments to one rank the last one stays

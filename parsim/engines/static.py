@@ -60,6 +60,13 @@ class CompiledGraph:
         kind, ranks = _classify(self.columns)
         return self.arrays._replace(after=self.arrays.before.inverted(self.size), kind=kind, ranks=ranks)
 
+    @cached_property
+    def position(self) -> Ints:
+        """int64 [n]: where in the order each task is."""
+        position = np.empty(self.size, dtype=np.int64)
+        position[self.arrays.order] = np.arange(self.size)
+        return position
+
     @property
     def size(self) -> int:
         """Number of tasks."""
@@ -129,7 +136,7 @@ def _before(dependencies: RaggedTable, issued: RaggedTable, n: int) -> RaggedTab
 
 def _classify(columns: Columns) -> tuple[Ints, RaggedTable]:
     """Kind of every task, and the ranks on which it computes (by its compute streams) or communicates (by any stream)."""
-    rows, used = columns.uses.row_numbers, columns.uses.values
+    rows, used = columns.use_tasks, columns.uses.values
     counts = columns.communicates[rows] | columns.resource_computes[used]
     kind = np.full(columns.size, OTHER, dtype=np.int64)
     kind[rows[columns.resource_computes[used]]] = COMPUTING
@@ -248,7 +255,7 @@ def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdow
 
 def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> Timeline:
     """One row per task and resource, task by task, from start and end per task (float64 [n])."""
-    rows = columns.uses.row_numbers
+    rows = columns.use_tasks
     return Timeline(
         source="simulated",
         resources=tuple(map(str, columns.resources)),

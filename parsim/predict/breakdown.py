@@ -33,12 +33,11 @@ from parsim.engines.static import AnyGraph, CompiledGraph, checked_durations_s, 
 from parsim.errors import GraphError
 from parsim.model.component import Operator
 from parsim.model.model import Model
-from parsim.numeric import Bools, Floats, Ints
+from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, stable_order
 from parsim.program.task import COMPUTE
 from parsim.timeline import Timeline
-from parsim.work import OFFLOADED
 
 # Checked columns of a Timeline, and interval arithmetic on them.
 
@@ -161,17 +160,6 @@ class StepFractions:
     bubble_fraction: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kinds:
-    """Per task: is it communication, a load, a transfer, work with the host; and is its rank one of a pipeline (per rank)."""
-
-    communicates: Bools
-    loads: Bools
-    transfers: Bools
-    pipelined: Bools
-    offloads: Bools
-
-
 def breakdown(
     graph: AnyGraph, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
 ) -> tuple[RankBreakdown, ...]:
@@ -189,17 +177,15 @@ def breakdown(
         step_s = timeline.makespan_s
     if not 0 <= step_s < np.inf:
         raise GraphError(f"step_s must be finite and >= 0, got {step_s}")
-    rows, kinds = rows_of(compiled.columns, timeline), _kinds(compiled.columns)
+    rows = rows_of(compiled.columns, timeline)
     last_end_s = min(timeline.makespan_s, step_s)
-    position = np.empty(compiled.size, dtype=np.int64)
-    position[compiled.arrays.order] = np.arange(compiled.size)
-    issued = position[rows.task]
+    issued = compiled.position[rows.task]
     order = np.arange(len(issued)) if in_order(issued) else np.argsort(issued, kind="stable")
     by_rank = order[stable_order(rows.rank[order], compiled.columns.world_size)]
     bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.columns.world_size + 1))
     own_end = np.full(compiled.size, -np.inf)
     return tuple(
-        _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], own_end, last_end_s, step_s)
+        _rank_breakdown(rank, compiled, rows, by_rank[bounds[rank] : bounds[rank + 1]], own_end, last_end_s, step_s)
         for rank in (range(compiled.columns.world_size) if ranks is None else ranks)
     )
 
@@ -222,24 +208,10 @@ def step_fractions(breakdowns: Sequence[RankBreakdown], weights: Sequence[int] |
     )
 
 
-def _kinds(columns: Columns) -> _Kinds:
-    pipelined = np.zeros(columns.world_size, dtype=np.bool_)
-    rows = columns.uses.row_numbers
-    pipelined[columns.resource_rank[columns.uses.values[columns.transfers[rows]]]] = True
-    return _Kinds(
-        communicates=columns.communicates,
-        loads=columns.loads,
-        transfers=columns.transfers,
-        pipelined=pipelined,
-        offloads=columns.is_work(lambda work: isinstance(work, OFFLOADED)),
-    )
-
-
 def _rank_breakdown(
     rank: int,
     compiled: CompiledGraph,
     rows: Rows,
-    kinds: _Kinds,
     own: Ints,
     own_end: Floats,
     last_end_s: float,
@@ -252,12 +224,13 @@ def _rank_breakdown(
     """
     from parsim.engines.kernels import split_gaps
 
+    columns = compiled.columns
     start, end = np.clip(rows.start_s[own], 0, step_s), np.clip(rows.end_s[own], 0, step_s)
-    communicates = kinds.communicates[rows.task[own]]
+    communicates = columns.communicates[rows.task[own]]
     computes = rows.compute_stream[own] & ~communicates
     compute_start, compute_end, first = union(start[computes], end[computes])
     comm_start, comm_end, _ = union(start[communicates], end[communicates])
-    offloads = kinds.offloads[rows.task[own]]
+    offloads = columns.offloads[rows.task[own]]
     taken_start, taken_end = comm_start, comm_end  # what a gap is before it is a wait
     if offloads.any():
         taken_start, taken_end, _ = union(start[communicates | offloads], end[communicates | offloads])
@@ -269,14 +242,14 @@ def _rank_breakdown(
         next_task,
         gap_start,
         gap_end,
-        bool(kinds.pipelined[rank]),
+        bool(columns.pipelined[rank]),
         rows.task[own],
         rows.end_s[own],
         own_end,
         compiled.arrays.before,
         rows.task_end_s,
-        kinds.loads,
-        kinds.transfers,
+        columns.loads,
+        columns.transfers,
         taken_start,
         taken_end,
     )
@@ -287,7 +260,7 @@ def _rank_breakdown(
         exposed, host = exposed - offloaded, host + offloaded
     not_begun = max(0.0, min(float(start.min()), loaded_s)) if len(start) else 0.0
     load = max(0.0, load - not_begun)
-    bubble, idle = (bubble + not_begun, idle) if kinds.pipelined[rank] else (bubble, idle + not_begun)
+    bubble, idle = (bubble + not_begun, idle) if columns.pipelined[rank] else (bubble, idle + not_begun)
     return RankBreakdown(
         rank=rank,
         compute_s=float((compute_end - compute_start).sum()),
@@ -390,8 +363,8 @@ def busiest_resource_s(graph: AnyGraph, durations_s: ArrayLike) -> float:
     durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     if not compiled.size:
         return 0.0
-    resources = compiled.arrays.resources
-    return float(np.bincount(resources.values, weights=durations[resources.row_numbers]).max())
+    columns = compiled.columns
+    return float(np.bincount(columns.uses.values, weights=durations[columns.use_tasks]).max())
 
 
 # The chain of tasks that made the step as long as it was.

@@ -19,7 +19,7 @@ from parsim.costs.loading import WAIT, UnmeasuredLoading
 from parsim.engines import dynamic, static
 from parsim.engines.noise import noisy_steps_s, slowest_ranks
 from parsim.engines.program import mean_step_s, waiting_together
-from parsim.engines.static import CompiledGraph, compile_graph
+from parsim.engines.static import CompiledGraph
 from parsim.errors import PlanError
 from parsim.hardware.speed_factor import SpeedFactor
 from parsim.model.operator_table import UNLISTED
@@ -29,7 +29,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions
 from parsim.predict.folding import folding_of
 from parsim.predict.memory import RankMemory
-from parsim.predict.nearly_alike import lowered, nearly_alike, nearly_shifted
+from parsim.predict.nearly_alike import nearly_alike, nearly_shifted, program_of
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units
@@ -250,7 +250,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma and is_one_step(plan) else None
     if nearly is None:
         folding = folding if folding.is_exact or gossips else unfolded(plan.mesh)
-        compiled = compile_graph(lowered(problem, layout, folding))
+        compiled = program_of(problem, layout, folding)
         estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding=folding))
     else:
         folding, compiled, estimates = nearly
@@ -431,7 +431,7 @@ def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) 
     """
     weight = np.zeros(columns.world_size)
     weight[list(folding.ranks)] = folding.weights
-    rows = columns.uses.row_numbers
+    rows = columns.use_tasks
     ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
     taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units.kinds])
     copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part[columns.units.kind]

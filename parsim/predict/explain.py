@@ -208,7 +208,7 @@ def _tasks_by_kind(evaluation: Evaluation) -> list[ExplainedTask]:
     weight = np.zeros(columns.world_size)
     weight[list(folding.ranks)] = folding.weights
     uses = weight[columns.resource_rank[columns.uses.values]]
-    per_task = np.bincount(columns.uses.row_numbers, weights=uses, minlength=columns.size)
+    per_task = np.bincount(columns.use_tasks, weights=uses, minlength=columns.size)
     per_unit = np.bincount(columns.unit, weights=per_task, minlength=len(columns.units)) / weight.sum()
     groups: dict[TaskKind, list[tuple[Estimate, float]]] = {}
     for unit, estimate, tasks in zip(columns.units, evaluation.estimates, per_unit.tolist(), strict=True):

@@ -14,7 +14,8 @@ Leaves out: machines on which computation and communication slow one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -29,7 +30,6 @@ from parsim.plans.stages import concurrent_groups
 from parsim.predict.folding import merged
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import beside_products, mixing_period
-from parsim.program.columns import Columns
 from parsim.program.fold import Folding, unfolded
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns, moved_work
@@ -40,11 +40,45 @@ NEARLY = 1e-4
 
 OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
 
+MOST_TASKS = 2**17
+"""Of all programs that a Model keeps: 30 MB, as a task takes about 220 bytes."""
 
-def lowered(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Columns:
+
+class Programs:
+    """The programs of a Model's plans that were asked for last. A program holds no price, so a question about a faster link, or
+    about what a run has shown of the machine, finds it here.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
+
+    def of(self, layout: PlanIndex, folding: Folding, *, resuming: bool) -> CompiledGraph:
+        """One step of the layout's plan under a folding; `resuming`: see `Columns.resuming`. Errors as `compile_graph`."""
+        key = layout.plan, folding, resuming
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        columns = lower_columns(layout.plan, layout.model, layout, folding)
+        compiled = compile_graph(columns.resuming() if resuming else columns)
+        if not layout.plan.offloads:  # what it copies depends on the precision too
+            self._kept[key] = compiled
+            while sum(each.size for each in self._kept.values()) > MOST_TASKS:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._kept.clear()
+
+    def __reduce__(self) -> tuple[type[Programs], tuple[()]]:
+        """Not sent to other processes."""
+        return Programs, ()
+
+
+def program_of(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> CompiledGraph:
     """The program of one step under this folding."""
-    columns = lower_columns(layout.plan, layout.model, layout, folding)
-    return columns.resuming() if problem.costs(layout.plan.world_size).post_wait_s else columns
+    resuming = bool(problem.costs(layout.plan.world_size).post_wait_s)
+    return layout.model.remembered(Programs).of(layout, folding, resuming=resuming)
 
 
 def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
@@ -59,7 +93,8 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     one = None if slowing else merged(folding, costs)
     if one is None:
         return None
-    columns = lowered(problem, layout, one)
+    compiled = program_of(problem, layout, one)
+    columns = compiled.columns
     kinds = columns.units.kinds
     prices = problem.price(kinds, mesh)
     bounds: dict[Work, tuple[Estimate, Estimate]] = {}
@@ -76,7 +111,6 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
 
     low, high = bounded(0), bounded(1)
     rows = np.array([medians_s(low), medians_s(high)])
-    compiled = compile_graph(columns)
     shortest_s, longest_s = mean_step_s(compiled, rows, overlap, steps=steps, unit=columns.unit)
     return (one, compiled, high) if longest_s <= shortest_s * (1 + NEARLY) else None
 

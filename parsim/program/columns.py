@@ -16,7 +16,7 @@ import numpy as np
 from parsim.numeric import Bools, Ints
 from parsim.program.task import COMPUTE, Resource
 from parsim.program.taskgraph import TaskGraph
-from parsim.work import LoadBatch, SendRecv, Work, is_communication
+from parsim.work import OFFLOADED, LoadBatch, SendRecv, Work, is_communication
 
 T = TypeVar("T")
 
@@ -144,6 +144,11 @@ class Columns:
         return self.view()
 
     @cached_property
+    def use_tasks(self) -> Ints:
+        """For every value of `uses` its task."""
+        return self.uses.row_numbers
+
+    @cached_property
     def resource_rank(self) -> Ints:
         return np.array([resource.rank for resource in self.resources], dtype=np.int64)
 
@@ -166,6 +171,17 @@ class Columns:
     @cached_property
     def transfers(self) -> Bools:
         return self.is_work(lambda work: isinstance(work, SendRecv))
+
+    @cached_property
+    def offloads(self) -> Bools:
+        return self.is_work(lambda work: isinstance(work, OFFLOADED))
+
+    @cached_property
+    def pipelined(self) -> Bools:
+        """bool [world_size]: which ranks have a peer in a pipeline."""
+        pipelined = np.zeros(self.world_size, dtype=np.bool_)
+        pipelined[self.resource_rank[self.uses.values[self.transfers[self.use_tasks]]]] = True
+        return pipelined
 
     def resuming(self) -> Columns:
         """This program, in which units know whether their tasks resume computation: depend on communication."""

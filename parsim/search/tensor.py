@@ -21,7 +21,7 @@ from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, Plan, Stage, holding
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly
@@ -96,8 +96,24 @@ def limits_of(problem: PlanningProblem) -> dict[str, Limits]:
     }
 
 
-def partly_cut(model: Model) -> tuple[str, ...]:
-    """What to say of layers that no rule cuts whole, as blocks of a transformer that were traced as one component."""
+def partly_cut(model: Model, tp: int) -> tuple[str, ...]:
+    """What to say of layers that no rule cuts whole, as blocks of a transformer that were traced as one component, and of
+    parameters that no rules of their components cut alike over tp ranks."""
+    return (*_cut_in_part(model), *_uncut_tables(model, tp))
+
+
+def _uncut_tables(model: Model, tp: int) -> tuple[str, ...]:
+    users: dict[str, list[str]] = {}
+    for component, parameter in tied_whole(model, tp).items():
+        users.setdefault(parameter, []).append(component)
+    return tuple(
+        f"tensor parallelism may leave {' and '.join(some)} whole on every rank: they share {parameter}, and no rule cuts it "
+        f"alike in both over tp = {tp}"
+        for parameter, some in users.items()
+    )
+
+
+def _cut_in_part(model: Model) -> tuple[str, ...]:
     count = Counter(model.fingerprints)
     for fingerprint, component in zip(model.fingerprints, model.components, strict=True):
         products = {number for number, each in enumerate(component.operators) if each.kind in PRODUCTS and each.parameter_bytes}
@@ -168,14 +184,32 @@ def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, 
         if pinned == BATCH and not divides:
             raise ScheduleError(f"{component.name} is pinned to batch, and its microbatch does not divide over tp = {tp}")
         return (pinned,)
-    cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.allows(tp)]
     whole = [BATCH, REPLICATE] if divides else [REPLICATE]
-    padded = not any(each.limit % tp == 0 for each in component.shardings)  # a table tied to it may have no such rule
-    for options in ([*cut, *(whole if padded else ())], whole):
+    often = [*_cuts(component, tp), *(whole if component.name in tied_whole(problem.model, tp) else ())]
+    for options in (often, whole):
         allowed = tuple(placement for placement in options if problem.allows(component.name, placement))
         if allowed:
             return allowed
     raise ScheduleError(f"pin and forbid leave {component.name} no placement on tp = {tp}; drop one of them")
+
+
+def _cuts(component: Component, tp: int) -> list[Placement]:
+    return [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.allows(tp)]
+
+
+@once
+def tied_whole(model: Model, tp: int) -> dict[str, str]:
+    """By component the parameter that it shares with others and that no rules of theirs cut alike over tp ranks."""
+    users: dict[str, list[Component]] = {}
+    for component in model.components:
+        for parameter in component.parameters:
+            users.setdefault(parameter.name, []).append(component)
+    found = dict[str, str]()
+    for name, some in users.items():
+        held = [{holding(component, cut, name) for cut in _cuts(component, tp)} for component in some]
+        if len(some) > 1 and any(held) and not set.intersection(*held):
+            found |= {component.name: name for component in some}
+    return found
 
 
 def _named(placing: PlacementProblem, choice: Sequence[int]) -> dict[str, Placement]:

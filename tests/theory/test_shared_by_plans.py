@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.adjustments import AS_IT_IS, HardwareScale
+from parsim.engines.static import CompiledGraph
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
@@ -16,7 +19,12 @@ from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.plans.stages import even_parts, stages_of
+from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.memory import RankMemory, plan_memory, unlike_memory
+from parsim.predict.nearly_alike import Programs
+from parsim.predict.problem import PlanningProblem
+from parsim.program.fold import unfolded
 from parsim.program.placed import MOST, Divisions, PlanIndex
 from parsim.program.templates import lower_columns
 from tests.models import deep_model
@@ -70,6 +78,64 @@ def test_alike_ranks_hold_what_the_first_of_them_does(draw: st.DataObject) -> No
     assert [entry.rank for entry in every] == list(range(layout.plan.world_size))
     assert {replace(entry, rank=0) for entry in every} == {replace(entry, rank=0) for entry in first}
     assert all(every[entry.rank] == entry for entry in first)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    draw=st.data(),
+    mesh=st.sampled_from([Mesh(dp=4), Mesh(pp=2, dp=2), Mesh(dp=2, tp=2), Mesh(pp=2, dp=2, tp=2), Mesh(dp=16)]),
+    factor=st.sampled_from([0.5, 3.0]),
+    nodes=st.sampled_from([2, 4]),
+)
+def test_a_program_found_on_the_model_gives_what_a_new_one_does(
+    draw: st.DataObject, mesh: Mesh, factor: float, nodes: int
+) -> None:
+    """A question with other prices finds the program of the first one."""
+    model = deep_model(6)
+    parts = even_parts([component.name for component in model.components], mesh.pp)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=stages_of(mesh, parts),
+        global_batch=64,
+        microbatches=draw.draw(st.sampled_from([1, 2])),
+        zero_stage=draw.draw(st.sampled_from([0, 1, 2])),
+    )
+
+    def evaluated(of: Model, scale: HardwareScale, fold: bool) -> Evaluation:
+        machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=nodes, network="infiniband-100g")
+        posed = PlanningProblem(model=of, cluster=machine, global_batch=64, scale=scale)
+        return evaluate(posed, plan, samples=20, fold=fold)
+
+    for fold in (False, True):
+        first = evaluated(model, AS_IT_IS, fold)
+        faster = HardwareScale(communication=factor)
+        known, anew = evaluated(model, faster, fold), evaluated(replace(model), faster, fold)
+        assert (known.compiled is first.compiled) == (known.folding == first.folding)
+        assert known.result == anew.result
+        assert known.breakdown == anew.breakdown
+        assert np.array_equal(known.timeline.end_s, anew.timeline.end_s)
+
+
+def test_a_model_keeps_programs_of_so_many_tasks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, programs = deep_model(4), Programs()
+    names = tuple(component.name for component in model.components)
+
+    def program(batch: int) -> CompiledGraph:
+        mesh = Mesh()
+        plan = Plan(strategy="custom", mesh=mesh, stages=stages_of(mesh, [names]), global_batch=batch)
+        return programs.of(PlanIndex(plan, model), unfolded(mesh), resuming=False)
+
+    first = program(1)
+    assert program(1) is first
+    monkeypatch.setattr("parsim.predict.nearly_alike.MOST_TASKS", 2 * first.size)
+    program(2)
+    assert program(1) is first  # and so it was asked for last
+    program(3)
+    assert program(1) is first
+    program(2)
+    program(3)
+    assert program(1) is not first
 
 
 def test_a_model_keeps_the_divisions_that_were_asked_for_last() -> None:

@@ -104,6 +104,21 @@ def test_granularity_counts_without_tensor_parallelism_and_for_names() -> None:
             assert answer.problem.model.granularity == granularity
 
 
+def test_a_table_that_no_rules_cut_alike_is_whole_and_named(tmp_path: Path) -> None:
+    """50 words do not divide over 4 ranks, and 64 channels do: the embedding alone could be cut."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 50}
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "max_position_embeddings": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    keys = {"plan.strategy": "custom", "plan.mesh": {"tp": 4}, "model.input_shape": [32]}
+    answer = ps.plan(tmp_path / "config.json", cluster="4xh100-sxm", global_batch=32, settings=keys)
+    placed = dict(entry for stage in answer.prediction.plan.stages for entry in stage.placed())
+    assert placed["bert.embeddings.word_embeddings"].kind == placed["cls"].kind == "replicate"
+    layers = [name for name in placed if name.endswith((".attention", ".intermediate.dense"))]
+    assert len(layers) == 4
+    assert all(placed[name].kind == "shard" for name in layers)
+    assert any("word_embeddings and cls whole on every rank" in warning for warning in answer.prediction.warnings)
+
+
 def test_layers_that_are_cut_in_part_are_named() -> None:
     """A Model that was traced by blocks cannot be cut anew: its attention runs whole on every rank."""
     keys = {"cluster.devices": 2, "plan.mesh": {"tp": 2}}
