@@ -192,6 +192,13 @@ CATALOGUE = (
                 why=TWO_RANKS,
             ),
             Part(
+                name="trained_periods",
+                question="How close are the steps of trainings that average rarely, by each rank's own clock?",
+                whole=None,
+                quick=("dgx1-v100-32gb", "--quick"),
+                why=TWO_RANKS,
+            ),
+            Part(
                 name="time_to_accuracy",
                 question="How often does the predicted winner of two ways of synchronising win when executed?",
                 whole=None,

@@ -314,6 +314,49 @@ def steps_tables(document: dict[str, Any]) -> dict[str, str]:
     return {"relaxed": row_table(document["rows"], columns, words=2)}
 
 
+def periods_claims(document: dict[str, Any]) -> list[Claim]:
+    """The median error by the ranks' own clocks, the intervals, and that either clock finds the same where ranks meet."""
+    summary, rows = document.get("summary", {}), document.get("rows", [])
+    at_speed, held = summary.get("median_error_at_speed"), summary.get("within_interval")
+    met = [abs(row["first_to_last_s"] / row["measured_s"] - 1) for row in rows if row["rule"] == "average/1"]
+    return [
+        claim(
+            f"The median error of a training's step is at most {100 * TRAINED:.0f}%, at the cores' speed beside the run",
+            None if at_speed is None else at_speed <= TRAINED,
+            "" if at_speed is None else f"{100 * at_speed:.2f}% of {len(rows)} trainings",
+        ),
+        claim(
+            "85 to 95% of measured steps lie within the 90% interval",
+            None if held is None or not rows else 0.85 * len(rows) <= held <= 0.95 * len(rows),
+            "" if held is None else f"{held} of {len(rows)}",
+        ),
+        claim(
+            "Where replicas meet after every step, both clocks agree within 5%",
+            max(met) <= 0.05 if met else None,
+            "" if not met else f"apart by up to {100 * max(met):.1f}%",
+        ),
+    ]
+
+
+TRAINED = 0.05
+"""Aim of the median error of trained steps."""
+
+
+def periods_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Predicted and measured steps of trainings as Markdown."""
+    columns = (
+        ("synchronisation", "`{rule}`"),
+        ("predicted ms", lambda row: f"{1e3 * row['predicted_s']:.2f}"),
+        ("90% interval", lambda row: f"{1e3 * row['p05_s']:.2f} to {1e3 * row['p95_s']:.2f}"),
+        ("measured ms", lambda row: f"{1e3 * row['measured_s']:.2f}"),
+        ("error", "{error:+.0%}"),
+        ("error at the cores' speed", "{error_at_speed:+.1%}"),
+        ("first to last rank, ms", lambda row: f"{1e3 * row['first_to_last_s']:.2f}"),
+        ("ranks apart, ms", lambda row: f"{1e3 * row['skew_s']:.2f}"),
+    )
+    return {"trained periods": row_table(document["rows"], columns, words=1)}
+
+
 PAIRS = 20
 WON = 0.8
 APART = 0.05
@@ -379,5 +422,6 @@ JUDGES = {
     "epoch_averaging": Judge(claims=averaging_claims),
     "stale_gradients": Judge(claims=stale_claims, tables=stale_tables),
     "relaxed": Judge(claims=steps_claims, tables=steps_tables),
+    "trained_periods": Judge(claims=periods_claims, tables=periods_tables),
     "time_to_accuracy": Judge(claims=races_claims, tables=races_tables),
 }

@@ -11,6 +11,7 @@ from parsim.app.judging import ask_again, reopen, typical_step
 from parsim.app.measured import Measured, compared
 from parsim.app.prediction import Prediction, describe
 from parsim.app.run_folder import RunFolder, write_json
+from parsim.execute.metrics_file import lines_of
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words
@@ -18,11 +19,14 @@ from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.predict.evaluate import Evaluation
 from parsim.report.coverage import coverage_figures, coverage_tables
+from parsim.report.figures import learning_figure
 from parsim.report.more_tables import calibration_table, memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
 from parsim.report.trace import save_chrome_trace
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
     from parsim.execute.measurement import Measurement
 
 
@@ -54,8 +58,21 @@ def write_run_files(folder: RunFolder, asked: Prediction, run: Measured | None =
         sections=(section,),
         extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
         extra_figures=coverage_figures(history),
+        learning=_learning(folder, asked) if run is not None else None,
     )
     write_report(data, folder.report)
+
+
+def _learning(folder: RunFolder, asked: Prediction) -> tuple[go.Figure, str] | None:
+    """The curves of the training in a run folder; None where no step wrote its loss down."""
+    lines = lines_of(folder.path)
+    if not any("loss" in line for line in lines):
+        return None
+    caption = (
+        "Loss of the samples that each step trained on, and the scores of validations, over steps and over the seconds of the "
+        "steps; in grey over the seconds that were predicted. Validations and checkpoints take none of these seconds."
+    )
+    return learning_figure(lines, step_s=asked.evaluation.result.step_s.median), caption
 
 
 def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:

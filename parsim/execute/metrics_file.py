@@ -34,10 +34,7 @@ def loss_curve(folder: Path, last: Sequence[float], steps: int) -> LossCurve:
 
     folder: of the run. last: losses that the ranks of the last part recorded. steps: that were made in all.
     """
-    try:
-        lines = list(_lines(read_regular(folder / FILE)))
-    except (OSError, ValueError):
-        lines = []
+    lines = lines_of(folder)
     counted = [line for line in lines if "loss" in line]
     whole = tuple(float(line["loss"]) for line in counted)
     tail = whole[len(whole) - len(last) :]
@@ -50,6 +47,14 @@ def loss_curve(folder: Path, last: Sequence[float], steps: int) -> LossCurve:
         return LossCurve(first_step=steps - len(last) + 1, losses=tuple(last))
     seen = ({"step": line["step"], **line["validation"]} for line in lines if isinstance(line.get("validation"), dict))
     return LossCurve(first_step=counted[0]["step"], losses=whole, validation=tuple(seen))
+
+
+def lines_of(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The steps that a training has written down, each with its step, seconds and perhaps loss and validation; none without."""
+    try:
+        return tuple(_lines(read_regular(folder / FILE)))
+    except (OSError, ValueError):
+        return ()
 
 
 def _lines(content: bytes) -> Iterator[dict[str, Any]]:

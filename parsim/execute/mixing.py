@@ -238,7 +238,8 @@ class MixingRounds:
     def _buffer_change(self, bucket: int, weight: float) -> None:
         """Add the change since the replica's last turn to what is buffered, and that to the global model once it is full."""
         start = self.starts[bucket]
-        model, buffered = self.previous[bucket].split(len(start))
+        both = self.previous[bucket]
+        model, buffered = both[: len(start)], both[len(start) :]
         parameters = self._parameters(bucket)
         for parameter, part in zip(parameters, _parts(buffered, parameters), strict=True):
             part.add_(parameter)

@@ -11,8 +11,8 @@ from parsim.formats.trainer import take_optimizer
 
 NAME, LITGPT = "Lightning", "LitGPT"
 MARK = re.compile(r"^trainer\s*:", re.MULTILINE)
-OWN = re.compile(r"^\s+(strategy|accelerator|precision|accumulate_grad_batches|num_nodes)\s*:", re.MULTILINE)
-LITGPT_MARK = re.compile(r"^(model_name|checkpoint_dir)\s*:(.|\n)*^train\s*:", re.MULTILINE)
+OWN = re.compile(r"^[ \t]+(strategy|accelerator|precision|accumulate_grad_batches|num_nodes)\s*:", re.MULTILINE)
+LITGPT_MARKS = tuple(re.compile(rf"^({key}) *:", re.MULTILINE) for key in ("model_name|checkpoint_dir", "train"))
 FORMS = {
     "32": "fp32",
     "32-true": "fp32",
@@ -102,7 +102,7 @@ def is_lightning(source: SourceFile) -> bool:
     text = source.text
     if source.path.suffix not in YAML or "model_parallel_size" in text:
         return False
-    return bool((MARK.search(text) and OWN.search(text)) or LITGPT_MARK.search(text))
+    return bool((MARK.search(text) and OWN.search(text)) or all(mark.search(text) for mark in LITGPT_MARKS))
 
 
 FORMATS = {

@@ -12,7 +12,7 @@ from parsim.formats.recipe import YAML, FileKeys, Recipe, yaml_table
 from parsim.formats.source import FileFormat
 
 NAME = "MaxText"
-MARK = re.compile(r"^\s*(ici|dcn)_\w+_parallelism\s*:|^\s*per_device_batch_size\s*:", re.MULTILINE)
+MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
 AXES = {
     "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
     "pp": ("pipeline",),

@@ -587,6 +587,11 @@ def options_of(text: str) -> dict[str, list[str]]:
     return options
 
 
+MOST_NESTED = 50
+LONGEST_TEST = 2_000
+"""Letters of a line that can begin or end a branch."""
+
+
 class _Branches:
     """Which of the branches around a statement runs, where nothing runs: yes, no, or None for what the file does not decide."""
 
@@ -603,6 +608,8 @@ class _Branches:
 
     def step(self, line: str, variables: dict[str, str]) -> str:
         """What of a line is a statement that may run; "": nothing."""
+        if len(line) > LONGEST_TEST:  # options, and no test
+            return "" if self.live is False else line
         if form := re.match(r"(el)?if\b\s*(.*)$", line, re.DOTALL):
             if not form[1]:
                 self._open(None)
@@ -628,6 +635,8 @@ class _Branches:
         return "" if self.live is False else line
 
     def _open(self, subject: str | None) -> None:
+        if len(self.lives) >= MOST_NESTED:
+            raise ConfigError(f"branches of the script are nested deeper than {MOST_NESTED}; write its options out")
         self.lives.append(False)
         self.decided.append(False)
         self.subjects.append(subject)
@@ -696,7 +705,8 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 def _statements(text: str) -> list[str]:
     """The lines of a script, continued lines, quotes and brackets joined, comments left out."""
     lines: list[str] = []
-    current, quote, depth, place = "", "", 0, 0
+    current: list[str] = []
+    quote, depth, place = "", 0, 0
     text = re.sub(r"\\[ \t]*\n", " ", text)
     while place < len(text):
         letter = text[place]
@@ -713,12 +723,12 @@ def _statements(text: str) -> list[str]:
         elif letter in ")}":
             depth = max(0, depth - 1)
         if letter in "\n;" and not quote and not depth:
-            lines.append(current.strip())
-            current = ""
+            lines.append("".join(current).strip())
+            current = []
         else:
-            current += letter
+            current.append(letter)
         place += 1
-    lines.append(current.strip())
+    lines.append("".join(current).strip())
     return [line for line in lines if line]
 
 
@@ -927,12 +937,12 @@ LISTS = (".args", ".txt")
 """Plain lists of options, which other texts may be too."""
 MARK = re.compile(
     r"(tensor|pipeline)[-_]model[-_]parallel[-_]size|^MODEL_ARGS\s*:|^ConfigContainer\s*:|encoder_seq_length|megatron|"
-    r"^\W*num[-_]attention[-_]heads\s*:",
+    r"^[ \t-]*num[-_]attention[-_]heads\s*:",
     re.MULTILINE,
 )
 """Of a YAML file that is Megatron's, NeMo's or Bridge's."""
 OTHERS = re.compile(
-    r"^\s+(batch_accumulation_per_replica|framework)\s*:|^\s*distributed_type\s*:|^base_model\s*:|^[\s\"']*per_device_",
+    r"^[ \t]+(batch_accumulation_per_replica|framework)\s*:|^[ \t]*distributed_type\s*:|^base_model\s*:|^[ \t\"']*per_device_",
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""

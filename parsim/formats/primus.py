@@ -18,7 +18,7 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.torchtitan import read_toml
 
 NAME = "Primus"
-MARK = re.compile(r"^modules\s*:(.|\n)*?\bframework\s*:", re.MULTILINE)
+MARKS = (re.compile(r"^modules *:", re.MULTILINE), re.compile(r"\bframework *:"))
 
 
 def read_primus(document: Mapping[str, Any]) -> Recipe:
@@ -65,7 +65,7 @@ def _default(value: object) -> object:
 
 def is_primus(source: SourceFile) -> bool:
     """Whether a file is one of Primus."""
-    return source.path.suffix in YAML and bool(MARK.search(source.text))
+    return source.path.suffix in YAML and all(mark.search(source.text) for mark in MARKS)
 
 
 FORMATS = {

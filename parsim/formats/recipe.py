@@ -357,7 +357,7 @@ def is_framework_file(path: Path) -> bool:
         text = read_text(path, LARGEST_BYTES)
     except (OSError, ValueError):  # whoever reads it says what is wrong with it
         return path.suffix in (*SCRIPTS, *YAML)
-    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+    if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
     return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
 

@@ -365,7 +365,7 @@ EXPECTED_MATRIX = "the whole output of `nvidia-smi topo -m`, from the line that 
 
 def is_topo_matrix(text: str) -> bool:
     """Whether a text looks like the matrix."""
-    return bool(re.search(r"^\s*GPU0\s+X\b", ANSI.sub("", text[:200_000]), re.MULTILINE))
+    return bool(re.search(r"^[ \t]*GPU0\s+X\b", ANSI.sub("", text[:200_000]), re.MULTILINE))
 
 
 def read_topo_matrix(source: SourceFile) -> MachineTree:

@@ -532,6 +532,14 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
     """
     if order == "1f1b" and chunks == 1:  # asked for thousands of pipelines, each of hundreds of actions
         return ((min(microbatches, ranks - rank),),)
+    few = few_rounds(order, ranks, microbatches)
+    return (
+        moments(order, rank, ranks, few, chunks) if few < microbatches else _moments(order, rank, ranks, microbatches, chunks)
+    )
+
+
+def _moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """`moments`, action by action."""
     alive = [0] * chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
     seen: dict[tuple[int, ...], None] = {}

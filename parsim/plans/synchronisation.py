@@ -499,8 +499,8 @@ class Synchronisation:
 
     def merge_rule(self, replicas: int) -> MergeRule:
         """The merge of so many replicas. Raises AlgorithmError: a buffer of more arrivals than there are replicas."""
-        numbers = {"rate": self.merge_rate, "exponent": self.merge_exponent, "buffer": self.merge_buffer}
-        return MergeRule(kind=self.merge, workers=replicas, **numbers)
+        rate, exponent, buffer = self.merge_rate, self.merge_exponent, self.merge_buffer
+        return MergeRule(kind=self.merge, workers=replicas, rate=rate, exponent=exponent, buffer=buffer)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
         """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
@@ -221,9 +221,9 @@ class PlanningProblem(Remembering):
         return unlike[plan]
 
     @property
-    def memories_known(self) -> int:
-        """Of how many plans the memory was worked out."""
-        return len(self._cache.unlike)
+    def with_memory(self) -> Collection[Plan]:
+        """The plans of which the memory was worked out, in that order."""
+        return self._cache.unlike.keys()
 
     def unsafe_bytes(self, plan: Plan) -> list[tuple[int, int]]:
         """(rank, bytes) of all such ranks whose memory does not suffice with `safe_probability`, and by how much."""

@@ -7,11 +7,13 @@ Okabe and Ito, which colour-blind readers can distinguish. A kind has the same c
 from __future__ import annotations
 
 import html
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -173,6 +175,56 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
     return styled(figure, _labelled_height(plans))
+
+
+LEARNT = 400
+"""Points of a curve of losses, each the mean over as many steps as it takes."""
+
+
+def learning_figure(lines: Sequence[Mapping[str, Any]], *, step_s: float | None = None) -> go.Figure:
+    """Loss over steps and over seconds, and the scores of validations, of a training.
+
+    Args:
+        lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
+            predicted: the same losses over predicted time.
+    """
+    seconds = np.cumsum([float(line.get("seconds", 0.0)) for line in lines])
+    counted = [(number, line) for number, line in enumerate(lines) if math.isfinite(line.get("loss", math.nan))]
+    parts = [part for part in np.array_split(np.arange(len(counted)), min(LEARNT, len(counted))) if len(part)]
+    losses = [float(np.mean([counted[place][1]["loss"] for place in part])) for part in parts]
+    last = [counted[part[-1]] for part in parts]
+    looks = [(number, line) for number, line in enumerate(lines) if isinstance(line.get("validation"), Mapping)]
+    names = [name for name, value in looks[-1][1]["validation"].items() if isinstance(value, float)] if looks else []
+    shown = ["loss", *(name for name in names if name != "loss")]
+    figure = make_subplots(rows=len(shown), cols=2, shared_yaxes="rows", horizontal_spacing=0.03, vertical_spacing=0.12)
+    steps = [line["step"] for _, line in last]
+    figure.add_trace(_curve("loss of training", steps, losses, BLUE), row=1, col=1)
+    measured = [float(seconds[number]) for number, _ in last]
+    figure.add_trace(_curve("measured seconds", measured, losses, BLUE), row=1, col=2)
+    if step_s is not None:
+        figure.add_trace(_curve("predicted seconds", [step * step_s for step in steps], losses, GREY), row=1, col=2)
+    for row, name in enumerate(shown, 1):
+        scores = [(number, line, line["validation"][name]) for number, line in looks if name in line["validation"]]
+        for column, x in (
+            (1, [line["step"] for _, line, _ in scores]),
+            (2, [float(seconds[number]) for number, _, _ in scores]),
+        ):
+            if scores:
+                label = f"{name} of validation"
+                curve = _curve(label, x, [score for _, _, score in scores], VERMILION, mode="lines+markers", shown=column == 1)
+                figure.add_trace(curve, row=row, col=column)
+        figure.update_yaxes(title_text=name, row=row, col=1)
+    figure.update_xaxes(title_text="step", row=len(shown), col=1)
+    figure.update_xaxes(title_text="seconds of steps", row=len(shown), col=2)
+    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
+    return styled(figure, 60 + 240 * len(shown), top=40)
+
+
+def _curve(
+    name: str, x: Sequence[float], y: Sequence[float], colour: str, *, mode: str = "lines", shown: bool = True
+) -> go.Scatter:
+    line = {"color": colour, "width": 1.5}
+    return go.Scatter(name=name, x=list(x), y=list(y), mode=mode, line=line, showlegend=shown)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:

@@ -76,7 +76,7 @@ class ReportData:
     Attributes:
         facts: (name, value) of what, machine, date, versions. summary: the answer in a sentence or a few.
         extra_tables: shown after the sections, e.g. `calibration_table(profile)`; extra_figures likewise: title, figure,
-            caption.
+            caption. learning: the curves of a training (`learning_figure`) with a caption; None: nothing was trained.
     """
 
     title: str
@@ -85,6 +85,7 @@ class ReportData:
     sections: Sequence[ReportSection] = ()
     extra_tables: Sequence[tables.ReportTable] = ()
     extra_figures: Sequence[tuple[str, go.Figure, str]] = ()
+    learning: tuple[go.Figure, str] | None = None
 
 
 def write_report(data: ReportData, path: Path) -> None:
@@ -115,6 +116,9 @@ def report_html(data: ReportData) -> str:
             _figure(drawn, figures.errors_figure(runs), caption),
             "</section>",
         ]
+    if data.learning is not None:
+        links.append(("learning", "Learning"))
+        parts += ['<section id="learning"><h2>Learning</h2>', _figure(drawn, *data.learning), "</section>"]
     parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
     if data.extra_tables or data.extra_figures:
         links.append(("more", "Where the numbers come from"))

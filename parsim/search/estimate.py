@@ -12,11 +12,12 @@ import contextlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from parsim.errors import ScheduleError
+from parsim.errors import PlanError, ScheduleError
 from parsim.model.component import Component
 from parsim.model.optimizers import update_steps
 from parsim.numeric import Floats
@@ -119,7 +120,10 @@ def _recomputed_shares(
     equal stages."""
     if problem.recompute != AUTO:
         return np.zeros((len(counts), len(orders), len(stages)))
-    alive = np.array([[in_flight(name, 0, mesh.pp, count, each) / each for name, each in orders] for count in counts])
+    alive = np.full((len(counts), len(orders)), np.nan)
+    for (row, count), (column, (name, chunks)) in product(enumerate(counts), enumerate(orders)):
+        with contextlib.suppress(PlanError):  # the order does not take so many microbatches
+            alive[row, column] = in_flight(name, 0, mesh.pp, count, chunks) / chunks
     samples = [problem.global_batch // (mesh.dp * count) for count in counts]
     kept = [float(least_bytes(problem, tightest(problem), mesh, *each).sum()) for each in zip(samples, placed, strict=True)]
     if not problem.segments:

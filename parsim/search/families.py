@@ -14,7 +14,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_small, meshes
+from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_large, is_small, meshes
 from parsim.search.tree import Members
 
 
@@ -106,7 +106,8 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     few = len(problem.model.components) <= FEW_COMPONENTS
     if inner_axes(problem)[0] > 1 and not few and constraints.cp is None:
         return []
-    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (constraints.dp or 1))))
+    most = problem.cluster.most_on_a_node if is_large(problem) else problem.cluster.size
+    return list(meshes(problem, lambda _pp, dp, tp: 1 < tp <= most and (few or dp == (constraints.dp or 1))))
 
 
 def _single(problem: PlanningProblem) -> list[Mesh]:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from math import comb
 
 import numpy as np
@@ -272,6 +272,9 @@ MOST_VISITS, MOST_LATE_VISITS = 120_000, 40_000
 MICROBATCHES_PER_VISIT = 20
 """A simulation takes as long as visiting its components once for so many microbatches, and once beside."""
 
+ACTIONS_PER_VISIT = 500
+"""Of the pipelines of all ranks: the memory of a plan takes as long as visiting its components once for so many, and beside."""
+
 MOST_MISSES = 10
 """So many times the allowance may be spent until any plan fits."""
 
@@ -295,9 +298,11 @@ class Allowance:
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
-        known_now = self.problem.memories_known  # however its model is divided
-        self.left -= (known_now - self.memories) * REMEMBERED * self.components
-        self.memories = known_now
+        known = self.problem.with_memory  # however its model is divided
+        for plan in islice(known, self.memories, None):
+            actions = plan.mesh.pp * plan.chunks * plan.microbatches
+            self.left -= (REMEMBERED + actions / ACTIONS_PER_VISIT) * self.components
+        self.memories = len(known)
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
 
     def open(self, visits: int) -> None:

@@ -424,7 +424,7 @@ class _Front:
 
 def _without_gathers(plan: Plan) -> object:
     """Equal for plans that differ in ZeRO stage and bucket size alone, those that gather parameters (ZeRO 3) apart."""
-    return plan.without_zero(), plan.recompute, plan.segments, plan.zero_stage == ZERO_STAGES[-1]
+    return plan.mesh, plan.without_zero(), plan.recompute, plan.segments, plan.zero_stage == ZERO_STAGES[-1]
 
 
 def _first_plan(node: Node) -> Plan | None:
@@ -829,7 +829,7 @@ def open_one_by_one(
     queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
     opened_of: Counter[str] = Counter()
-    longer: dict[str, float] = {}  # by family, how much longer than their estimates its best plans took, at least
+    longer: dict[str, float] = {}  # by family, how much longer than their estimates its best plans took at least
     for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
         family = owners[name]
         if family is not together and rivals:
@@ -838,9 +838,9 @@ def open_one_by_one(
         if node.late:
             opened(name, [node], family)  # puts it aside
             continue
-        lost = family.rival_s < family.best_s
-        likely_s = node.promise_s * longer.get(name, 1.0)
-        unlikely = likely_s > (family.bar_s if lost else (1 + UNLIKELY) * family.best_s)
+        unlikely = node.promise_s > (1 + UNLIKELY) * min(family.rival_s, family.best_s)
+        if unlikely and family.rival_s < family.best_s:  # it may still be the best of a family that lost
+            unlikely = node.promise_s * longer.get(name, 1.0) > family.bar_s
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
@@ -849,7 +849,7 @@ def open_one_by_one(
         before_s = family.best_s
         opened(name, [node], family)
         if family.best_s < before_s:
-            longer[name] = max(1.0, min(family.best_s / node.promise_s, longer.get(name, 1 + UNLIKELY)))
+            longer[name] = max(1.0, min(family.best_s / node.promise_s, longer.get(name, float("inf"))))
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()

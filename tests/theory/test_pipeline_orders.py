@@ -77,6 +77,28 @@ def test_interleaved_holds_the_warm_up_and_one_more(ranks: int, rounds: int, chu
             assert sum(moment) <= wanted
 
 
+@pytest.mark.parametrize("order", sorted(PIPELINE_ORDERS))
+@given(rounds=st.integers(1, 9), ranks=st.integers(1, 6), chunks=st.integers(1, 4))
+def test_moments_are_those_of_all_actions(order: str, rounds: int, ranks: int, chunks: int) -> None:
+    """Orders that repeat a pattern are counted over few of its rounds."""
+    row = PIPELINE_ORDERS[order]
+    chunks = max(row.fewest_chunks, min(chunks, row.most_chunks or chunks))
+    for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
+        held, seen = dict.fromkeys(stages, 0), set[tuple[int, ...]]()
+        for stage, phase, _ in pipeline_actions(order, rank, ranks, rounds * ranks, chunks):
+            held[stage] += {Phase.FORWARD: 1, Phase.BACKWARD_INPUT: 0}.get(phase, -1)
+            seen.add(tuple(held.values()))
+        most = {
+            moment
+            for moment in seen
+            if not any(other != moment and all(a >= b for a, b in zip(other, moment, strict=True)) for other in seen)
+        }
+        found = moments(order, rank, ranks, rounds * ranks, chunks)
+        assert set(found) == most
+        assert len(found) == len(most)
+        assert in_flight(order, rank, ranks, rounds * ranks, chunks) == max(map(sum, most)) == sum(found[-1])
+
+
 def test_printed_orders() -> None:
     def text(order: str, rank: int, ranks: int = 3, microbatches: int = 4, chunks: int = 1) -> str:
         return " ".join(map(str, pipeline_actions(order, rank, ranks, microbatches, chunks)))

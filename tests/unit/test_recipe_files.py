@@ -5,7 +5,9 @@ The texts are our own, in the layout of the tools' public files.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -149,7 +151,11 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
         ("a.yaml", "ConfigContainer: {}\nperf_matrix: {h100: {num_gpus_64: {bf16: {tp: 4}}}}\n", "h100 num_gpus_64 bf16"),
         ("a.yaml", "model: {a: 1}\n", "of no kind that parsim knows"),
         ("a.yaml", MODEL_ARGS.replace("--num-layers: 12", "--num-layers: .inf"), "must be a whole number"),
-        ("a.yaml", MODEL_ARGS.replace("parallel-size: 2", "parallel-size: 0", 1), "tp = 0 of the file must be at least 1"),
+        (
+            "a.yaml",
+            AXOLOTL.replace("tensor_parallel_size: 2", "tensor_parallel_size: 0"),
+            "tp = 0 of the file must be at least 1",
+        ),
         ("a.yaml", MAXTEXT.replace("batch_size: 2", "batch_size: many"), "no whole number of samples"),
         ("a.yaml", PRIMUS[: PRIMUS.index("overrides:")] + "overrides: [1]\n", "must be tables of keys"),
         ("a.yaml", FACTORY.replace("ds_z3_config", "mine"), r"DeepSpeed config .*mine\.json is not beside it"),
@@ -219,3 +225,22 @@ def test_the_matrix_of_readers_is_that_of_the_readers() -> None:
     all_files, right = samples()
     assert right == all_files
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", "case " + " " * 500_000),
+        ("a.sh", "if [ 1 ]; then\n" * 30_000),
+        ("a.sh", " \n" * 300_000),
+        ("a.yaml", "\n" * 900_000),
+        ("a.yaml", "modules:\n" * 100_000),
+        ("a.yaml", "model_name: x\n" * 60_000),
+    ],
+)
+def test_files_of_a_megabyte_take_no_longer_than_their_length(tmp_path: Path, name: str, text: str) -> None:
+    """Patterns that go back over what they read took minutes."""
+    begin = time.process_time()
+    with contextlib.suppress(ConfigError):
+        read(tmp_path, name, text)
+    assert time.process_time() - begin < 5.0

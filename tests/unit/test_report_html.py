@@ -302,3 +302,23 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     assert widths[0] <= widths[1], "the page scrolls sideways"
     assert hidden is False
     assert clipped == []
+
+
+def test_learning_is_drawn_over_steps_and_seconds_measured_and_predicted() -> None:
+    """1,000 steps of .5 s that were predicted to take .4: 400 points, the last of which stands at 500 s and 400 s."""
+    lines: list[dict[str, Any]] = [{"step": step, "seconds": 0.5, "loss": 1.0 / step} for step in range(1, 1001)]
+    lines[0].pop("loss")
+    lines[499]["validation"], lines[999]["validation"] = {"loss": 0.3, "accuracy": 0.5}, {"loss": 0.2, "accuracy": 0.9}
+    curves = {(curve.name, curve.xaxis): curve for curve in figures.learning_figure(lines, step_s=0.4).data}
+    assert {name for name, _ in curves} == {
+        *("loss of training", "measured seconds", "predicted seconds"),
+        *("loss of validation", "accuracy of validation"),
+    }
+    over_steps, measured = curves["loss of training", "x"], curves["measured seconds", "x2"]
+    assert len(over_steps.x) == 400
+    assert (over_steps.x[-1], measured.x[-1], curves["predicted seconds", "x2"].x[-1]) == (1000, 500.0, 400.0)
+    assert over_steps.y[-1] == pytest.approx(1 / 999.5, rel=1e-3)
+    assert list(curves["accuracy of validation", "x3"].x) == [500, 1000]
+    assert list(curves["accuracy of validation", "x4"].x) == [250.0, 500.0]
+    page = report_html(ReportData(title="a training", learning=(figures.learning_figure(lines), "losses")))
+    assert '<section id="learning">' in page

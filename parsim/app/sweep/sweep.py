@@ -351,14 +351,7 @@ def sweep(
     ['ok', 'ok']
     """
     axes = axes_of(over)
-    if sample is not None and sensitivity is not None:
-        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
-    if sensitivity is not None:
-        designed, design = saltelli(axes, sensitivity, seed), "saltelli"
-    elif sample is not None:
-        designed, design = sobol_sample(axes, sample, seed), "sample"
-    else:
-        designed, design = grid(axes), "grid"
+    designed, design = _designed(axes, sample, sensitivity, seed)
     if samples_per_epoch is not None and samples_per_epoch < 1:
         raise ConfigError(f"samples_per_epoch = {samples_per_epoch}: must be >= 1")
     base = BaseQuestion(
@@ -370,18 +363,9 @@ def sweep(
         example_inputs=example_inputs,
         samples_per_epoch=samples_per_epoch,
     )
-    for name, value in (("cluster", base.cluster), ("model", model)):
-        swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
-        if swept and value is not None and not isinstance(value, str | Path):
-            raise ConfigError(f"the {name} was given as a value, which --over {swept[0]} cannot change; give its name instead")
+    _check_swept(base, axes)
     if not isinstance(model, str | Path | Model):  # an nn.Module is traced once
-        base = replace(
-            base,
-            model=base.at(designed[0]).source.model,
-            example_inputs=None,
-            settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
-            overrides=tuple(text for text in overrides if not text.startswith("model.")),
-        )
+        base = _traced(base, designed[0])
     if goal:  # its form and its units; whether a column has values shows once the rows are there
         parse_goal(goal, [{"status": FAILED}], [*COLUMNS, *(axis.key for axis in axes)])
     place = _place(jobs, on)
@@ -404,6 +388,38 @@ def sweep(
     if folder is not None and (note := folder.write_tables(answered.table())):
         answered = replace(answered, notes=(note,))
     return answered
+
+
+def _designed(
+    axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
+) -> tuple[list[SweptSettings], str]:
+    """The settings of every point, and the name of their design. Raises ConfigError for two designs, or one too large."""
+    if sample is not None and sensitivity is not None:
+        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
+    if sensitivity is not None:
+        return saltelli(axes, sensitivity, seed), "saltelli"
+    if sample is not None:
+        return sobol_sample(axes, sample, seed), "sample"
+    return grid(axes), "grid"
+
+
+def _check_swept(base: BaseQuestion, axes: tuple[Axis, ...]) -> None:
+    """Raises ConfigError where an axis changes a part of a cluster or model that was given as a value."""
+    for name, value in (("cluster", base.cluster), ("model", base.model)):
+        swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
+        if swept and value is not None and not isinstance(value, str | Path):
+            raise ConfigError(f"the {name} was given as a value, which --over {swept[0]} cannot change; give its name instead")
+
+
+def _traced(base: BaseQuestion, first: SweptSettings) -> BaseQuestion:
+    """The question about the Model of a module, as the first point has it."""
+    return replace(
+        base,
+        model=base.at(first).source.model,
+        example_inputs=None,
+        settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
+        overrides=tuple(text for text in base.overrides if not text.startswith("model.")),
+    )
 
 
 def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: PointPlace, folder: SweepFolder | None) -> Sweep:

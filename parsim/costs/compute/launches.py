@@ -97,7 +97,7 @@ class Launch(NamedTuple):
     function: str
     phase: str
     sizes: LaunchSizes
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody asks a launch
     flop: float = 0.0
     size_bytes: float = 0.0
     strided: bool = False

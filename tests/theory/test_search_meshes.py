@@ -1,0 +1,129 @@
+"""A search tries every mesh: those of 8 and 12 devices as listed by hand, and on drawn problems nothing listed is faster.
+
+The plans held against the search are made and simulated here: every listed mesh and microbatch, every cut of 4 to 6 components
+and the loss, and placements that cut all components alike. The search may know faster ones; it may not miss these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from experiments.search.enumeration import CLOSE, bound_s, cuts, plan_of, searched
+from experiments.search.problems import ProblemDraw, random_cluster, random_model
+from parsim.model.component import Component
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
+from parsim.plans.mesh import Mesh
+from parsim.predict.evaluate import simulated_step
+from parsim.predict.problem import PlanningProblem
+from parsim.search.space import meshes
+
+LISTED = {  # pp x dp x tp
+    8: "1x1x8 1x2x4 1x4x2 1x8x1 2x1x4 2x2x2 2x4x1 4x1x2 4x2x1 8x1x1",
+    12: "1x1x12 1x2x6 1x3x4 1x4x3 1x6x2 1x12x1 2x1x6 2x2x3 2x3x2 2x6x1 3x1x4 3x2x2 3x4x1 4x1x3 4x3x1 6x1x2 6x2x1 12x1x1",
+}
+
+
+def listed(devices: int) -> list[Mesh]:
+    sizes = [tuple(map(int, text.split("x"))) for text in LISTED[devices].split()]
+    return [Mesh(pp=pp, dp=dp, tp=tp) for pp, dp, tp in sizes]
+
+
+def drawn_on_8(seed: int) -> ProblemDraw:
+    """4 to 6 components, and 8 equal devices of which each pair has a link; memory is ample."""
+    random = Random(seed)
+    model = random_model(random, most_components=6)
+    while len(model.flop) < 4:
+        model = random_model(random, most_components=6)
+    cluster = replace(random_cluster(random), kinds=(0,) * 8, nodes=1, wiring="mesh")
+    return ProblemDraw(model=model, cluster=cluster, global_batch=random.choice((8, 32)))
+
+
+MOST_WAYS = (1, 4, 8)
+"""Into how many shards components can be cut at most, problem by problem: else eight shards win nearly all."""
+
+
+def problem_on_8(seed: int) -> PlanningProblem:
+    problem, most = drawn_on_8(seed).problem(zero_stage=0, recompute="none"), MOST_WAYS[seed % len(MOST_WAYS)]
+    components = tuple(
+        replace(each, shardings=tuple(replace(entry, limit=most) for entry in each.shardings) if most > 1 else ())
+        for each in problem.model.components
+    )
+    return replace(problem, model=replace(problem.model, components=components))
+
+
+def four_stages() -> PlanningProblem:
+    """Four equal components whose weights take longer to sum than samples take to pass: four stages win."""
+    draw = drawn_on_8(0)
+    model = replace(draw.model, **{key: (value,) * 4 for key, value in EQUAL.items()}, skips=(), tied=())
+    slow = replace(draw.cluster, link_bandwidth=2e9, peak_flop_per_s=(2e13, 2e13))
+    return replace(draw, model=model, cluster=slow, global_batch=16).problem(zero_stage=0, recompute="none")
+
+
+EQUAL = {"flop": 2e10, "elements": 64 * 10**6, "width": 256, "saved_bytes": 4096, "cut": False}
+
+
+@pytest.mark.parametrize("devices", list(LISTED))
+def test_meshes_are_those_listed_by_hand(devices: int) -> None:
+    draw = drawn_on_8(0)
+    names = tuple(f"c{number}" for number in range(devices))
+    many = replace(draw.model, **{key: value[:1] * devices for key, value in vars_of(draw.model).items()}, skips=(), tied=())
+    problem = replace(draw, model=many, cluster=replace(draw.cluster, kinds=(0,) * devices), global_batch=devices).problem()
+    assert len(names) <= len(problem.model.components)
+    found = [mesh for mesh in meshes(problem) if mesh.size == devices]
+    assert sorted(map(str, found)) == sorted(map(str, listed(devices)))
+
+
+def vars_of(model: object) -> dict[str, tuple[object, ...]]:
+    return {key: getattr(model, key) for key in ("flop", "elements", "width", "saved_bytes", "cut")}
+
+
+def alike(component: Component, tp: int) -> list[Placement]:
+    """How a component is placed where all are placed alike: cut in so many pieces if it can be, or whole on every rank."""
+    cut = [Placement("shard", rule=entry.rule, ways=tp) for entry in component.shardings if entry.limit % tp == 0]
+    return [*cut[:1], BATCH, REPLICATE]
+
+
+def best_listed(problem: PlanningProblem, known_s: float) -> tuple[float, Mesh | None]:
+    """The fastest of the listed plans that is faster than `known_s`."""
+    best_s, best = known_s, None
+    components = problem.model.components
+    for mesh in listed(8):
+        if mesh.pp > len(components) or problem.global_batch % mesh.dp:
+            continue
+        replica = problem.global_batch // mesh.dp
+        options = [alike(component, mesh.tp) for component in components]
+        for bounds in cuts(len(components), mesh.pp):
+            for microbatches in (count for count in range(1, replica + 1) if replica % count == 0):
+                for way in range(2 if mesh.tp > 1 else 1):
+                    chosen = [(own[0] if not way else own[-1]) if mesh.tp > 1 else BATCH for own in options]
+                    plan = plan_of(problem, mesh, "1f1b", 1, bounds, microbatches, chosen)
+                    if plan is None or bound_s(problem, plan) >= best_s:
+                        continue
+                    seconds = simulated_step(problem, plan, fold=False).step_s
+                    if seconds < best_s * (1 - CLOSE):
+                        best_s, best = seconds, mesh
+    return best_s, best
+
+
+def compared(problem: PlanningProblem) -> Mesh:
+    """The mesh that the search chose; no listed plan is faster."""
+    seconds, plan, _ = searched(problem)
+    assert plan is not None
+    best_s, mesh = best_listed(problem, seconds)
+    assert 1 - best_s / seconds <= CLOSE, f"{mesh} takes {best_s}, and the search found {seconds} on {plan.mesh}"
+    return plan.mesh
+
+
+def test_no_listed_plan_is_faster_than_the_search() -> None:
+    """Where four stages win, and where four shards do."""
+    assert compared(four_stages()).pp == 4
+    assert compared(problem_on_8(10)).tp == 4
+
+
+@pytest.mark.slow  # 5 CPU-seconds a problem
+def test_no_listed_plan_is_faster_than_the_search_on_many_problems() -> None:
+    found = {str(compared(problem_on_8(seed))) for seed in range(24)}
+    assert len(found) >= 4, found
