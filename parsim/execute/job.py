@@ -545,10 +545,11 @@ class Job:
 
 def _run_from(document: dict[str, Any]) -> RunSpec:
     """Inverse of what `Job.save` writes of a run."""
-    try:
-        recipe = TrainingRecipe.model_validate(document.get("recipe", {}))
-    except (TypeError, ValueError, ConfigError) as error:
-        raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
+    with reading("the training recipe of the job cannot be read", ExecutionError, "run again"):
+        try:
+            recipe = TrainingRecipe.model_validate(document.get("recipe", {}))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
     changed = {
         "model": ModelSpec.from_dict(document["model"]),
         "plan": Plan.from_json(document["plan"]),

@@ -68,7 +68,7 @@ name = "qwen3"
 flavor = "0.6B"
 [training]
 seq_len = 128
-local_batch_size = 1
+local_batch_size = 2
 [parallelism]
 data_parallel_shard_degree = -1
 tensor_parallel_degree = 2
