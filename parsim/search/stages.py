@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -371,7 +371,7 @@ class Cutting:
             clip_gradients=self.problem.clip_gradients,
             optimizer_offload=self.problem.optimizer_offload,
             activation_offload=self.problem.activation_offload,
-            **dict(self.problem.switches),
+            **dict[str, Any](self.problem.switches),
         )
 
     def fastest(self) -> Plan:

@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -418,7 +418,7 @@ def _plan(
         clip_gradients=problem.clip_gradients,
         optimizer_offload=problem.optimizer_offload,
         activation_offload=problem.activation_offload,
-        **dict(problem.switches),
+        **dict[str, Any](problem.switches),
     )
 
 
