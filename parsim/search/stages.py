@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -368,10 +368,7 @@ class Cutting:
             pipeline_order=self.order,
             bucket_bytes=self.bucket_bytes,
             zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
-            clip_gradients=self.problem.clip_gradients,
-            optimizer_offload=self.problem.optimizer_offload,
-            activation_offload=self.problem.activation_offload,
-            **dict[str, Any](self.problem.switches),
+            **self.problem.plan_settings,
         )
 
     def fastest(self) -> Plan:

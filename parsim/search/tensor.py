@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -415,10 +415,7 @@ def _plan(
         microbatches=microbatches,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         zero_stage=max(zero_stage, mesh.least_zero_stage),
-        clip_gradients=problem.clip_gradients,
-        optimizer_offload=problem.optimizer_offload,
-        activation_offload=problem.activation_offload,
-        **dict[str, Any](problem.switches),
+        **problem.plan_settings,
     )
 
 
