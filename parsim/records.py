@@ -8,7 +8,6 @@ dataclasses and named tuples.
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,6 +15,8 @@ from functools import cache, cached_property, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union
 
 LARGEST = 2**63
+LARGEST_NUMBER = 1e40
+"""Of flop, bytes and seconds: products with counts stay finite."""
 Problem = str
 """What is wrong, beginning with where: `components.3.name: expected a text, got 7`; "" if nothing is."""
 TypeCheck = Callable[[Any], Problem]
@@ -60,7 +61,8 @@ def _is_whole(value: Any) -> Problem:
 def _is_number(value: Any) -> Problem:
     if type(value) is int:
         return _is_whole(value)
-    return "" if isinstance(value, float) and math.isfinite(value) else _expected("a finite number", value)
+    fits = isinstance(value, float) and abs(value) <= LARGEST_NUMBER
+    return "" if fits else _expected("a finite number", value)
 
 
 _PLAIN: dict[Any, TypeCheck] = {

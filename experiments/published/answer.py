@@ -87,6 +87,7 @@ def _problem(asked: Asked) -> PlanningProblem:
             gradient_dtype="fp32" if asked.full_gradients else "",
         ),
         learnt=RAW,
+        routing=asked.framework.routing,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
-from experiments.published.rules import Rule, micro_of, recompute_of
+from experiments.published.rules import Rule, micro_of, recompute_of, stage_of
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.names import NAMED
 from parsim.model.catalogue.names import named as model_named
@@ -166,8 +166,14 @@ def shape_of(row: Row, framework: Rule, notes: Notes) -> Shape:
         notes.lacks.append("multi-token prediction")
     if "kimi" in row.model.lower():
         notes.lacks.append("Muon, priced as Adam")
-    found = replace(named, layers=row.layers or named.layers, vocab=vocab or named.vocab)
-    return _widened(found, row, notes)
+    found = _widened(replace(named, layers=row.layers or named.layers, vocab=vocab or named.vocab), row, notes)
+    table = found.vocab * found.hidden
+    counts = (found.weights, found.weights - table, found.weights - 2 * table)
+    if row.params and min(abs(math.log(max(1, count) / row.params)) for count in counts) > ALIKE:
+        notes.assumed.append(
+            f"the shape of {found.name}, {found.weights / 1e9:.3g}B parameters where {row.params / 1e9:.3g}B are stated"
+        )
+    return found
 
 
 ENCODER = re.compile(r"(?:megatron[-_ ])?(?:ro|de)?bert", re.IGNORECASE)
@@ -219,18 +225,11 @@ def _by_parameters(row: Row, vocab: int, notes: Notes) -> Shape:
     dense = [
         model.shape for model in NAMED.values() if model.shape is not None and not model.shape.experts and model.shape.causal
     ]
-    nearest = min(dense, key=lambda shape: abs(math.log(_parameters(shape) / row.params)))
+    nearest = min(dense, key=lambda shape: abs(math.log(shape.weights / row.params)))
     embedded = nearest.vocab * nearest.hidden * (1 if nearest.tied else 2)
-    layers = max(1, round(nearest.layers * (row.params - embedded) / max(1, _parameters(nearest) - embedded)))
+    layers = max(1, round(nearest.layers * (row.params - embedded) / max(1, nearest.weights - embedded)))
     notes.assumed.append(f"shape of {nearest.name} with {layers} layers, by the stated {row.params / 1e9:.3g}B parameters")
     return replace(nearest, name=row.model, layers=row.layers or layers, vocab=vocab or nearest.vocab)
-
-
-def _parameters(shape: Shape) -> int:
-    """Of a dense shape, without norms and biases."""
-    attention = 2 * shape.hidden * shape.dim * (shape.heads + shape.keys)
-    mlp = (3 if shape.gated else 2) * shape.hidden * shape.inner
-    return shape.layers * (attention + mlp) + shape.vocab * shape.hidden * (1 if shape.tied else 2)
 
 
 def _widened(named: Shape, row: Row, notes: Notes) -> Shape:
@@ -360,22 +359,6 @@ def _batch_by_rule(row: Row, dp: int, seq: int, notes: Notes) -> int:
     wanted = max(dp, 2**22 // seq // dp * dp)
     notes.assumed.append(f"batch {wanted}")
     return wanted
-
-
-STAGES = (
-    (r"fsdp|full[-_ ]?shard|hybrid", 3),
-    (r"shard[-_ ]?grad|gradients", 2),
-    (r"optimizer", 1),
-    (r"none|\bno\b|off|ddp|false", 0),
-)
-
-
-def stage_of(text: str) -> int | None:
-    """The stage of ZeRO that a text names: `3 (Megatron-FSDP)`, `ZeRO-1`, `full_shard`; None: none of these."""
-    lowered = re.sub(r"fsdp2", "fsdp", text.lower())
-    if digit := re.search(r"\d", lowered):
-        return int(digit[0]) if int(digit[0]) <= 3 else None
-    return next((stage for pattern, stage in STAGES if re.search(pattern, lowered)), None)
 
 
 INTERLEAVED = re.compile(r"(?<!non-)(?<!not )(?<!no )(?<!without )(?<!before the )interleaved", re.IGNORECASE)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.published.predict import Facts, Predicted
-from parsim.costs.published import NOISE, SHARE, Effects, class_of, features_of, noise_of
+from parsim.costs.published import GUESSED_SHARE, NOISE, SHARE, UNKNOWN, Effects, class_of, features_of, guess_of
 from parsim.numeric import Floats
 
 
@@ -38,7 +38,7 @@ class Judged:
         return self.predicted.facts
 
 
-PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.2}
+PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.2, "images": 0.1, "guess": 0.2}
 """Standard deviation of the effects of a kind, of log seconds; the kind is what stands before the colon of a name. Effects of a
 precision, of a board, and of a framework on a chip were tried and make rows of other sources worse."""
 SOURCE_SIGMA = 0.07
@@ -47,13 +47,38 @@ HUBER = 2.0
 PASSES = 6
 
 
-def fitted(rows: Sequence[Judged]) -> Effects:
-    """Effects, their covariance, and the ends of intervals from how the rows of every source lie when it is held out."""
-    return replace(_effects(rows), ends=interval_ends(rows, held_out(rows)))
+def fitted(rows: Sequence[Judged], guessed: Sequence[Judged]) -> Effects:
+    """Effects, their covariance, and the ends of intervals from how the rows of every source lie when it is held out.
+
+    Args:
+        rows: predicted with their frameworks. guessed: predicted as if none was known.
+    """
+    ends = interval_ends(rows, held_out(rows)) | interval_ends(guessed, held_out(rows, guessed))
+    return replace(_effects(rows, guessed), ends=ends)
 
 
-def _effects(rows: Sequence[Judged]) -> Effects:
-    features = [features_of(row.facts.run) for row in rows]
+def _effects(rows: Sequence[Judged], guessed: Sequence[Judged]) -> Effects:
+    """Those of chips, frameworks and kinds from the rows; then that of guessing, from what they leave of the guessed."""
+    rows = [row for row in rows if row.facts.run.framework != UNKNOWN]
+    known = _solved(rows, [features_of(row.facts.run) for row in rows], [0.0] * len(rows))
+    if not guessed:
+        return known
+    left = [-known.of(row.facts.run)[0] for row in guessed]
+    guess = _solved(guessed, [(guess_of(row.facts.run),) for row in guessed], left)
+    kept = len(known.names)
+    covariance = np.zeros((kept + len(guess.names),) * 2)
+    covariance[:kept, :kept], covariance[kept:, kept:] = known.covariance, guess.covariance
+    return replace(
+        known,
+        names=(*known.names, *guess.names),
+        mean={**known.mean, **guess.mean},
+        covariance=covariance,
+        sources={**known.sources, **guess.sources},
+    )
+
+
+def _solved(rows: Sequence[Judged], features: Sequence[Sequence[str]], offsets: Sequence[float]) -> Effects:
+    """The effects of these features on log(measured / predicted) + offset."""
     shown: dict[str, set[str]] = defaultdict(set)
     for row, own in zip(rows, features, strict=True):
         for name in own:
@@ -64,8 +89,8 @@ def _effects(rows: Sequence[Judged]) -> Effects:
     matrix = np.zeros((len(rows), len(column)))
     for number, (row, own) in enumerate(zip(rows, features, strict=True)):
         matrix[number, [*(column[name] for name in own), column[f"source {row.source}"]]] = 1.0
-    error = np.array([-row.log_error for row in rows])
-    noise = np.array([noise_of(row.facts.run) for row in rows])
+    error = np.array([offset - row.log_error for row, offset in zip(rows, offsets, strict=True)])
+    noise = np.array([NOISE[class_of(row.facts.run)] for row in rows])
     prior = np.array([PRIORS[name.split(":")[0]] for name in names] + [SOURCE_SIGMA] * len(sources))
     weight = np.ones(len(rows))
     for _ in range(PASSES):
@@ -85,12 +110,17 @@ def _effects(rows: Sequence[Judged]) -> Effects:
     )
 
 
-def held_out(rows: Sequence[Judged]) -> dict[str, tuple[float, float]]:
-    """By row the median and the standard deviation of log(measured / predicted), from the rows of all other sources."""
+def held_out(rows: Sequence[Judged], guessed: Sequence[Judged] = ()) -> dict[str, tuple[float, float]]:
+    """By row the median and the standard deviation of log(measured / predicted), from the rows of all other sources.
+
+    guessed: the rows to tell it of, predicted as if no framework was known; none: those with their frameworks.
+    """
     found = {}
-    for source in {row.source for row in rows}:
-        effects = _effects([row for row in rows if row.source != source])
-        found |= {row.predicted.row.id: effects.of(row.facts.run) for row in rows if row.source == source}
+    told = guessed or rows
+    for source in {row.source for row in told}:
+        others = ([row for row in group if row.source != source] for group in (rows, guessed))
+        effects = _effects(*others)
+        found |= {row.predicted.row.id: effects.of(row.facts.run) for row in told if row.source == source}
     return found
 
 
@@ -106,13 +136,18 @@ encoders of a source that was left out; with this one they hold 90% (all rows: 8
 
 
 def interval_ends(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) -> dict[str, Ends]:
-    """By class the ends of its interval in standard deviations; of classes that few sources show, from all rows."""
+    """By class the ends of its interval in standard deviations; of classes that few sources show, from all rows.
+
+    Rows whose framework was guessed are a class of their own, and come without others.
+    """
     found = {}
-    for name in NOISE:
+    guessed = all(row.facts.run.framework == UNKNOWN for row in rows)
+    for name in (UNKNOWN,) if guessed else (name for name in NOISE if name != UNKNOWN):
         alike = [row for row in rows if class_of(row.facts.run) == name]
         if len({row.source for row in alike}) < FEW_SOURCES:
             alike = list(rows)
-        found[name] = ends_of(np.array([score_of(row, medians) for row in alike]), [row.source for row in alike])
+        scores = np.array([score_of(row, medians) for row in alike])
+        found[name] = ends_of(scores, [row.source for row in alike], GUESSED_SHARE if guessed else SHARE)
     return found
 
 
@@ -136,11 +171,12 @@ LEAST = 0.3
 """Standard deviations that an interval reaches to either side at least."""
 
 
-def ends_of(scores: Floats, sources: Sequence[str]) -> Ends:
-    """The shortest interval of standard scores that holds `SHARE` of the rows, a source of n rows weighing n / (n + 4).
+def ends_of(scores: Floats, sources: Sequence[str], share: float) -> Ends:
+    """The shortest interval of standard scores that holds a share of the rows, a source of n rows weighing n / (n + 4).
 
     Args:
         scores: of held-out rows, at least one, in standard deviations from their medians. sources: of each row.
+        share: between 0 and 1.
     """
     count = {name: sources.count(name) for name in set(sources)}
     order = np.argsort(scores)
@@ -149,7 +185,7 @@ def ends_of(scores: Floats, sources: Sequence[str]) -> Ends:
     total = np.concatenate(([0.0], np.cumsum(weights)))
     best = (float(ordered[0]), float(ordered[-1]))
     for first in range(len(ordered)):
-        last = int(np.searchsorted(total, total[first] + SHARE * total[-1], side="left")) - 1
+        last = int(np.searchsorted(total, total[first] + share * total[-1], side="left")) - 1
         if last >= len(ordered):
             break
         if ordered[last] - ordered[first] < best[1] - best[0]:

@@ -3,8 +3,9 @@
     python experiments/published/predict.py ROWS.csv --out PREDICTED.csv
 
 ROWS.csv has the columns of a table of published runs (id, hardware, gpus, model, ..., value, unit, notes); `value` may be
-empty and is never read. PREDICTED.csv has one line per row: id, unit, predicted, p05, p95 (in the row's unit), step_s, fits,
-fit_probability, why. `why` lists what was assumed and left out, or why a row cannot be expressed; then `predicted` is empty.
+empty, and no prediction depends on it. PREDICTED.csv has one line per row: id, unit, predicted, p05, p95 (in the row's unit),
+step_s, fits, fit_probability, why. `why` lists what was assumed, left out or contradicts itself, or why a row cannot be
+expressed; then `predicted` is empty.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
 from experiments.published.images import LACKS_SIGMA, image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
-from experiments.published.quoted import in_unit, larger_is_faster
+from experiments.published.quoted import contradiction, in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
-from parsim.costs.published import NOTHING_LEARNT, Learnt, PublishedRun, learnt_of
+from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, PublishedRun, learnt_of
 from parsim.errors import ParsimError
 
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
@@ -122,6 +123,15 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
         return asked, found
     asked = question_of(row, without=without, known=known)
     found, lacks = answer(asked), asked.lacks
+    for place in range(1, asked.plausible):
+        if found.peak_bytes <= found.limit_bytes:
+            break
+        other = question_of(row, without=without, known=known, place=place)
+        leaner = with_memory_of(found, other)
+        if leaner.peak_bytes < found.peak_bytes:
+            found = leaner
+            lacks = (*asked.lacks, f"memory as {other.framework.name} holds it")
+    asked = replace(asked, lacks=lacks)
     for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
             break
@@ -174,21 +184,24 @@ def run_of(asked: Asked) -> PublishedRun:
     return PublishedRun(
         gpu=asked.part,
         precision=asked.precision,
-        framework=asked.framework.name,
+        framework=UNKNOWN if asked.plausible else asked.framework.name,
         until=asked.framework.until,
         experts=asked.shape is not None and bool(asked.shape.experts),
         encoder=asked.shape is not None and not asked.shape.causal,
         images=asked.shape is None,
-        complete=asked.row.complete,
+        assumed=asked.row.assumed,
     )
 
 
 def _why(asked: Asked, found: Answer, learnt: Learnt) -> str:
-    parts = [f"{asked.framework.name}: {asked.plan.summary().split(' [')[0]}, {asked.precision}"]
+    framework = f"unknown, as {asked.framework.name}" if asked.plausible else asked.framework.name
+    parts = [f"{framework}: {asked.plan.summary().split(' [')[0]}, {asked.precision}"]
     if asked.assumed:
         parts.append("assumed " + ", ".join(asked.assumed))
     if asked.lacks:
         parts.append("left out or simplified: " + ", ".join(asked.lacks))
+    if told := contradiction(asked):
+        parts.append(told)
     if learnt.text:
         parts.append(f"seconds times {learnt.factor:.3f} ({learnt.text})")
     if found.peak_bytes > found.limit_bytes:

@@ -31,7 +31,7 @@ from experiments.published.blanks import (
 )
 from experiments.published.machines import chip_of, cluster_of, machine_of
 from experiments.published.rows import Row
-from experiments.published.rules import WITHOUT, Rule, rule_of
+from experiments.published.rules import UNKNOWN, WITHOUT, Rule, plausible_rules, rule, rule_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.frameworks import hosted
@@ -178,7 +178,7 @@ class Asked:
     scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
     full_gradients: beside weights in bf16 gradients are kept in fp32.
     shape, seq, batch, gpus, recompute: of the run itself; a network of images has no shape, and seq 1.
-    assumed: what the row does not say. lacks: what is left out.
+    assumed: what the row does not say. lacks: what is left out. plausible: frameworks, where none is known; else 0.
     peak_flop_per_s: of one GPU in that precision, dense.
     """
 
@@ -196,6 +196,7 @@ class Asked:
     recompute: str
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
+    plausible: int = 0
     scaled: bool = False
     kept: Kept = AS_USUAL
     full_gradients: bool = False
@@ -216,29 +217,36 @@ class Asked:
         return self.shape
 
 
-def question_of(row: Row, recompute_more: str = "", without: str = "", *, known: bool = True) -> Asked:
+def question_of(row: Row, recompute_more: str = "", without: str = "", *, known: bool = True, place: int = 0) -> Asked:
     """The question of a row.
 
     Args:
         row: of a file of published runs.
         recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit.
-        without: a key of `rules.WITHOUT`, to see what that piece is worth. known: the framework of the row, else none.
+        without: a key of `rules.WITHOUT`, to see what that piece is worth. known: the framework that the row's texts name,
+            else none. place: of the assumed framework among the plausible ones, where none is known.
 
     Raises:
         CannotExpressError: with the reason.
     """
     check_sizes(row)
-    framework = rule_of(row, known=known)
-    if without:
-        framework = WITHOUT[without](framework)
+    framework = rule_of(row) if known else rule(UNKNOWN)
     notes = Notes()
     notes.assumed += [f"{column} is no whole number above 0 and counts as blank" for column in row.unread]
     machine = machine_of(row)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = shape_of(row, framework, notes)
-    seq = seq_of(row, framework, shape.causal, notes)
     split = split_of(row, framework, shape, machine, notes)
+    plausible = 0
+    if framework.name == UNKNOWN:
+        divided = max(split.tp, split.pp, split.cp, row.ep or 1) > 1
+        rules = plausible_rules(row, shape, machine.gpu, split.gpus, divided=divided)
+        framework, plausible = rules[place], len(rules)
+        notes.assumed.append(f"framework {framework.name}")
+    if without:
+        framework = WITHOUT[without](framework)
+    seq = seq_of(row, framework, shape.causal, notes)
     if machine.guessed and split.gpus > machine.per_node:
         notes.assumed.append(f"network of {machine.cards} x {machine.gbit:g} Gb/s per node")
     batch = batch_of(row, framework, shape, split, seq, notes)
@@ -293,6 +301,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         scaled=framework.scales_fp16 and precision == "bf16" and half_of(row.precision) == "fp16",
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
+        plausible=plausible,
         part=machine.gpu,
         per_node=machine.per_node,
         peak_flop_per_s=peaks.get(precision, peaks["amp_fp16"]).value,

@@ -102,14 +102,48 @@ def in_unit(asked: Asked, step_s: float) -> float:
 
 
 def _flop(asked: Asked, unit: str) -> float:
-    """Of a step, as the source counts them."""
+    """Of a step, as the source counts them.
+
+    NeMo counted attention in full until its nemo/utils/flops_formulas.py had a causal_self_attn; Megatron-Bridge halves it. So
+    711 TFLOP/s are 12,273 tokens/s of Llama 3 8B in its table of 24.07, where half of attention would make them 632.
+    """
     name = asked.row.id
     if "hardware" in unit or "hfu" in unit or name.startswith("megds"):
         return selective_flop(asked) if asked.recompute == "selective" else hardware_flop(asked)
-    return model_flop(asked, causal=name.startswith(("nemo", "llama3", "titan")))
+    return model_flop(asked, causal=name.startswith(("nemo-bridge", "llama3", "titan")))
 
 
 def larger_is_faster(asked: Asked) -> bool:
     """Whether the unit is a rate."""
     unit = unit_of(asked)
     return not (MILLISECONDS.match(unit) or SECONDS.match(unit))
+
+
+STATED_FLOP = re.compile(
+    r"(?<!peak )\bTFLOP/?s(?:/GPU)? +(\d+(?:\.\d+)?)|(?<!peak )(?<!peak of )\b(\d+(?:\.\d+)?) TFLOP", re.IGNORECASE
+)
+"""In notes: `model TFLOP/s/GPU 1635`, `reported 163 TFLOPs/GPU`, `188 TFLOP/s`; not the peak of the GPU."""
+COUNTED_ALIKE = 0.1
+"""By which two counts of one step's FLOP may differ."""
+
+
+def contradiction(asked: Asked) -> str:
+    """The TFLOP/s per GPU that the row's notes state, where its own tokens or samples per second make another number.
+
+    Its value stays what is compared with a prediction. FLOP may be counted with the second forward of recomputation or without,
+    and attention's as if causal or not.
+    """
+    unit, value, stated = unit_of(asked), asked.row.value, STATED_FLOP.search(asked.row.notes)
+    if not value or stated is None or asked.shape is None or not (TOKENS.match(unit) or SAMPLES.match(unit)):
+        return ""
+    step_s = in_unit(asked, 1.0) / value
+    told = float(stated[1] or stated[2])
+    again = selective_flop(asked) if asked.recompute == "selective" else hardware_flop(asked)
+    counts = [model_flop(asked, causal=True), model_flop(asked, causal=False), again]
+    made = [flop / step_s / asked.gpus / 1e12 for flop in counts]
+    if min(made) / (1 + COUNTED_ALIKE) <= told <= max(made) * (1 + COUNTED_ALIKE):
+        return ""
+    return (
+        f"the notes state {told:g} TFLOP/s per GPU, and {value:g} {asked.row.unit} of this shape are {min(made):.0f} to "
+        f"{max(made):.0f}: the {asked.row.unit} are taken"
+    )

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -49,9 +50,12 @@ class Row:
         return re.sub(r"[-_]?\d+[a-z]?$", "", self.id)
 
     @property
-    def complete(self) -> bool:
-        """Whether split, micro-batch, batch and recomputation are all stated."""
-        return None not in (self.tp, self.pp, self.global_batch, self.micro_batch, self.seq) and bool(self.recompute)
+    def assumed(self) -> Literal["", "recomputation", "plan"]:
+        """What has to be assumed: of split, batch and precision something; recomputation alone; nothing."""
+        precision = self.precision and not self.precision.endswith("?")
+        if None in (self.tp, self.pp, self.global_batch, self.micro_batch, self.seq) or not precision:
+            return "plan"
+        return "" if self.recompute else "recomputation"
 
 
 WHOLE = {"gpus", "layers", "hidden", "heads", "seq", "global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ep", "vpp"}

@@ -12,11 +12,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from experiments.published.rows import Row
-from parsim.model.catalogue.frameworks import KERNELS, Framework, framework_of
-from parsim.model.catalogue.sublayers import Software
+from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.frameworks import KERNELS, Framework, framework_of, plausible_frameworks
+from parsim.model.catalogue.sublayers import Shape, Software
 
 INTERLEAVED_CHUNKS = 2
 """Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
+LAYER_PER_CHUNK = 1000
+"""As deep as it goes: NeMo's rows that state their chunks have one layer each (GPT-3 175B, Llama 2 70B, Nemotron 340B)."""
 
 STOPS_EARLY = "mp_mode=default"
 """In the notes of Composer's rows: of the later tables. Their second forward stops early (torch 2.1), that of the tables with
@@ -60,7 +63,7 @@ def rule(name: str, year: int = 0, *, compiled: bool = True, kernels: str = "", 
 
 NO_FRAMEWORK = Framework(name=UNKNOWN, source="what parsim assumes without [software]", sequence=True)
 
-CORE: dict[str, Any] = {"micro": 1, "seq": 4096}
+CORE: dict[str, Any] = {"micro": 1, "seq": 4096, "depth": LAYER_PER_CHUNK}
 PREFIXES: dict[str, Callable[[], Rule]] = {
     "vtrain-multi": lambda: rule("megatron", 2021),
     "korthikanti": lambda: rule("megatron", 2022),
@@ -78,7 +81,7 @@ PREFIXES: dict[str, Callable[[], Rule]] = {
     "titan": lambda: rule("torchtitan", micro=2, seq=8192),
     "internevo": lambda: rule("internevo"),
     "llama1": lambda: rule("composer", 2023, micro=2),
-    "llama3": lambda: rule("megatron", 2024, kernels="llama3", tensor_overlap=False, micro=1, seq=8192, depth=8),
+    "llama3": lambda: rule("megatron", 2024, kernels="llama3", tensor_overlap=False, **CORE | {"seq": 8192}),
     "nemo": lambda: rule("nemo", **CORE),
     "nemo-bridge": lambda: rule("megatron-bridge", **CORE),
     "nemo-launcher": lambda: rule("nemo", 2023, **CORE | {"seq": 2048}),
@@ -120,6 +123,16 @@ EAGER = re.compile(
     r"\beager\b|not compiled|without compil|no compil|compile[^,;]* not stated|compile ?[=:] ?(?:false|off)", re.I
 )
 COMPILES = re.compile(r"compile|\bxla\b|inductor", re.IGNORECASE)
+
+
+LOW_BITS = re.compile(r"fp8|float8|fp4|e[45]m[32]", re.IGNORECASE)
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether the notes say that a compiler fuses what lies between products."""
+    return COMPILES.search(row.notes) is not None and not EAGER.search(row.notes)
+
+
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"^GPT 5B", {"tp": 1, "micro": 4, "batch": 2048}),
     (r"^GPT 20B", {"tp": 4, "micro": 4, "batch": 2048}),
@@ -171,10 +184,58 @@ ASYNC_TP = re.compile(r"async[-_ ]?(?:tp|tensor)", re.IGNORECASE)
 """In the notes of torchtitan's rows: pieces of the collectives run beside the products."""
 
 
-def rule_of(row: Row, *, known: bool = True) -> Rule:
-    """The rule for a row's blanks; `known`: the row's own framework, else as if nothing said which it is."""
-    if not known:
-        return rule(UNKNOWN, zero=0 if max(row.tp or 1, row.pp or 1) > 1 else 3)
+STAGES = (
+    (r"fsdp|full[-_ ]?shard|hybrid", 3),
+    (r"shard[-_ ]?grad|gradients", 2),
+    (r"optimizer", 1),
+    (r"none|\bno\b|off|ddp|false", 0),
+)
+
+
+def stage_of(text: str) -> int | None:
+    """The stage of ZeRO that a text names: `3 (Megatron-FSDP)`, `ZeRO-1`, `full_shard`; None: none of these."""
+    lowered = re.sub(r"fsdp2", "fsdp", text.lower())
+    if digit := re.search(r"\d", lowered):
+        return int(digit[0]) if int(digit[0]) <= 3 else None
+    return next((stage for pattern, stage in STAGES if re.search(pattern, lowered)), None)
+
+
+def usual_blanks(name: str, until: int = 0) -> dict[str, Any]:
+    """What rows of a framework leave out, where it is not as elsewhere. until: the last year of its version; 0: the current."""
+    return CORE if not until and name in ("megatron", "nemo", "megatron-bridge") else {}
+
+
+def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: bool) -> list[Rule]:
+    """Of frameworks that nothing but the row's other columns speaks for, the most likely first.
+
+    Nothing is recomputed where the row does not say so and its plan fits, other than on V100: Megatron's scripts of 2020
+    recompute all layers, and later ones what they must.
+    """
+    low = LOW_BITS.search(row.precision) is not None
+    rows = plausible_frameworks(
+        shape,
+        gpu,
+        devices=devices,
+        memory_bytes=load_gpu(gpu).memory_bytes.value,
+        divided=divided,
+        zero=stage_of(row.zero),
+        selective=recompute_of(row, NO_FRAMEWORK)[0] == "selective",
+        low=low,
+    )
+    return [
+        rule(
+            found.name,
+            found.until,
+            compiled=is_compiled(row) or low,
+            recompute=found.recompute if found.until == 2020 else "none",
+            **usual_blanks(found.name, found.until),
+        )
+        for found in rows
+    ]
+
+
+def rule_of(row: Row) -> Rule:
+    """The rule of the row's own framework; one without a framework where nothing says which it is."""
     prefixes = [prefix for prefix in PREFIXES if row.id.startswith(prefix)]
     if prefixes:
         found = PREFIXES[max(prefixes, key=len)]()
@@ -182,12 +243,12 @@ def rule_of(row: Row, *, known: bool = True) -> Rule:
         text = " ".join((row.notes, row.id, row.source, row.zero)).lower()
         name = next((name for pattern, name in WORDS if re.search(pattern, text)), UNKNOWN)
         if name == UNKNOWN:
-            return rule_of(row, known=False)
-        found = rule(name, **(CORE if name in ("megatron", "nemo", "megatron-bridge") else {}))
+            return rule(UNKNOWN)
+        found = rule(name, **usual_blanks(name))
     recipes = RECIPES if found.name == "nemo" and found.until else SELECTIVE_RUNS if found.until == 2022 else ()
     if recipe := next((recipe for model, recipe in recipes if re.search(model, row.model, re.I)), None):
         found = replace(found, **recipe)
-    if found.uncompiled and (EAGER.search(row.notes) or not COMPILES.search(row.notes)):
+    if found.uncompiled and not is_compiled(row):
         found = replace(found, software=replace(KERNELS[found.uncompiled], early_stop=found.early_stop))
     if found.name == "torchtitan" and ASYNC_TP.search(row.notes):
         found = replace(found, tensor_overlap=True)

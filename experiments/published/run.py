@@ -125,9 +125,10 @@ def spearman(rows: Sequence[Judged]) -> float | None:
     return mean(found) if found else None
 
 
-def tables_of(rows: Sequence[Judged]) -> dict[str, Any]:
-    """Figures of all rows, of complete ones, and by group, source and framework."""
-    medians = held_out(rows)
+def tables_of(rows: Sequence[Judged], guessed: Sequence[Judged] = ()) -> dict[str, Any]:
+    """Figures of all rows, of complete ones, and by group, source and framework; or of guessed ones, by effects of the rows."""
+    medians = held_out(rows, guessed)
+    rows = guessed or rows
     intervals = covered(rows, medians)
 
     def by(key: Callable[[Judged], str]) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def tables_of(rows: Sequence[Judged]) -> dict[str, Any]:
 
     return {
         "all": summary(rows, medians, intervals),
-        "complete": summary([row for row in rows if row.predicted.row.complete], medians, intervals),
+        "complete": summary([row for row in rows if not row.predicted.row.assumed], medians, intervals),
         "groups": by(lambda row: row.group),
         "by_source": by(lambda row: row.source),
         "by_framework": by(lambda row: row.predicted.why.split(":")[0]),
@@ -165,8 +166,8 @@ def results(predictions: Sequence[Predicted], unknown: Sequence[Predicted]) -> d
         "rows": len(predictions),
         "judged": len(rows),
         **found,
-        "unknown": tables_of(without_framework(unknown)),
-        "effects": {name: list(entry) for name, entry in _shown_effects(rows).items()},
+        "unknown": tables_of(rows, without_framework(unknown)),
+        "effects": {name: list(entry) for name, entry in _shown_effects(rows, without_framework(unknown)).items()},
         "worst": [
             {
                 "id": row.predicted.row.id,
@@ -182,21 +183,19 @@ def results(predictions: Sequence[Predicted], unknown: Sequence[Predicted]) -> d
     }
 
 
-def _shown_effects(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+def _shown_effects(rows: Sequence[Judged], guessed: Sequence[Judged]) -> dict[str, tuple[float, int]]:
     """By name the factor on seconds and the number of sources."""
-    effects = fitted(rows)
+    effects = fitted(rows, guessed)
     return {name: (math.exp(effects.mean[name]), effects.sources[name]) for name in effects.names}
 
 
 def write(predictions: Sequence[Predicted], unknown: Sequence[Predicted], document: Mapping[str, Any]) -> None:
     """published.json of the package and results.json beside this file."""
-    fits = {
-        name: fitted(entries).to_dict()
-        for name, entries in (("known", judged(predictions)), ("unknown", without_framework(unknown)))
-    }
-    sources = sorted({row.source for row in judged(predictions)})
+    rows = judged(predictions)
+    sources = sorted({row.source for row in rows})
     command = "python -m experiments.published.run --rows FILES"
-    text = json.dumps({"command": command, "sources": sources, "fits": fits}, separators=(",", ":"))
+    fit = fitted(rows, without_framework(unknown)).to_dict()
+    text = json.dumps({"command": command, "sources": sources, "fit": fit}, separators=(",", ":"))
     Path(published.__file__).with_name("published.json").write_text(text.replace('],"', '],\n"') + "\n")
     record("published", document)
 
@@ -233,26 +232,27 @@ WORTH: dict[str, str] = {
 """By piece the rows on which its worth is measured."""
 
 
-def worth(rows: Sequence[Row], pieces: Sequence[str]) -> dict[str, Any]:
-    """By piece, without it and with it: mean error and bias without a factor, and mean error after a factor of the rows' own.
+def worth(rows: Sequence[Row], piece: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Without a piece and with it: mean error and bias without a factor, and mean error after a factor of the rows' own.
 
     The last is what a piece is judged by where all rows of a GPU are too fast: any piece that shortens a step would look bad.
     Processes are not started, which would take longer.
     """
-    found = {}
-    for piece in pieces:
-        chosen = [row for row in rows if re.search(WORTH[piece], row.id)]
-        numbers = {}
-        for name, without in (("before", piece), ("after", "")):
-            errors = [relative(row.log_error) for row in judged(predict_all(chosen, 1, without, raw=True))]
-            shift = median(math.log1p(error) for error in errors)
-            numbers[name] = {
-                "mean_error": 100 * mean(abs(error) for error in errors),
-                "bias": 100 * mean(errors),
-                "one_factor": 100 * mean(abs(relative(math.log1p(error) - shift)) for error in errors),
-            }
-        found[piece] = {"rows": len(errors), **numbers}
-    return found
+    chosen = [row for row in rows if re.search(WORTH[piece], row.id)]
+    numbers: dict[str, Any] = {}
+    for name, predictions in (
+        ("before", predict_all(chosen, 1, piece, raw=True)),
+        ("after", predictions_of(chosen, options, known=True)),
+    ):
+        errors = [relative(row.log_error) for row in judged(predictions)]
+        shift = median(math.log1p(error) for error in errors)
+        numbers["rows"] = len(errors)
+        numbers[name] = {
+            "mean_error": 100 * mean(abs(error) for error in errors),
+            "bias": 100 * mean(errors),
+            "one_factor": 100 * mean(abs(relative(math.log1p(error) - shift)) for error in errors),
+        }
+    return numbers
 
 
 def predictions_of(rows: Sequence[Row], options: argparse.Namespace, *, known: bool) -> list[Predicted]:
@@ -290,9 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for path in options.rows for row in read_rows(path) if re.search(options.only, row.id)]
     if options.worth:
         path = HERE / "worth.json"
-        known = json.loads(path.read_text()) if options.without and path.is_file() else {}
-        found = worth(rows, [options.without] if options.without else list(WORTH))
-        path.write_text(json.dumps(known | found, indent=1) + "\n")
+        pieces, options.without = [options.without] if options.without else list(WORTH), ""
+        for piece in pieces:
+            known = json.loads(path.read_text()) if path.is_file() else {}
+            found = {name: entry for name, entry in known.items() if name in WORTH} | {piece: worth(rows, piece, options)}
+            path.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     if options.quick:
         rows = rows[::10]

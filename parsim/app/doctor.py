@@ -203,7 +203,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
     simulation, torch, gloo, gpus, _, _, memory = checks_of(found)
     return (
         _needing(
-            "plan, simulate, sweep, compare, explore, cost, report, coverage, profile, models, import",
+            "plan, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import",
             simulation,
             found="built-in models, large ones by name, Models saved as JSON",
         ),

@@ -5,7 +5,8 @@
 The effects are of the chip (boards of one chip are one silicon), the framework and its version, and kinds of models.
 `python -m experiments.published.run` fits them on given rows and writes `published.json`; that experiment judges them on
 sources which they were not fitted on. An answer multiplies every price by the effects' median, as a term of its own. Its
-interval is that of a source that nobody has seen: sources differ, so do their rows, and effects are not quite known.
+interval is that of a source that nobody has seen: sources differ, so do their rows, and effects are not quite known. Where no
+framework is known, there is an effect of guessing it instead, and the interval is that of runs whose framework was guessed.
 
 Causes: clocks under training loads differ from those in tables of operators; libraries become faster with the years; hosts
 take time that no kernel has. Effects do not say which. Leaves out: models without a transformer's shape, and CPUs.
@@ -19,14 +20,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from parsim.numeric import Floats
 
-SHARE = 0.92
-"""Of the held-out rows that intervals hold, so that those of most groups of rows hold 90%."""
+SHARE, GUESSED_SHARE = 0.92, 0.90
+"""Of the held-out rows that intervals hold, so that those of most groups of rows hold 90%: of known and guessed frameworks."""
 UNKNOWN = "unknown"
 STEP = 1e-6
 """To which covariances are rounded in the file."""
@@ -51,7 +52,7 @@ class PublishedRun:
         gpu: a part by name. precision: "bf16", "tf32", "fp8", ... framework: a row of
         `parsim.model.catalogue.frameworks`; "unknown" without one. until: the last year of its version; 0: the current one.
         experts: the model has some. encoder: queries see all keys. images: it is a convolutional network.
-        complete: nothing of the split, the batch or recomputation was assumed.
+        assumed: "plan": of the split, the batch or the precision; "recomputation": of nothing else; "": nothing.
     """
 
     gpu: str
@@ -61,7 +62,7 @@ class PublishedRun:
     experts: bool = False
     encoder: bool = False
     images: bool = False
-    complete: bool = True
+    assumed: Literal["", "recomputation", "plan"] = ""
 
     @property
     def chip(self) -> str:
@@ -70,12 +71,22 @@ class PublishedRun:
         return next((chip for chip, boards in CHIPS if first in boards), first)
 
 
+def guess_of(run: PublishedRun) -> str:
+    """The effect of a framework that was guessed: what people run is slower than what it may have been at its best.
+
+    Products in 8 bits or fewer come with the libraries of those who build the GPUs, and are nearer to it.
+    """
+    return "guess:8 bits" if run.precision in ("fp8", "nvfp4") else "guess:16 bits or more"
+
+
 def features_of(run: PublishedRun) -> tuple[str, ...]:
     """Names of the effects that a run has: the kind, a colon, and whose."""
     if run.images:
-        return (f"kind:images on {run.chip}", f"kind:images by {run.framework}")
+        return (f"images:on {run.chip}", f"images:by {run.framework}")
     found = [f"chip:{run.chip}"]
-    if run.framework != UNKNOWN:
+    if run.framework == UNKNOWN:
+        found += [guess_of(run)]
+    else:
         found += [f"framework:{run.framework}", f"framework:{run.framework} {run.until or 'now'}"]
     found += [f"kind:experts on {run.chip}"] if run.experts else []
     found += [f"kind:encoder {run.precision}"] if run.encoder else []
@@ -84,29 +95,28 @@ def features_of(run: PublishedRun) -> tuple[str, ...]:
 
 def class_of(run: PublishedRun) -> str:
     """Runs whose errors spread alike."""
+    if run.framework == UNKNOWN:
+        return UNKNOWN
     if run.images:
         return "images"
     kind = "experts" if run.experts else "encoder" if run.encoder else "dense"
-    return kind if run.complete else f"{kind}, assumed"
+    return f"{kind}, {run.assumed} assumed" if run.assumed else kind
 
 
 NOISE: Mapping[str, float] = {
     "dense": 0.05,
-    "dense, assumed": 0.14,
+    "dense, recomputation assumed": 0.08,
+    "dense, plan assumed": 0.17,
     "encoder": 0.15,
-    "encoder, assumed": 0.15,
+    "encoder, recomputation assumed": 0.15,
+    "encoder, plan assumed": 0.15,
     "images": 0.10,
-    "experts": 0.25,
-    "experts, assumed": 0.25,
+    "experts": 0.30,
+    "experts, recomputation assumed": 0.30,
+    "experts, plan assumed": 0.30,
+    UNKNOWN: 0.20,
 }
 """Standard deviation of rows of one source, by class; of log seconds."""
-UNKNOWN_NOISE = 2.0
-"""Times as much where the framework is not known."""
-
-
-def noise_of(run: PublishedRun) -> float:
-    """Standard deviation of a row's log seconds around the effects and its source."""
-    return NOISE[class_of(run)] * (UNKNOWN_NOISE if run.framework == UNKNOWN else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +141,9 @@ class Effects:
         names = features_of(run)
         known = [self.names.index(name) for name in names if name in self.mean]
         unseen = sum(self.priors[name.split(":")[0]] ** 2 for name in names if name not in self.mean)
-        variance = float(self.covariance[np.ix_(known, known)].sum()) + unseen + self.source_sigma**2 + noise_of(run) ** 2
+        variance = (
+            float(self.covariance[np.ix_(known, known)].sum()) + unseen + self.source_sigma**2 + NOISE[class_of(run)] ** 2
+        )
         return sum(self.mean.get(name, 0.0) for name in names), math.sqrt(variance)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,15 +193,14 @@ NOTHING_LEARNT = Learnt()
 
 
 @lru_cache(maxsize=1)
-def published_effects() -> Mapping[str, Effects]:
-    """Those that come with the package, by "known" and "unknown" framework."""
-    document = json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))
-    return {name: Effects.from_dict(entry) for name, entry in document["fits"].items()}
+def published_effects() -> Effects:
+    """Those that come with the package."""
+    return Effects.from_dict(json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))["fit"])
 
 
-def learnt_of(run: PublishedRun, effects: Mapping[str, Effects] | None = None) -> Learnt:
+def learnt_of(run: PublishedRun, effects: Effects | None = None) -> Learnt:
     """What the shipped effects, or others, say of a run of a source that nobody has seen."""
-    fit = (effects or published_effects())["unknown" if run.framework == UNKNOWN else "known"]
+    fit = effects or published_effects()
     median, sigma = fit.of(run)
     low, high = fit.ends[class_of(run)]
     shown = [name for name in features_of(run) if fit.sources.get(name)]

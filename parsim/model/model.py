@@ -83,6 +83,10 @@ class Model(Remembering):
                 producer = values[name].producer
                 if producer is not None and place.get(producer, len(names)) >= place[component.name]:
                     raise ModelError(f"component {component.name} reads {name!r} before {producer} has made it; reorder them")
+        made = {(name, component.name) for component in self.components for name in component.outputs}
+        named = {(value.name, value.producer) for value in self.values if value.producer is not None}
+        for name, maker in sorted(made ^ named):
+            raise ModelError(f"value {name!r}: the model and component {maker} do not agree that {maker} makes it")
 
     @cached_property
     def component_index(self) -> Mapping[str, int]:

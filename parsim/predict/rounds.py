@@ -97,12 +97,12 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
-    """The share of a conversion among all tp ranks that products cannot hide, at least, whatever the plan.
+    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks.
 
     Args:
-        work: of the conversion. switches: of every plan.
+        switches: of every plan.
     """
-    if isinstance(work, Collective) and len(work.group) == tp:
+    if isinstance(work, Collective) and len(work.group) == tp and len({rank // tp for rank in work.group}) == 1:
         if switches.get("tensor_overlap") and work.operation in IN_PIECES:
             return 1 / tp
         if switches.get("tensor_backward_overlap") and work.operation in SUMS:

@@ -10,10 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, pairwise
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 from parsim.errors import PlanError
 from parsim.model.component import Component, InnerExchange, Value
+from parsim.model.layers import layers_of
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
@@ -682,11 +684,26 @@ class PlanIndex(PlacedModel):
         for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
             for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
                 buckets[name][bucket.number] = bucket
+        if self.plan.zero_stage >= 3:
+            for unit in self._units():
+                together = {number: bucket for name in unit for number, bucket in buckets[name].items()}
+                buckets |= {name: together if buckets[name] else {} for name in unit}
         return {name: tuple(by_number.values()) for name, by_number in buckets.items()}
+
+    def _units(self) -> Iterator[list[str]]:
+        """Components of a chunk whose parameters come and go together, whatever layers are cut into: a layer, what lies before
+        the first one, and what lies behind the last (torchtitan's fully_shard of [norm, output])."""
+        names, layers = [component.name for component in self.model.components], layers_of(self.model)
+        cuts = sorted({0, len(names), *(bound for layer in layers for bound in layer)}) if layers else []
+        for first, last in pairwise(cuts):
+            for _, run in groupby(names[first:last], key=self.chunk_of.__getitem__):
+                unit = list(run)
+                if all(self.placement[name].kind != "place" for name in unit):  # what runs on one rank is its own
+                    yield unit
 
     def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
         """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
-        ZeRO 2 these are gradients, with ZeRO 3 parameters too."""
+        ZeRO 2 these are gradients, with ZeRO 3 parameters too, and those of the whole layer."""
         return self._unsharded[component]
 
     def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:

@@ -238,14 +238,16 @@ def _hops_s(
     target: ValueLayout,
 ) -> float:
     """A conversion on the tp ranks from `base` on: of every hop the message or group that takes least."""
-    total, size_bytes, switches = 0.0, value.size_bytes(samples), dict(problem.switches)
-
-    def exposed_s(work: Work) -> float:
-        return least_exposed(work, mesh.tp, switches) * problem.price([(work, base)], mesh)[0].median_s
-
+    total, size_bytes = 0.0, value.size_bytes(samples)
     for hop in conversion(source, target, mesh.tp):
-        total += min(map(exposed_s, hop_works(hop, base, size_bytes, mesh.tp)), default=0.0)
+        works = hop_works(hop, base, size_bytes, mesh.tp)
+        total += min((_exposed_s(problem, work, base, mesh) for work in works), default=0.0)
     return total
+
+
+def _exposed_s(problem: PlanningProblem, work: Work, rank: int, mesh: Mesh) -> float:
+    """Seconds of what products cannot hide of a work, at least."""
+    return least_exposed(work, mesh.tp, dict(problem.switches)) * problem.price([(work, rank)], mesh)[0].median_s
 
 
 def _unlike_bases(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -561,7 +563,7 @@ class _Computation:
         return {}
 
     def _work_s(self, work: Work, rank: int) -> float:
-        return self.problem.price([(work, rank)], self.plan.mesh)[0].median_s
+        return _exposed_s(self.problem, work, rank, self.plan.mesh)
 
     def _transfer_s(self, value: Value, home: int, stage: int, moved: ValueLayout) -> float:
         """From place to place, in the replica whose links are slowest."""
@@ -860,7 +862,7 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
     mesh, rank = layout.plan.mesh, layout.rank(place, 0)
 
     def seconds(of: Work) -> float:
-        return problem.price([(of, rank)], mesh)[0].median_s
+        return _exposed_s(problem, of, rank, mesh)
 
     sending, gathering, done, buckets = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import cast
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
+from parsim.model.layers import layers_of
 from parsim.model.model import Model
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
@@ -221,57 +222,7 @@ def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
     return [int(size) for size in np.cumsum(crossing)[: len(model.components)]]
 
 
-# Layers: runs of components that repeat, whatever they are called.
-#
-# Two components are alike if they do the same work. A model is divided where the longest repetition begins and ends, and what
-# lies before and behind it again. A layer begins where least enters it: in a transformer before the first norm, where the
-# stream alone does, and not behind it, where what the norm has made does too. The last norm is like those of layers, and the
-# first layer may begin with a component that is like no other.
-
-
 Segments = tuple[tuple[str, ...], ...]
-
-
-LONGEST_RECOMPUTED_BLOCK = 64
-"""Components of a repeated block at most."""
-
-
-def repeated_blocks(prints: Sequence[str], entering: Sequence[int] = ()) -> Bounds:
-    """The blocks of several components, in order: of each the first component, and one past the last.
-
-    Args:
-        prints: of every component, equal for those that are alike.
-        entering: by component the bytes per sample that enter it and those behind it from those before; none: alike for all.
-    """
-    found = _longest_repetition(prints)
-    if found is None:
-        return ()
-    first, last, period = found
-    entering = entering or [0] * len(prints)
-    last = max(range(last - period + 1, last + 1), key=lambda end: (-sum(entering[end - period : first : -period]), end))
-    starts = list(range(last, first, -period))
-    begin = max(0, starts[-1] - period) if starts[-1] > first else first
-    bounds = sorted({begin, *starts})
-    before = repeated_blocks(prints[:begin], entering[:begin])
-    behind = repeated_blocks(prints[last:], entering[last:])
-    return (*before, *pairwise(bounds), *((one + last, two + last) for one, two in behind))
-
-
-def _longest_repetition(prints: Sequence[str]) -> tuple[int, int, int] | None:
-    """First component, one past the last, and length of the block that is repeated; the shortest block where several do."""
-    best: tuple[int, int, int] | None = None
-    for period in range(2, min(LONGEST_RECOMPUTED_BLOCK, len(prints) // 2) + 1):
-        first = None
-        for number in range(len(prints) - period + 1):
-            same = number < len(prints) - period and prints[number] == prints[number + period]
-            if same and first is None:
-                first = number
-            if not same and first is not None:
-                last = number + period
-                if last - first >= 2 * period - 1 and (best is None or last - first > best[1] - best[0]):
-                    best = first, last, period
-                first = None
-    return best
 
 
 # Whole layers recomputed together (`Plan.segments`), where the model is cut more finely than its layers.
@@ -288,18 +239,9 @@ BLOCKS_TOGETHER = (1, 2, 4)
 """Blocks that are one segment, in the order in which they are tried: longer ones keep less, and are whole for a while."""
 
 
-@once
 def _layers(problem: PlanningProblem) -> Bounds:
     """The layers of a problem's model; none where they may not be segments."""
-    if not problem.segments:
-        return ()
-    model, changes = problem.model, [0] * (len(problem.model.components) + 1)
-    for value in model.values:
-        if value.producer is not None and (readers := model.readers[value.name]):
-            size = value.bytes_per_sample
-            changes[model.component_index[value.producer] + 1] += size
-            changes[model.component_index[readers[-1]] + 1] -= size
-    return repeated_blocks(model.fingerprints, list(accumulate(changes)))
+    return layers_of(problem.model) if problem.segments else ()
 
 
 def _joined(problem: PlanningProblem, together: int) -> Segments:
@@ -426,10 +368,7 @@ class Cutting:
             pipeline_order=self.order,
             bucket_bytes=self.bucket_bytes,
             zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
-            clip_gradients=self.problem.clip_gradients,
-            optimizer_offload=self.problem.optimizer_offload,
-            activation_offload=self.problem.activation_offload,
-            **dict(self.problem.switches),
+            **self.problem.plan_settings,
         )
 
     def fastest(self) -> Plan:

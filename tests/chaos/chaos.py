@@ -106,6 +106,15 @@ def fill_disk(process: subprocess.Popen[str], pids: dict[int, int], kept: Path, 
         raise OSError(ctypes.get_errno(), "prlimit")
 
 
+def move_folder(process: subprocess.Popen[str], pids: dict[int, int], kept: Path, random_: random.Random) -> None:
+    """Somebody renames the run folder; it comes back before the training is resumed."""
+    kept.rename(_moved(kept))
+
+
+def _moved(kept: Path) -> Path:
+    return kept.with_name(f"{kept.name}-moved")
+
+
 def corrupt(process: subprocess.Popen[str], pids: dict[int, int], kept: Path, random_: random.Random) -> None:
     """A byte of the newest checkpoint changes, then the launcher is killed."""
     process.kill()
@@ -125,9 +134,10 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
     "all ranks are stopped": (stop_all, r"ranks 0, 1 of 2 have been stopped for 3 s"),
     "the launcher is killed": (kill_launcher, ""),
     "the launcher is ended by a signal": (end_launcher, r"ended by SIG(INT|TERM|HUP)\."),
-    "no file can be written": (fill_disk, r"(cannot write its checkpoint|File too large)"),
+    "no file can be written": (fill_disk, r"(cannot write its checkpoint|larger than this process may write)"),
     "a byte of a checkpoint changes": (corrupt, ""),
     "a rank is killed, with --elastic": (kill_rank, ""),
+    "the run folder is moved": (move_folder, r"is not there any more: it was moved or removed"),
 }
 ELASTIC = "a rank is killed, with --elastic"
 """Nobody resumes this training: it continues automatically."""
@@ -186,6 +196,11 @@ def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> O
             time.sleep(0.05)
         if any(_alive(pid) for pid in family):
             found.problems.append("a process is left")
+        if _moved(kept).exists():
+            if kept.exists():
+                found.problems.append(f"written where the folder was: {[path.name for path in kept.rglob('*')]}")
+                shutil.rmtree(kept)
+            _moved(kept).rename(kept)
         _resume(folder, kept, losses, found)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         found.problems.append(f"{type(error).__name__}: {error}"[:400])
@@ -195,6 +210,7 @@ def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> O
                 os.kill(pid, signal.SIGKILL)
         process.wait()
         shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(_moved(kept), ignore_errors=True)
     return found
 
 

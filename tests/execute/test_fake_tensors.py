@@ -177,7 +177,8 @@ def test_the_first_trace_of_a_recurrent_network_equals_later_ones(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_products_of_two_types_fail_as_real_ones_do(dims: int, dtype: torch.dtype) -> None:
-    """torch's own fake products of an input of the wrong type succeed, and a plan would be made of what cannot run."""
+    """torch 2.13: torch's own fake products of an input of the wrong type succeed, and a plan would be made of what cannot
+    run."""
     shape = (2, 3, 8)[-dims:]
 
     def products() -> list[Callable[[], Any]]:

@@ -123,7 +123,8 @@ def test_decoupled_stages_go_on_with_values_on_their_device(monkeypatch: pytest.
 
 
 def test_nadam_s_product_stays_on_the_host_when_a_training_goes_on() -> None:
-    """torch's `load_state_dict` takes it to the device of its parameter, where every update would wait to read it."""
+    """torch 2.13: `load_state_dict` of NAdam takes its product to the device of the parameter, where every update would wait
+    to read it."""
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = make_optimizer("nadam", [parameter], 1e-3)
     moment = torch.empty(3, device="meta")

@@ -90,7 +90,8 @@ def test_a_worker_leaves_alone_what_it_has_from_the_rank() -> None:
 
 
 def test_workers_begin_without_a_number_of_the_process() -> None:
-    """torch draws their seeds where a component of a GPU may draw at that moment. Samples are seeded one by one."""
+    """torch 2.13: a DataLoader draws its workers' seeds from the process's own generator, where a component may draw at that
+    moment. Samples are seeded one by one."""
     before = torch.get_rng_state()
     batches = WorkerBatches(lambda step, microbatch: {"step": torch.tensor(step)}, 1, 1)
     assert int(batches.read(3, 0)["step"]) == 3
@@ -127,8 +128,8 @@ def test_a_worker_takes_no_core_that_the_run_was_not_given(pinned: bool, monkeyp
     [(signal.SIGBUS, "docker run --shm-size"), (signal.SIGKILL, "killed by SIGKILL; set training.workers")],
 )
 def test_a_worker_that_is_killed_is_named_with_what_to_do(number: signal.Signals, wanted: str, in_thread: bool) -> None:
-    """A container has 64 MB of shared memory unless told otherwise. torch says why where the main thread reads; another thread,
-    as on a GPU, was told "exited unexpectedly"."""
+    """torch 2.13: a container has 64 MB of shared memory unless told otherwise. torch says why where the main thread reads;
+    another thread, as on a GPU, was told "exited unexpectedly"."""
 
     def killed(step: int, microbatch: int) -> dict[str, Tensor]:
         os.kill(os.getpid(), number)

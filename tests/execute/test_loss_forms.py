@@ -320,7 +320,8 @@ class Wrapped(nn.Module):
     ids=["own statistics", "torch's parts", "unscaled gradient", "scaled gradient"],
 )
 def test_forms_in_training_and_of_gradients(module: nn.Module, form: str) -> None:
-    """Evaluation and the value of a loss do not show these; torch's BatchNorm and dropout do not count."""
+    """torch 2.13: BatchNorm and dropout differ between training and evaluation, and a loss of one's own that does so is found
+    by its gradients."""
     assert model_from_module(module, torch.randn(5, 6)).loss_form == form
 
 

@@ -177,7 +177,8 @@ def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:
 
 @pytest.mark.parametrize("overflowing", ["", "biases"])
 def test_an_overflow_in_one_group_skips_the_step_of_all(overflowing: str) -> None:
-    """Whichever group comes first. torch's GradScaler skips only the optimizer whose gradients overflowed."""
+    """torch 2.13: GradScaler skips only the optimizer whose gradients overflowed. Here all groups skip, whichever comes
+    first."""
     scaled = stage("amp_fp16", TWO_OPTIMIZERS)
     for held in (False, True):
         before = {name: weight.detach().clone() for name, weight in scaled.parameters.items()}

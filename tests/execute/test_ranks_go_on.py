@@ -76,7 +76,8 @@ def write(folder: Path, step: int, *, ranks: int = 2) -> None:
 
 
 def test_ranks_that_were_ended_in_their_first_checkpoint_begin_anew(alone: None, tmp_path: Path) -> None:
-    """torchrun starts them again, and nobody else looks into the folder before."""
+    """torch 2.13: torchrun starts ranks again that ended in their first checkpoint, and nobody else looks into the folder
+    before."""
     write(tmp_path, 4, ranks=1)
     entry: Any = Resuming()
     loop._resume(entry, tmp_path, PLACE)

@@ -43,14 +43,15 @@ def reduced_by_gloo(values: list[torch.Tensor], operation: Any) -> list[torch.Te
 
 @pytest.mark.parametrize("operation", ["MAX", "MIN"])
 def test_gloo_loses_a_nan_in_half_of_the_places(operation: str) -> None:
-    """torch 2.13, gloo: MAX and MIN keep a NaN of one rank or lose it by its place; SUM keeps all."""
+    """torch 2.13, gloo: MAX and MIN keep a NaN of one rank or lose it by its place, 500 of 1,000; SUM keeps all."""
     for kept, name in ((500, operation), (1000, "SUM")):
         values = reduced_by_gloo([torch.full((1000,), value) for value in (0.0, torch.nan)], getattr(dist.ReduceOp, name))
         assert [int(value.isnan().sum()) for value in values] == [kept, kept]
 
 
 def test_ranks_agree_on_an_overflow_whatever_its_place() -> None:
-    """What goes through MAX is 0 or a count, never the gradients themselves: a NaN is seen at every place."""
+    """torch 2.13, gloo: a count that is reduced by MAX arrives, so ranks agree on an overflow whatever its place; the
+    gradients themselves do not go through MAX."""
     for place in (0, 499, 500, 999):
         broken = torch.zeros(1000)
         broken[place] = torch.nan
@@ -80,8 +81,8 @@ class Storages(TorchDispatchMode):
 @pytest.mark.parametrize(("implementation", "whole", "largest"), [("foreach", 4, 0), ("for-loop", 0, 8), ("fused", 0, 0)])
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_temporary_bytes_of_adam_by_implementation(kind: str, implementation: str, whole: int, largest: int) -> None:
-    """torch 2.13: foreach holds 4 bytes per element of all parameters; for-loop at least 8 per element of the one that it
-    updates; fused none. parsim runs the first and the last."""
+    """torch 2.13: foreach Adam holds 4 bytes per element of all parameters; for-loop Adam at least 8 per element of the one
+    that it updates; fused Adam none. parsim runs the first and the last."""
     for count in (1, 4):
         parameters = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(count)]
         for parameter in parameters:
@@ -122,8 +123,8 @@ def fake_ranks() -> Any:
 
 @pytest.mark.parametrize(("evaluated", "gathers"), [(False, [7, 7, 7]), (True, [10, 10, 10])])
 def test_fsdp2_gathers_the_root_once_and_every_layer_twice(fake_ranks: Any, evaluated: bool, gathers: list[int]) -> None:
-    """torch 2.13, 3 layers and a root: the root stays whole from forward to backward, and after an evaluation until the next
-    step's backward. So an evaluation adds the layers alone, and the first step gathers as often as later ones."""
+    """torch 2.13: FSDP2 gathers the root once per step and every layer twice. An evaluation before the step adds the layers
+    alone, and the first step gathers as often as later ones."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
     for layer in module[1]:
         fully_shard(layer, mesh=fake_ranks)

@@ -101,7 +101,7 @@ def test_cache_output_is_explained() -> None:
 
 
 def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
-    """As transformers writes that of Mamba2, whose time steps have no upper bound."""
+    """transformers 5.23: the JSON config of Mamba2 holds Infinity, since its time steps have no upper bound."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIGS["gpt2"], "time_step_limit": [0.0, float("inf")]}))
     assert "Infinity" in path.read_text()

@@ -107,7 +107,8 @@ def test_parts_of_equal_blocks_are_told_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_unreached_weights_and_views_of_weights_train_as_in_torch(tmp_path: Path) -> None:
-    """With weight decay, which would shrink a weight whose gradient is zero. Under ZeRO 3 a view of a weight outlives it."""
+    """torch 2.13: a weight that no loss reaches has no gradient, and weight decay leaves it; a gradient of zero would shrink
+    it. Under ZeRO 3 a view of a weight outlives it."""
     recipe = TrainingRecipe(weight_decay=0.1)
     cases = [
         Case(spec=spec, plan=plan, dataset="synthetic", optimizer="adamw", learning_rate=1e-2, recipe=recipe)

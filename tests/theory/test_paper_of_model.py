@@ -59,7 +59,8 @@ def test_short_memory_asks_for_other_strategies_and_still_agrees() -> None:
 
 
 def test_devices_that_a_context_alone_fills_are_infeasible_and_no_error() -> None:
-    """Their limit is below 0, which HiGHS once refused with an error."""
+    """HiGHS 1.15: a limit below 0 was once refused with an error. Devices that a context alone fills have such a limit, and
+    are infeasible."""
     found = paper_certificate(question("mlp", devices=2, batch=8, memory_bytes=2**28))
     assert found["verdict"] == "agree"
     assert found["exact"]["status"] == found["milp"]["status"] == "infeasible"

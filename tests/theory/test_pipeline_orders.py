@@ -204,14 +204,16 @@ def most_held(actions: Sequence[str]) -> int:
 @pytest.mark.parametrize("order", sorted(TORCHS))
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 10), (3, 12)])
 def test_memory_in_flight_is_that_of_torchs_list(order: str, ranks: int, microbatches: int) -> None:
-    """torch 2.13. A pair of DualPipeV counts as its two actions, one after the other."""
+    """torch 2.13: the most forwards without a backward in the list of every schedule. A pair of DualPipeV counts as its two
+    actions, one after the other."""
     chunks = chunks_of(order)[-1] if PIPELINE_ORDERS[order].most_chunks is not None else 2
     theirs = torch_actions(order, TORCHS[order], ranks, microbatches, chunks)
     assert [most_held(own) for own in theirs] == [in_flight(order, rank, ranks, microbatches, chunks) for rank in range(ranks)]
 
 
 def test_interleaved_1f1b_holds_more_with_6_microbatches_than_with_8() -> None:
-    """6 do not divide into rounds of 4: one round of 6 has a longer first phase (torch 2.13, findings/interleaved_memory)."""
+    """torch 2.13: interleaved 1F1B on 4 ranks holds more with 6 microbatches than with 8: 6 do not divide into rounds of 4,
+    and one round of 6 has a longer first phase."""
     held = {count: [in_flight("interleaved", rank, 4, count, 2) for rank in range(4)] for count in (6, 8)}
     assert held == {6: [12, 11, 9, 7], 8: [11, 9, 7, 5]}
 
@@ -219,7 +221,7 @@ def test_interleaved_1f1b_holds_more_with_6_microbatches_than_with_8() -> None:
 @WITH_TORCH
 @pytest.mark.parametrize("order", sorted(TORCHS))
 def test_what_torch_refuses_is_what_the_rule_refuses(order: str) -> None:
-    """torch 2.13: its constructors raise ValueError exactly where `check_torch_schedule` raises."""
+    """torch 2.13: constructors of schedules raise ValueError exactly where `check_torch_schedule` raises."""
     refused = []
     for ranks, microbatches in itertools.product((2, 3, 4), range(1, 12)):
         chunks = chunks_of(order)[-1]
@@ -244,6 +246,7 @@ def test_what_torch_refuses_is_what_the_rule_refuses(order: str) -> None:
     [(2, 2, 2), (2, 4, 3), (4, 4, 2), (4, 8, 1), (4, 10, 2), (4, 16, 3), (3, 2, 2), (8, 32, 2)],
 )
 def test_the_order_of_actions_is_torchs_own(order: str, schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """torch 2.13: interleaved 1F1B and ZB-H1 run microbatches in rounds of at least as many as there are ranks."""
     theirs = torch_actions(order, schedule, ranks, microbatches, chunks)
     ours = [[str(action) for action in pipeline_actions(order, rank, ranks, microbatches, chunks)] for rank in range(ranks)]
     assert ours == theirs
@@ -254,6 +257,7 @@ def test_the_order_of_actions_is_torchs_own(order: str, schedule: str, ranks: in
     ("ranks", "microbatches"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 8), (3, 5), (4, 3), (4, 7), (4, 16), (8, 32)]
 )
 def test_zb_v_and_its_placement_are_torchs_own(ranks: int, microbatches: int) -> None:
+    """torch 2.13: ZB-V runs with fewer than 2 pp - 1 microbatches, the missing ones left out of its list."""
     from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
     theirs = torch_actions("zero-bubble-v", "ScheduleZBVZeroBubble", ranks, microbatches, 2)
@@ -267,6 +271,8 @@ def test_zb_v_and_its_placement_are_torchs_own(ranks: int, microbatches: int) ->
 @WITH_TORCH
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (2, 9), (3, 6), (3, 7), (4, 8), (4, 16), (5, 11), (8, 32)])
 def test_dualpipe_v_is_torchs_own_with_its_pairs_one_after_another(ranks: int, microbatches: int) -> None:
+    """torch 2.13: DualPipeV pairs a forward of one chunk with a backward of the other, and its late backwards run in
+    halves."""
     theirs = torch_actions("dualpipe-v", "ScheduleDualPipeV", ranks, microbatches, 2)
     flat = [[part for action in row for part in re.findall(r"\d+[FBIW]\d+", action)] for row in theirs]
     halves = [[half for part in row for half in _in_halves(part)] for row in flat]
@@ -293,7 +299,7 @@ def test_orders_in_a_v_end_and_hold_so_many_chunks(order: str, more: int, ranks:
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 5), (8, 16)])
 def test_orders_of_one_stage_per_rank_are_torchs_own(order: str, ranks: int, microbatches: int) -> None:
-    """torch 2.13 numbers the forwards of the last stage of 1F1B from 1 in its list (`_get_pipeline_order`), and runs them from
+    """torch 2.13: 1F1B numbers the forwards of the last stage from 1 in its list (`_get_pipeline_order`), and runs them from
     0 (`_step_microbatches`); the list is for pictures."""
     theirs = torch_actions(order, TORCHS[order], ranks, microbatches, 1)
     if order == "1f1b":

@@ -252,7 +252,8 @@ def test_the_papers_problem_equals_brute_force() -> None:
 
 @pytest.mark.parametrize("seed", [7, 50])
 def test_the_papers_problem_in_microseconds_is_solved_as_exactly(seed: int) -> None:
-    """HiGHS' absolute gap is 1e-6, which is a share of such a step: 0.8% of the optimum was lost, and called optimal."""
+    """HiGHS 1.15: the absolute gap is 1e-6, which is a share of such a step: 0.8% of the optimum was lost, and called
+    optimal."""
     paper = random_paper(seed)
     paper = replace(paper, forward_s=tuple(1e-6 * own for own in paper.forward_s))
     assert solve_milp(paper).seconds == pytest.approx(solve_brute_force(paper).seconds, rel=1e-9)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parsim.model.formats import Numerics
+from parsim.model.layers import repeated_blocks
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -23,7 +24,6 @@ from parsim.search.stages import (
     Cutting,
     place_excess_bytes,
     recomputing_layers,
-    repeated_blocks,
     segments_of,
     within_stages,
 )

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from parsim.app.load import fixed_plan, problem_of
+from parsim.app.question import question_of
 from parsim.engines.static import simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
@@ -17,6 +19,7 @@ from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
 from parsim.predict.memory import plan_memory, whole_bytes
 from parsim.program.lifetimes import Room, bucket_rooms
 from parsim.program.lower import lower
@@ -227,3 +230,20 @@ def test_tied_parameters_of_two_stages_stay_whole() -> None:
     plan = Plan(strategy="hp", mesh=mesh, stages=stages, global_batch=8, microbatches=2, zero_stage=3)
     layout = PlanIndex(plan, model)
     assert {bucket.stages: layout.zero_stage_of(bucket) for bucket in layout.buckets} == {(0,): 3, (1,): 3, (0, 1): 1}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_layers_cut_more_finely_gather_no_later(microbatches: int) -> None:
+    """FSDP wraps layers: their parameters are gathered together, whether a layer is one component or four."""
+    steps = {}
+    for granularity in ("block", "sublayer"):
+        keys = {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.zero_stage": 3, "plan.microbatches": microbatches}
+        keys |= {"model.args.layers": 4, "model.args.seq": 2048, "model.granularity": granularity}
+        keys |= {"plan.placements": {"h.*": "batch"}}  # names components, so that the granularity counts
+        asked = question_of("llama3-8b", cluster="8xh100-sxm", global_batch=8 * microbatches, settings=keys)
+        problem = problem_of(asked)
+        plan = fixed_plan(problem, asked)
+        assert plan is not None
+        steps[granularity] = evaluate(problem, plan, samples=0).result.step_s.median, problem.model.granularity
+    assert {granularity for _, granularity in steps.values()} == {"block", "sublayer"}
+    assert steps["sublayer"][0] == pytest.approx(steps["block"][0], rel=1e-5)

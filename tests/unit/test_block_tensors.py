@@ -335,7 +335,7 @@ def test_numbers_in_the_byte_order_of_another_machine(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 1), (5, 2), (2, 2), (1, 1)])
 def test_shards_that_are_empty_along_one_dim_keep_the_other(shape: tuple[int, int]) -> None:
-    """Local shapes on a mesh of 4 x 2 are those of torch.chunk, as DTensor has them and its collectives count on."""
+    """torch 2.13: DTensor's local shapes on a mesh of 4 x 2 are those of torch.chunk, and its collectives count on them."""
 
     class Square:
         ndim, shape = 2, (4, 2)

@@ -198,7 +198,8 @@ def test_from_the_run_file_to_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_batch_norm_of_one_value_per_channel_needs_two_samples_at_once() -> None:
-    """ResNet-50 at 32 x 32 ends in maps of 1 x 1, and torch trains none of one sample. Larger maps, as a convolution's, may."""
+    """torch 2.13: batch_norm of one value per channel cannot train. ResNet-50 at 32 x 32 ends in maps of 1 x 1; larger maps,
+    as a convolution's, may have one sample."""
     torch = pytest.importorskip("torch")
     from parsim.model.load import model_from_module
 

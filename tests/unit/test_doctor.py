@@ -16,7 +16,7 @@ CPU_ONLY = replace(BARE, torch="2.13.0+cpu", backends=("gloo",))
 NO_GPU = replace(BARE, torch="2.11.0+cu130", cuda_build="13.0", backends=("gloo", "nccl"))
 GPUS = replace(NO_GPU, gpus=(H100, H100))
 
-ALWAYS = "plan, simulate, sweep, compare, explore, cost, report, coverage, profile, models, import"
+ALWAYS = "plan, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import"
 ON_CPU = ("plan any other model", "calibrate --device cpu", "run, validate on CPU processes", "demo")
 ON_GPU = ("calibrate --device cuda", "run, validate on GPUs")
 

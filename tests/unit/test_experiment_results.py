@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.common import running
-from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment, Part, chosen, every_part, lines_of
+from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment, Part, chosen, every_part, lines_of, recorded
 from experiments.common.claims import Claim, claim, counts, of_every, within
 from experiments.common.page import REFUTED_BY, claims_of, finding_of, judge_of, pages_anew, quick_page, results_of
+from experiments.relaxed import epoch_averaging, learning, stale_gradients, times
 
 PARTS = every_part()
 NAMES = [part.name for _, part in PARTS]
@@ -108,3 +112,48 @@ def test_an_experiment_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.M
     script = made_up(tmp_path, text, monkeypatch)
     with pytest.raises(running.ExperimentError, match=re.escape(message)):
         running.documented(script, [], quick=False, out=tmp_path, limit_s=0.5 if "sleep" in text else 30.0)
+
+
+def differences(now: Any, kept: Any, place: str = "") -> Iterator[str]:
+    """Where two documents differ; numbers by more than `OLD`."""
+    if isinstance(now, Mapping) and isinstance(kept, Mapping):
+        for key in sorted(now.keys() | kept.keys()):
+            yield from differences(now.get(key), kept.get(key), f"{place}/{key}")
+    elif isinstance(now, list) and isinstance(kept, list) and len(now) == len(kept):
+        for number, (one, other) in enumerate(zip(now, kept, strict=True)):
+            yield from differences(one, other, f"{place}/{number}")
+    elif isinstance(now, float) and isinstance(kept, int | float):
+        if not math.isclose(now, kept, rel_tol=OLD):
+            yield f"{place}: {now} now, {kept} committed"
+    elif now != kept:
+        yield f"{place}: {now} now, {kept} committed"
+
+
+OLD = 1e-3
+"""Relative difference of a number from which on a committed result is older than the code that makes it."""
+
+AGAIN: dict[tuple[str, str], Callable[[], Any]] = {
+    ("decentralized", "gaps"): learning.gap_rows,
+    ("decentralized", "scaling"): times.scaling_rows,
+    ("epoch_averaging", "times"): epoch_averaging.time_table,
+    ("stale_gradients", "epoch_times"): stale_gradients.time_table,
+    ("stale_gradients", "speedup"): stale_gradients.speedup_table,
+}
+"""Parts of committed results that the code makes again in seconds, without drawing or measuring."""
+
+
+@pytest.mark.parametrize(("part", "key"), list(AGAIN))
+def test_committed_results_are_those_of_the_code(part: str, key: str) -> None:
+    committed = recorded(part)
+    assert committed is not None
+    again = json.loads(json.dumps(AGAIN[part, key]()))
+    found = list(differences(again, committed[key]))
+    assert not found, f"run python experiments/results.py --only {part}; {len(found)} differ: {found[:3]}"
+
+
+def test_a_result_that_is_older_than_the_code_is_noticed() -> None:
+    now = {"rows": [{"memory_gb": 5.7, "name": "mp"}]}
+    assert list(differences(now, {"rows": [{"memory_gb": 5.7004, "name": "mp"}]})) == []
+    (found,) = differences(now, {"rows": [{"memory_gb": 19.5, "name": "mp"}]})
+    assert found == "/rows/0/memory_gb: 5.7 now, 19.5 committed"
+    assert list(differences(now, {"rows": []}))

@@ -171,8 +171,8 @@ def test_frameworks_files_read_back_to_the_same_question(
 def test_a_file_trains_with_the_numbers_that_parsim_would_train_with(
     answers: Answers, tmp_path: Path, optimizer: str, decay: float
 ) -> None:
-    """Those of torch where the question gives none. Frameworks have others: FusedAdam of DeepSpeed no weight decay, torchtitan
-    one of 0.1 and a beta2 of 0.95."""
+    """torchtitan 0.2.2, DeepSpeed 0.19: FusedAdam of DeepSpeed has no weight decay by default, torchtitan one of 0.1 and a
+    beta2 of 0.95. The files say torch's numbers where the question gives none."""
     keys = [*SMALL, *MESHES[0], "plan.microbatches=4", "plan.recompute=none", "training.precision=bf16"]
     keys += [f"training.optimizer={optimizer}", *(["training.weight_decay=0.2"] if decay == 0.2 else [])]
     folder = answers("transformer", "8xh100-sxm", 64, keys)
@@ -242,7 +242,8 @@ def by_hand(answers: Answers, model: str, *keys: str, microbatches: int = 4, ord
 def test_what_torch_refuses_at_the_start_is_not_exported(
     answers: Answers, tmp_path: Path, order: str, chunks: int, stages: int
 ) -> None:
-    """parsim's own executor runs such a plan, which has a price; torch 2.13 raises ValueError before the first step."""
+    """torch 2.13: Schedule1F1B and ScheduleDualPipeV raise ValueError at the start for fewer microbatches than stages.
+    parsim's own executor runs such a plan."""
     folder = by_hand(answers, "qwen3-0.6b", microbatches=3, order=order, chunks=chunks)
     with pytest.raises(ConfigError, match=f"does not start with 3 microbatches.* pp = 4 x {chunks} = {stages}"):
         export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
@@ -250,7 +251,8 @@ def test_what_torch_refuses_at_the_start_is_not_exported(
 
 
 def test_stages_of_a_plan_are_those_of_the_files(answers: Answers, tmp_path: Path) -> None:
-    """torchtitan counts embedding and head as layers, Megatron-LM cuts evenly: the files say which layers a stage has."""
+    """torchtitan 0.2.2, Megatron-Core 0.16: torchtitan counts embedding and head as layers, Megatron-LM cuts evenly: the
+    files say which layers a stage has."""
     folder = by_hand(answers, "qwen3-0.6b")
     stages = json.loads((folder / "plan.json").read_text())["stages"]
     counts = [len({name.split(".")[1] for name in stage["components"] if name.startswith("h.")}) for stage in stages]

@@ -111,7 +111,7 @@ def test_gathering_in_8_bits_is_left_out_where_torchtitan_trains_in_8_bits(conve
 
 @pytest.mark.parametrize(("option", "again"), [("2", [f"h.{layer}" for layer in range(1, 32, 2)]), ("op", "selective")])
 def test_what_torchtitan_recomputes_selectively(option: str, again: object) -> None:
-    """Every second layer; or by operator, where it also computes every second product again."""
+    """torchtitan 0.2.2: selective recomputation runs every second layer again, or by operator."""
     recipe = titan(activation_checkpoint={"mode": "selective", "selective_ac_option": option})
     assert recipe.settings(2)["plan.recompute"] == again
     left_out = recipe.left_out.get("activation_checkpoint.selective_ac_option", "")
@@ -236,6 +236,8 @@ def test_a_pipeline_that_torch_refuses_at_the_start_is_refused(schedule: str, le
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 def test_rounds_that_torch_refuses_are_refused(schedule: str) -> None:
+    """torch 2.13: interleaved schedules refuse microbatches that make no rounds of equal size, and torchtitan a batch that is
+    no multiple of the microbatch."""
     with pytest.raises(ConfigError, match=r"microbatches \(11\) in 2 equal rounds on pp = 4; use 8 or 12 microbatches"):
         pipelined(11, {"pipeline_parallel_schedule": schedule})
     with pytest.raises(ConfigError, match=r"local_batch_size = 9 must be divisible by pipeline_parallel_microbatch_size = 2"):
@@ -256,13 +258,16 @@ def test_rounds_that_torch_refuses_are_refused(schedule: str) -> None:
     ],
 )
 def test_stages_of_torchtitan_count_the_embedding_and_the_head(keys: dict[str, object], layers: str, chunks: int) -> None:
-    """torchtitan 0.2.2, generate_llm_fqn_per_model_part. With 3 layers per stage 34 layers make 12 stages, 3 per rank."""
+    """torchtitan 0.2.2: the embedding and the head count as a layer each, unless the file says otherwise
+    (generate_llm_fqn_per_model_part). With 3 layers per stage 34 layers make 12 stages, 3 per rank."""
     recipe = pipelined(8, keys)
     assert recipe.chunks == chunks
     assert f"{layers} layers into its stages" in recipe.left_out["plan.stages"]
 
 
 def test_stages_that_torchtitan_cannot_make_are_refused() -> None:
+    """torchtitan 0.2.2: stages that the ranks do not divide, and an embedding that counts for more than a stage, are refused
+    at the start."""
     with pytest.raises(ConfigError, match="layers_per_stage = 5 makes 7 stages of 32 layers"):
         pipelined(8, {"pipeline_parallel_layers_per_stage": 5})
     with pytest.raises(ConfigError, match="cannot cut 32 layers into 4 stages: each has 12, and the embedding counts as 16"):
@@ -274,7 +279,8 @@ def test_stages_that_torchtitan_cannot_make_are_refused() -> None:
 
 @pytest.mark.parametrize(("batch", "taken"), [(4, True), (6, False), (8, True), (3, False)])
 def test_rounds_that_megatron_refuses_are_refused(batch: int, taken: bool) -> None:
-    """Megatron-Core 0.16.1, forward_backward_pipelining_with_interleaving."""
+    """Megatron-Core 0.16: an interleaved pipeline runs rounds of pp microbatches and refuses a rest of fewer
+    (forward_backward_pipelining_with_interleaving)."""
     pipeline = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
     recipe = read_script(SIZES.replace("layers 4", "layers 8") + pipeline + f"--global-batch-size {batch}")
     if taken:
@@ -285,7 +291,8 @@ def test_rounds_that_megatron_refuses_are_refused(batch: int, taken: bool) -> No
 
 
 def test_layers_that_megatron_refuses_to_cut_are_refused() -> None:
-    """Megatron-Core 0.16.1, get_num_layers_to_build; a layout says what each stage has."""
+    """Megatron-Core 0.16: layers must divide by the stages, unless a layout says what each stage has
+    (get_num_layers_to_build)."""
     pipeline = "--pipeline-model-parallel-size 3 "
     with pytest.raises(ConfigError, match="4 layers must be divisible by pp 3 x 1 stages"):
         read_script(SIZES + pipeline)
@@ -395,6 +402,8 @@ def test_a_file_is_planned_as_it_is() -> None:
 def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
     older: dict[str, dict[str, object]], newer: dict[str, object]
 ) -> None:
+    """torchtitan 0.2.2: degrees moved from [training] and [experimental] to [parallelism]; both spellings are one
+    question."""
     small: dict[str, object] = {"local_batch_size": 2, "seq_len": 128}
     tables = older | {"training": small | older.get("training", {})}
     assert titan(**tables).settings(8) == titan(training=small, parallelism=newer).settings(8)

@@ -402,7 +402,7 @@ def test_a_deepspeed_batch_is_filled_in_or_refused_as_deepspeed_does(
 
 @pytest.mark.parametrize(("stated", "norm"), [({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0.0}, None)])
 def test_deepspeed_clips_at_1_where_nothing_is_said(stated: dict[str, float], norm: float | None) -> None:
-    """DeepSpeed 0.19.3, runtime/constants.py: GRADIENT_CLIPPING_DEFAULT = 1.0; in 0.19.2 it is 0."""
+    """DeepSpeed 0.19.3: GRADIENT_CLIPPING_DEFAULT is 1.0 (runtime/constants.py); in 0.19.2 it is 0."""
     run = read_deepspeed(source({"train_batch_size": 8, **stated}))
     assert run.keys.get("training.clip_norm") == norm
     assert any("0.19.3" in warning for warning in run.warnings) == (not stated)
@@ -410,7 +410,7 @@ def test_deepspeed_clips_at_1_where_nothing_is_said(stated: dict[str, float], no
 
 @pytest.mark.parametrize(("stage", "warns"), [(0, False), (1, True), (2, True), (3, False)])
 def test_deepspeed_overlaps_by_itself_at_stage_3_alone(stage: int, warns: bool) -> None:
-    """DeepSpeed 0.19.2 to 0.19.8, runtime/zero/config.py: overlap_comm left out is true at stage 3 and false below."""
+    """DeepSpeed 0.19: overlap_comm left out is true at stage 3 and false below (0.19.2 to 0.19.8, runtime/zero/config.py)."""
     for stated in ({}, {"overlap_comm": True}):
         run = read_deepspeed(source({"train_batch_size": 8, "zero_optimization": {"stage": stage, **stated}}))
         assert any("overlap_comm is absent" in warning for warning in run.warnings) == (warns and not stated)
@@ -418,7 +418,8 @@ def test_deepspeed_overlaps_by_itself_at_stage_3_alone(stage: int, warns: bool) 
 
 @pytest.mark.parametrize("batches", [7, 9, 10])
 def test_the_documented_profiler_loop_records_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
-    """torch 2.13: without `repeat=1` the export after the loop holds the cycle that began last, with empty steps or none."""
+    """torch 2.13: without `repeat=1` an export after the loop holds the profiler's cycle that began last, with empty steps or
+    none."""
     torch = pytest.importorskip("torch")
     snippet = re.search(r"```python\n(steps = torch.profiler.*?)```", Path("docs/import.md").read_text(), re.DOTALL)
     assert snippet

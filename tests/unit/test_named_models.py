@@ -36,7 +36,9 @@ def flop(model: Model, *kinds: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMERS if NAMED[name].parameters])
 def test_parameters_are_those_that_were_published(name: str) -> None:
-    assert by_name(name).parameter_count == NAMED[name].parameters
+    named = NAMED[name]
+    assert by_name(name).parameter_count == named.parameters
+    assert named.shape is None or named.shape.weights == pytest.approx(named.parameters, rel=0.01)
 
 
 @pytest.mark.parametrize(

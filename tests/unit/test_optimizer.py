@@ -96,7 +96,8 @@ def test_every_optimizer_of_torch_is_a_row_or_refused() -> None:
 
 @pytest.mark.parametrize("name", ["nadam", "asgd"])
 def test_counters_are_resumed_in_their_own_type(name: str) -> None:
-    """In float64 the counters are float32, as torch makes them; so a resumed training stays equal bit for bit."""
+    """torch 2.13: counters of NAdam and ASGD are float32 beside float64 weights. They are resumed so, and a resumed training
+    stays equal bit for bit."""
     optimizers, every = [], [make_parameters(), make_parameters()]
     for parameters in every:
         for parameter in parameters:
@@ -117,6 +118,7 @@ def test_counters_are_resumed_in_their_own_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.endswith("_fused")])
 def test_accesses_and_temporary_bytes_are_those_of_torchs_operations(name: str) -> None:
+    """torch 2.13: optimizers of foreach operations hold 0, 4 or 8 bytes per element of all parameters beside their state."""
     row, parameter = OPTIMIZERS[name], torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = row.make([parameter], row.learning_rate)
@@ -131,6 +133,7 @@ def test_accesses_and_temporary_bytes_are_those_of_torchs_operations(name: str) 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_bytes_are_what_torch_allocates(name: str) -> None:
+    """torch 2.13: state of every optimizer by name, counters apart, is a fixed number of bytes per element."""
     parameters = [torch.nn.Parameter(p.detach().float()) for p in make_parameters()]
     flat = flat_gradients(parameters)
     flat.fill_(1.0)
@@ -155,7 +158,7 @@ def test_tied_parameters_are_updated_once() -> None:
 
 @pytest.mark.parametrize(("size", "is_clipped"), [(1e18, True), (1e20, False)])
 def test_a_norm_that_overflows_is_seen(size: float, is_clipped: bool) -> None:
-    """torch 2.13 sets gradients of 1e20 to 0 (findings/clip_grad_norm_overflow.sh)."""
+    """torch 2.13: clip_grad_norm_ sets gradients of 1e20 to 0, since their norm is inf; here they become NaN."""
     gradients = [torch.full((4,), size), torch.ones(4)]
     norm = squared_norm(gradients, torch.device("cpu")).sqrt()
     scale_to_norm(gradients, norm, 1.0)
@@ -170,7 +173,8 @@ def test_a_norm_that_overflows_is_seen(size: float, is_clipped: bool) -> None:
     [(torch.float16, 4000.0, 56576.0), (torch.float16, 8000.0, math.inf), (torch.bfloat16, 8000.0, 113152.0)],
 )
 def test_norms_of_half_precision_are_not_rounded_or_lost(type_: torch.dtype, size: float, theirs: float) -> None:
-    """torch 2.13 keeps the norm in the type of the gradients: fp16 ends at 65,504, and bf16 rounds to 8 bits."""
+    """torch 2.13: clip_grad_norm_ keeps the norm in the type of the gradients: fp16 ends at 65,504, and bf16 rounds to 8
+    bits."""
     gradients = [torch.full((100,), size, dtype=type_) for _ in range(2)]
     exact = size * math.sqrt(200)
     assert float(torch.nn.utils.get_total_norm(gradients)) == theirs != pytest.approx(exact, rel=1e-5)

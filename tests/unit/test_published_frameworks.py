@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from experiments.published.answer import _problem, answer
+from experiments.published.predict import predict
 from experiments.published.question import question_of
-from experiments.published.quoted import in_unit
+from experiments.published.quoted import contradiction, in_unit
 from experiments.published.rows import row_of
+from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.frameworks import plausible_frameworks
+from parsim.model.catalogue.names import NAMED
 from tests.published_row import row_with
 
 OWN = {"hidden": "1536", "heads": "24", "tp": "8", "pp": "1", "dp": "1", "precision": "fp16"}
@@ -70,3 +74,97 @@ def test_flop_of_selective_recomputation_are_those_of_its_authors() -> None:
         flop = 72 * batch * layers * seq * hidden**2 * (1 + seq / (divisor * hidden) + vocab / (12 * layers * hidden))
         question = asked(unit=unit, recompute="selective", id="megatron-mfu2022-1")
         assert in_unit(question, 2.0) == pytest.approx(100 * flop / 2 / 8 / 312e12, rel=1e-9)
+
+
+LOOPS: tuple[tuple[str, str, int, dict[str, Any], str], ...] = (
+    ("llama3-8b", "h100-sxm", 8, {"zero": 3}, "fsdp"),
+    ("llama3-8b", "h100-sxm", 8, {"zero": 3, "selective": True}, "torchtitan"),
+    ("llama3-8b", "h100-sxm", 8, {"zero": 3, "low": True}, "torchtitan"),
+    ("llama3-8b", "h100-sxm", 8, {"low": True}, "megatron"),
+    ("llama3-8b", "h100-sxm", 8, {}, "fsdp"),
+    ("llama3-8b", "h100-sxm", 8, {"zero": 1}, "megatron"),
+    ("llama3-8b", "h100-sxm", 8, {"zero": 2}, "deepspeed"),
+    ("llama3-8b", "a100-sxm-80gb", 1, {}, "hf-trainer"),
+    ("llama3-70b", "h100-sxm", 64, {"divided": True}, "megatron"),
+    ("llama3-70b", "b200", 64, {"divided": True}, "megatron-bridge"),
+    ("mixtral-8x7b", "h100-sxm", 64, {}, "megatron-bridge"),
+    ("gpt3-1.3b", "h100-sxm", 8, {"zero": 0}, "ddp"),
+    ("gpt3-1.3b", "a100-sxm-80gb", 8, {"zero": 0}, "ddp"),
+    ("gpt3-1.3b", "a100-sxm-80gb", 64, {"zero": 0}, "megatron 2021"),
+    ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": True}, "megatron 2021"),
+    ("gpt3-175b", "h100-sxm", 512, {"divided": True}, "megatron"),
+    ("bert-4b", "v100-sxm-32gb", 8, {}, "deeplearningexamples"),
+    ("bert-4b", "h100-sxm", 8, {"zero": 1, "low": True}, "mlperf"),
+)
+
+
+@pytest.mark.parametrize(("model", "gpu", "devices", "given", "expected"), LOOPS)
+def test_what_is_known_of_a_loop_says_who_wrote_it(
+    model: str, gpu: str, devices: int, given: dict[str, Any], expected: str
+) -> None:
+    shape = NAMED[model].shape
+    assert shape is not None
+    known = {"divided": False, "zero": None, "selective": False, "low": False} | given
+    found = plausible_frameworks(shape, gpu, devices=devices, memory_bytes=load_gpu(gpu).memory_bytes.value, **known)
+    assert f"{found[0].name} {found[0].until or ''}".strip() == expected
+    assert len({(row.name, row.until) for row in found}) == len(found)
+
+
+NAMELESS = {"id": "nobody-1", "source": "somebody/else:README.md", "hardware": "H100-SXM5-80GB", "model": "Llama 3.1 8B"}
+LLAMA = dict.fromkeys(("layers", "hidden", "heads", "tp", "pp", "dp"), "") | {"seq": "8192", "unit": "tokens/s/GPU"}
+
+
+def test_an_unknown_framework_does_not_fit_only_if_no_plausible_one_does() -> None:
+    """A run of llm-foundry's tables: torch's own loss would need 43 of 40 GiB, and Composer's keeps less of it."""
+    values = NAMELESS | LLAMA | {"hardware": "A100-40GB", "model": "MPT-1b", "seq": "2048", "zero_stage": "3"}
+    row = row_with(**values | {"gpus": "32", "global_batch": "320", "micro_batch": "10", "recompute": "none"})
+    found = predict(row_of(row))
+    assert found.fit_probability is not None
+    assert found.fit_probability > 0.5
+    assert found.why.startswith("unknown, as fsdp")
+    assert "memory as composer holds it" in found.why
+    too_large = predict(row_of(row | {"global_batch": "640", "micro_batch": "20"}))
+    assert too_large.fit_probability is not None
+    assert too_large.fit_probability < 0.5
+
+
+def test_a_named_framework_is_not_guessed() -> None:
+    found = predict(row_of(row_with(id="nobody-1", notes="Megatron-LM")))
+    assert found.why.startswith("megatron: ")
+    assert "framework" not in found.why.split(";")[1]
+
+
+def test_experts_reach_their_ranks_as_their_framework_sends_them() -> None:
+    values = {"hardware": "GB200", "model": "Qwen3_30B_a3B", "tp": "1", "pp": "1", "dp": "8", "ep": "8", "precision": "bf16"}
+    blank = dict.fromkeys(("layers", "hidden", "heads"), "")
+    bridge, megatron = (
+        _problem(question_of(row_of(row_with(**(blank | values | {"id": name}))))) for name in ("nemo-bridge-1", "megatron-1")
+    )
+    assert (bridge.routing.dispatcher, megatron.routing.dispatcher) == ("hybridep", "all_to_all")
+
+
+def test_nemo_counted_attention_in_full() -> None:
+    """Its table of 24.07 states both for Llama 3 8B on 8 H100: 12,273 tokens/s and 711 TFLOP/s per GPU."""
+    values = LLAMA | {"id": "nemo2407-1", "hardware": "H100-SXM5-80GB", "model": "LLAMA3-8B", "global_batch": "128"}
+    tokens, flop = (
+        question_of(row_of(row_with(**values | {"unit": unit, "tp": "1", "pp": "1", "recompute": "", "micro_batch": "1"})))
+        for unit in ("tokens/s/GPU", "TFLOP/s/GPU (model)")
+    )
+    assert in_unit(flop, 1.0) / in_unit(tokens, 1.0) == pytest.approx(711 / 12273, rel=0.01)
+
+
+def test_speeds_and_parameters_that_contradict_each_other_are_both_told() -> None:
+    values = LLAMA | NAMELESS | {"tp": "1", "pp": "1", "zero_stage": "3", "global_batch": "8", "micro_batch": "1"}
+
+    def told(notes: str, value: str, **more: str) -> str:
+        return contradiction(question_of(row_of(row_with(**values | {"notes": notes, "value": value} | more))))
+
+    assert told("model TFLOP/s/GPU 400", "7500") == ""  # 54 GFLOP per token, 61 with all of attention: 407 or 459
+    text = told("model TFLOP/s/GPU 800", "7500")
+    assert "800 TFLOP/s" in text
+    assert "7500 tokens/s/GPU" in text
+    assert "are taken" in text
+    assert told("H100 with a peak of 989 TFLOP/s, 0.4 MFU", "7500") == ""
+    assert told("", "7500") == ""
+    stated = question_of(row_of(row_with(**values | {"params": "13e9"}))).assumed
+    assert any("8.03B parameters where 13B are stated" in text for text in stated)

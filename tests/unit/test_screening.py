@@ -13,6 +13,7 @@ from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan
 from parsim.search.space import Allowance, Node
 from parsim.search.tree import Incumbents, Members, judged_best_first
 
@@ -55,3 +56,12 @@ def test_outlines_are_estimated_in_the_order_of_their_best_plans(problem: Planni
     some = outlines[::3]
     found = [best_s(problem, outline) for outline in some]
     assert spearmanr([outline.promise_s for outline in some], found).statistic >= 0.94
+
+
+def test_a_search_goes_on_for_longer_until_a_plan_fits(problem: PlanningProblem) -> None:
+    """Though the memory of some plans is known."""
+    problem.unlike_memory(custom_plan(problem, Mesh(tp=8), microbatches=8))
+    assert problem.with_memory
+    spare = Allowance(problem=problem, left=-1.0)
+    assert not spare.lasts(known=True)
+    assert Allowance(problem=problem, left=-1.0).lasts(known=False)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parsim.errors import ModelError
 from parsim.model import load as stored
 from parsim.model.component import Component, Parameter
 from parsim.model.model import Model
+from tests.models import chain_model
 
 
 def small(name: str = "m") -> Model:
@@ -95,3 +98,18 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(stored.SWITCH, str(tmp_path / "file" / "below"))
     stored.write("key", small())
     assert stored.read("key") is None
+
+
+def test_a_model_whose_parts_disagree_is_refused_before_it_is_planned() -> None:
+    """Found by damaging saved models: each was read well, and crashed a search."""
+    whole = chain_model((1e6, 2e6))
+    assert Model.from_json(whole.to_json()) == whole
+    first = next(value for value in whole.values if value.producer is not None)
+    for producer in (None, "nobody", whole.components[1].name):
+        values = tuple(replace(value, producer=producer) if value == first else value for value in whole.values)
+        with pytest.raises(ModelError, match=r"do not agree|before"):
+            replace(whole, values=values)
+    text = whole.to_json().replace("1000000.0", "1e308")
+    assert text != whole.to_json()
+    with pytest.raises(ModelError, match=r"forward_flop: expected a finite number, got 1e\+308"):
+        Model.from_json(text)

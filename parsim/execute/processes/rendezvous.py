@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ExecutionError
 
@@ -159,7 +159,8 @@ def sealed(store: Store, token: str) -> Store:
             return store.check([name(key) for key in keys])
 
         def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-            store.wait([name(key) for key in keys], timeout or store.timeout)
+            names = [name(key) for key in keys]
+            store.wait(names) if timeout is None else store.wait(names, timeout)
 
         def deleteKey(self, key: str) -> bool:
             return store.delete_key(name(key))
@@ -171,7 +172,8 @@ def sealed(store: Store, token: str) -> Store:
             store.set_timeout(timeout)
 
         def clone(self) -> Store:
-            return sealed(store.clone(), token)
+            of_torch: Any = store  # whose stubs lack it
+            return sealed(of_torch.clone(), token)
 
     made: Store = SealedStore()
     _sealed.append(made)

@@ -15,7 +15,7 @@ from typing import Literal
 from parsim.errors import ModelError
 from parsim.hardware.cluster import Cluster
 from parsim.model.catalogue.convolution import ConvolutionSoftware
-from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
+from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Shape, Software
 from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.registry import Registry
 
@@ -400,6 +400,58 @@ def framework_of(name: str, year: int | None = None) -> Framework:
     if year is None:
         return row
     return next((version for version in row.earlier if year <= version.until), row)
+
+
+SOFTWARE_OF = {"v100": 2020, "p100": 2020, "a100": 2021, "a800": 2021, "a30": 2021}
+"""The year of the software on a GPU, by the first word of its name, where the model does not say that it is younger. Without an
+entry: the current one. Fused attention came to Megatron-LM and to fine-tuning with the models of 2023 (`is_recent`)."""
+ONE_NODE = 8
+"""GPUs of a node: before 2023, what trained on several was written for Megatron."""
+STATE_BYTES = 18
+"""Per parameter, where states are not divided: weights and gradients in 16 bits, and 14 bytes of the optimizer."""
+
+
+def is_recent(shape: Shape) -> bool:
+    """Whether a model is of 2023 or later, as Llama, Qwen, Mixtral and DeepSeek are: gated or with experts."""
+    return shape.gated or bool(shape.experts)
+
+
+def plausible_frameworks(
+    shape: Shape, gpu: str, *, devices: int, memory_bytes: float, divided: bool, zero: int | None, selective: bool, low: bool
+) -> tuple[Framework, ...]:
+    """The frameworks that may have written a loop of which no more than this is known, the most likely first.
+
+    Divided parameters are FSDP's, and torchtitan's where something else is divided too, where recomputation is selective, or
+    products are in 8 bits. Otherwise what is divided, experts and 8 bits are Megatron's. Whole states are those of DDP; on one
+    GPU recent models are fine-tuned, most often by transformers.Trainer. BERT has MLPerf's kernels on GPUs after A100.
+
+    Args:
+        gpu: a part by name, of which so many train. divided: along tp, pp, cp or ep. zero: stage; None: not known.
+        selective: parts of layers are recomputed. low: products are in 8 or 4 bits.
+    """
+    year = None if is_recent(shape) else SOFTWARE_OF.get(gpu.split("-")[0])
+    whole = STATE_BYTES * shape.weights <= memory_bytes / 2
+    names: tuple[str, ...]
+    if zero == 3:
+        first = ("torchtitan", "fsdp") if divided or selective or low else ("fsdp", "torchtitan")
+        names = (*first, "composer", "torchtune", "deepspeed")
+    elif shape.experts or (divided and gpu.startswith(("b", "gb"))):
+        names = ("megatron-bridge", "megatron", "nemo")
+    elif divided:
+        names = ("megatron", "nemo", "megatron-bridge")
+    elif not shape.causal:
+        names = ("mlperf",) if year is None else ("deeplearningexamples", "mlperf")
+    elif zero == 1 or low:
+        names = ("megatron", "nemo", "megatron-bridge")
+    elif zero == 2:
+        names = ("deepspeed", "hf-trainer")
+    elif zero is None and devices > 1 and not whole:
+        names = ("fsdp", "torchtitan", "composer", "torchtune", "deepspeed")
+    elif devices == 1 and is_recent(shape):
+        names = ("hf-trainer", "torchtune")
+    else:
+        names = ("megatron", "ddp") if year is not None and devices > ONE_NODE else ("ddp", "megatron")
+    return tuple(framework_of(name, year) for name in names)
 
 
 def hosted(cluster: Cluster, *, launches: float, step_s: float) -> Cluster:

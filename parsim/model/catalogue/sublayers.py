@@ -94,6 +94,19 @@ class Shape:
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def weights(self) -> int:
+        """Parameters without norms and biases."""
+        width, rotated = self.heads * self.dim, self.heads * self.rope_dim
+        attention = self.hidden * (width + 2 * self.keys * self.dim)
+        if self.key_rank:
+            queries = (self.query_rank or self.hidden) * (width + rotated) + self.hidden * self.query_rank
+            attention = queries + self.hidden * (self.key_rank + self.rope_dim) + 2 * self.key_rank * width
+        arms, dense = 3 if self.gated else 2, self.dense_layers if self.experts else self.layers
+        mixture = self.hidden * (arms * (self.experts * self.expert_ffn + self.shared_ffn) + self.experts)
+        layers = self.layers * (attention + width * self.hidden) + dense * arms * self.hidden * self.inner
+        return layers + (self.layers - dense) * mixture + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
     def learned_positions(self) -> bool:
         return not (self.rotary or self.alibi)
 
@@ -141,10 +154,10 @@ class Software:
 
     Attributes:
         flash: attention is one kernel. dropout: after attention, after the two sublayers and inside attention.
-        activation_arrays: moved by the activation function's kernels per element of the MLP's inside, gated or not.
-        residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
+        activation_arrays: moved by the kernels of a gated activation function per element of the MLP's inside, the gate apart.
+        activation_saved: copies of the inside of a gated MLP that are kept. residual_arrays: moved by adding the residual.
         score_arrays: moved between the two products of unfused attention; 2 where scale, mask and softmax are one kernel.
-        norm_arrays: moved by a norm. selective: the inside of attention is computed again.
+        norm_arrays: moved by an RMS norm. selective: the inside of attention is computed again.
         modules: of `MODULES`, those that run again by operator; none: those of torch's policies.
         loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
         loss_arrays: of 2 bytes per logit that the loss moves in its forward.
@@ -450,14 +463,16 @@ class Layer:
                 self.moved(elements, self.software.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
 
     def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
-        """A normalisation; a fused one is read and written once."""
+        """A normalisation, read and written once by one kernel; `arrays` of one that takes several, which only RMS norms do."""
         elements = 2 * hidden if kind == "layer" else hidden
-        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
+        self.moved(tokens * hidden, arrays if kind == "rms" else NORM_ARRAYS, divided=divided, parameters=elements)
         self.weight(f"{name}.weight", hidden)
         if kind == "layer":
             self.weight(f"{name}.bias", hidden)
 
 
+NORM_ARRAYS = 2.0
+"""That torch's layer norm moves: one kernel in eager mode too."""
 RULE = "tensor"
 SEQUENCE = "sequence"
 
@@ -602,17 +617,21 @@ def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
         residual_of(layer, n * h, divided=not norm)
 
 
+GELU = (2.0, 2.0)
+"""Arrays that it moves, and copies of the MLP's inside that are kept: one kernel in eager mode too."""
+
+
 def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
     shape, software, part = layer.shape, layer.software, layer.part
     arms = 2 if shape.gated else 1
     bias = shape.expert_bias if name == "experts" else shape.bias
     layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
-    arrays = software.activation_arrays + (1 if shape.gated else 0)
+    arrays, copies = (software.activation_arrays + 1, software.activation_saved) if shape.gated else GELU
     begin = len(layer.operators)
     layer.moved(problems * rows * inner, arrays, divided=True)
     activation = layer.since(begin)
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
-    saved = software.activation_saved - 1 + (1 if shape.gated else 0)
+    saved = copies if shape.gated else copies - 1
     size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
     layer.saved.add(size, divided=True)
     again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
