@@ -65,11 +65,14 @@ For samples packed from several documents use `--set model.args.document_tokens=
 documents of different lengths, give the mean over tokens (the sum of squares over the sum).
 
 `--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
-of Megatron-LM, NeMo, torchtitan or nanotron; `--set model.args.vocab=32000` supplies what it lacks. `[cluster]` takes
+of Megatron-LM, NeMo, Megatron-Bridge, Primus, torchtitan, nanotron, MaxText, axolotl, torchtune, Lightning, Accelerate or
+Hugging Face's TrainingArguments; `--set model.args.vocab=32000` supplies what it lacks, and so does
+`--set model.name=llama3-8b`. `parsim models` lists all names with their sizes; ids of Hugging Face
+(`meta-llama/Llama-3.1-8B-Instruct`) are names as well. `[cluster]` takes
 `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
 
 `experiments/published/README.md` compares such predictions with published runs of sources that nothing was fitted on.
-Mean errors: 11 and 7% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
+Mean errors: 10 and 7% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
 
 `python examples/large_models.py` prints this page."""
 
