@@ -55,7 +55,7 @@ def best_s(problem: PlanningProblem, outline: Node) -> float:
         judge=lambda plan: simulated_step(problem, plan, fold=True).step_s,
         incumbents=best,
         late=[],
-        spare=Allowance(problem=problem),
+        spare=Allowance(problem=problem, memories=len(problem.with_memory)),
     )
     return best.best_s
 

@@ -83,7 +83,8 @@ def _of_findings() -> Iterator[Behaviour]:
     readme = (ROOT / "findings" / "README.md").read_text(encoding="utf-8")
     for name, package, text in re.findall(r"^\| \[(\w+)\]\(\w+\.sh\) \| ([^:|]+): (.*) \|$", readme, re.MULTILINE):
         script = (ROOT / "findings" / f"{name}.sh").read_text(encoding="utf-8")
-        pinned = [version for tool, version in re.findall(r"([\w-]+)==(\d[\w.]*)", script) if tool not in TOOLS]
+        every = dict(re.findall(r"([\w-]+)==(\d[\w.]*)", script))
+        pinned = [every.get(package) or next(version for tool, version in every.items() if tool not in TOOLS)]
         looped = re.findall(r"for version in ([\d. ]+);", script)
         yield Behaviour(
             package=f"{package} {', '.join(looped[0].split()) if looped else pinned[0]}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.costs.costs import Costs, Priced, price
@@ -116,6 +116,16 @@ class PlanningProblem(Remembering):
     def fixed_zero_stage(self) -> int:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
+
+    @property
+    def plan_settings(self) -> dict[str, Any]:
+        """Keys of Plan that every plan has alike."""
+        return {
+            "clip_gradients": self.clip_gradients,
+            "optimizer_offload": self.optimizer_offload,
+            "activation_offload": self.activation_offload,
+            **dict(self.switches),
+        }
 
     @property
     def zero_stages(self) -> tuple[int, ...]:

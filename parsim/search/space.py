@@ -298,11 +298,11 @@ class Allowance:
 
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
-        known = self.problem.with_memory  # however its model is divided
-        for plan in islice(known, self.memories, None):
+        remembered = self.problem.with_memory  # however its model is divided
+        for plan in islice(remembered, self.memories, None):
             actions = plan.mesh.pp * plan.chunks * plan.microbatches
             self.left -= (REMEMBERED + actions / ACTIONS_PER_VISIT) * self.components
-        self.memories = len(known)
+        self.memories = len(remembered)
         return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
 
     def open(self, visits: int) -> None:
@@ -407,7 +407,7 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: f
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
         saved_s: what a cut may save at most, of both its sides together.
     """
-    up_to = [0.0, *np.cumsum(seconds).tolist()]
+    up_to: list[float] = [0.0, *np.cumsum(seconds).tolist()]
     whole = up_to[-1]
 
     def reaches(bound_s: float) -> bool:

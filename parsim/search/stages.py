@@ -368,10 +368,7 @@ class Cutting:
             pipeline_order=self.order,
             bucket_bytes=self.bucket_bytes,
             zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
-            clip_gradients=self.problem.clip_gradients,
-            optimizer_offload=self.problem.optimizer_offload,
-            activation_offload=self.problem.activation_offload,
-            **dict(self.problem.switches),
+            **self.problem.plan_settings,
         )
 
     def fastest(self) -> Plan:

@@ -415,10 +415,7 @@ def _plan(
         microbatches=microbatches,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         zero_stage=max(zero_stage, mesh.least_zero_stage),
-        clip_gradients=problem.clip_gradients,
-        optimizer_offload=problem.optimizer_offload,
-        activation_offload=problem.activation_offload,
-        **dict(problem.switches),
+        **problem.plan_settings,
     )
 
 
