@@ -14,6 +14,7 @@
 #   make results-quick  small versions of the experiments within five minutes: does all run?
 #   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=15)
 #   make test-gpu  the tests that need a GPU
+#   make real      contracts with real packages, each in an environment of its own (a network, some minutes)
 #   make format    let ruff rewrite what it can of what `make check` complains about
 #   make clean     remove .venv and all caches
 #
@@ -31,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pyth
 PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick results results-quick fuzz chaos docs gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu real check bench bench-quick results results-quick fuzz chaos docs gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,6 +59,9 @@ docs: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(PYTEST) -n 0 -m gpu tests
+
+real: $(STAMP)
+	$(PYTEST) -n 0 -m real tests/real
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -296,6 +296,11 @@ class Allowance:
         """Of the model."""
         return len(self.problem.model.components)
 
+    @property
+    def spent(self) -> float:
+        """The share of the allowance that is spent."""
+        return 1 - self.left / MOST_VISITS
+
     def lasts(self, *, known: bool) -> bool:
         """Whether another part may be opened. Without a plan that fits (`known`) the search goes on for longer."""
         remembered = self.problem.with_memory  # however its model is divided

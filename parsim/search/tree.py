@@ -808,6 +808,10 @@ FEWEST_OF_A_FAMILY = 3
 UNLIKELY = 0.05
 """Of an estimate, how much too short it may be: an outline whose estimate is so much above the best step is not opened."""
 
+LOSERS_SHARE = 0.1
+"""Of the allowance: until so much is spent, families that lost are searched for rows of their own. On 8 V100s ResNet-50's mp row
+is 590 ms with it, and 780 ms without. Llama 3 8B on 64 H100s: the row is 6% slower than with 0.2, and the search 4 s shorter."""
+
 
 def open_one_by_one(
     parts: Mapping[str, list[Node]],
@@ -829,7 +833,6 @@ def open_one_by_one(
     queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
     left = []
     opened_of: Counter[str] = Counter()
-    longer: dict[str, float] = {}  # by family, how much longer than their estimates its best plans took at least
     for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
         family = owners[name]
         if family is not together and rivals:
@@ -839,17 +842,14 @@ def open_one_by_one(
             opened(name, [node], family)  # puts it aside
             continue
         unlikely = node.promise_s > (1 + UNLIKELY) * min(family.rival_s, family.best_s)
-        if unlikely and family.rival_s < family.best_s:  # it may still be the best of a family that lost
-            unlikely = node.promise_s * longer.get(name, 1.0) > family.bar_s
+        if unlikely and family.rival_s < family.best_s and (spare.spent < LOSERS_SHARE or not family.steps_s):
+            unlikely = node.promise_s > family.bar_s  # it may still be the best of a family that lost
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
         opened_of[name] += 1
         tell(name, len(queue) - opened_of.total(), together.best_s)
-        before_s = family.best_s
         opened(name, [node], family)
-        if family.best_s < before_s:
-            longer[name] = max(1.0, min(family.best_s / node.promise_s, longer.get(name, float("inf"))))
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()

@@ -20,10 +20,6 @@ BASE = ("torch==2.13.0", "numpy==2.4.1", "setuptools==80.9.0", "wheel==0.45.1")
 Script = Callable[..., Any]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real: reads and writes with real packages, outside CI; run by `make real`")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return None if "real" in str(config.getoption("markexpr")).split() else True
 
