@@ -359,6 +359,10 @@ def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bo
 INFINITE = float("inf")
 
 
+SAME = 1 + 1e-9
+"""Sums of equal seconds in another order differ by less than this factor."""
+
+
 def partition(
     components: int,
     stages: int,
@@ -386,9 +390,10 @@ def partition(
     for stage in range(stages):
         reached = np.maximum(slowest, stage_s(stage))
         least = reached.min(axis=1)
-        sums = np.where(reached == least[:, None], moved + transfer_s, INFINITE)
-        cuts.append(sums.argmin(axis=1))
-        slowest, moved = least, sums.min(axis=1)
+        sums = np.where(reached <= least[:, None] * SAME, moved + transfer_s, INFINITE)
+        fewest = sums.min(axis=1)
+        cuts.append((sums <= fewest[:, None] * SAME).argmax(axis=1))  # the first: later stages, which keep less, get more
+        slowest, moved = least, fewest
     if slowest[components] == INFINITE:
         raise ScheduleError(f"no cut into {stages} stages fits the devices' memory; use more devices or a smaller batch")
     bounds: list[tuple[int, int]] = []
