@@ -56,9 +56,9 @@ def test_replicas_that_take_the_mean_of_their_weights_wait(doing: Callable[[], D
     seen: list[Doing] = []
     rounds: Any = MixingRounds.__new__(MixingRounds)
     rounds._stage, rounds._replicas = SimpleNamespace(layout=None, rank=0, parameters={}), 2
-    rounds._groups = {(MEAN, (0, 1)): None}
+    rounds._groups, rounds.masses = {(MEAN, (0, 1)): None}, {}
     monkeypatch.setattr(mixing, "mixing_peers", lambda *_: [(0, 1)])
-    monkeypatch.setattr(MixingRounds, "_buckets", lambda self: [SimpleNamespace(parameters=())])
+    monkeypatch.setattr(MixingRounds, "_buckets", lambda self: [SimpleNamespace(number=0, parameters=())])
     monkeypatch.setattr(MixingRounds, "_packed", lambda self, bucket: torch.zeros(1))
     monkeypatch.setattr(dist, "all_reduce", lambda flat, group: seen.append(doing()))
     assert rounds.mean_weights() == {}

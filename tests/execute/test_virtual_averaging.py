@@ -126,7 +126,7 @@ def test_a_drawn_round_of_a_stepping_rule_is_the_rounds_own() -> None:
     rule = Synchronisation(kind="average", period_steps=3, participation=0.5, seed=2)
     order = part.order(small_problem())
     steps = steps_of(rule, 4, training(), order)
-    rounds = [next(steps)[1] for _ in range(7)]
+    rounds = [next(steps)[1].rounds for _ in range(7)]
     assert rounds == [0, 0, 1, 1, 1, 2, 2]
 
 

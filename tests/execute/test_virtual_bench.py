@@ -9,7 +9,7 @@ from scipy.stats import kendalltau
 from experiments.relaxed.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
 from experiments.relaxed.dbench import METRICS
 from experiments.relaxed.gossip import GossipRule
-from parsim.errors import AlgorithmError
+from parsim.errors import AlgorithmError, DataError
 from parsim.plans.mixing import Ada, mixing_graph
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
@@ -102,7 +102,7 @@ def test_bad_input() -> None:
     models = {"linear": training(())}
     with pytest.raises(AlgorithmError, match="at least one model, way, scale, sharding and seed; got 1, 0, 1, 1 and 1"):
         run_bench(models, {}, scales=(4,))
-    with pytest.raises(AlgorithmError, match="more samples"):
+    with pytest.raises(DataError, match="more samples"):
         run_bench(models, {"ring": WAYS["ring"]}, scales=(1000,))
     one = run_bench(models, {"ring": WAYS["ring"]}, scales=(4,), epochs=1, batch=5)
     with pytest.raises(AlgorithmError, match="at least two of them"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from experiments.relaxed.gossip import GossipRule, GossipRun, Replicas, train_on_graph
 from experiments.relaxed.graphs import ClosedLoopAda, failing_links, rotating_peers
 from experiments.relaxed.sharded import Partition
-from parsim.errors import AlgorithmError
+from parsim.errors import AlgorithmError, DataError
 from parsim.execute.processes.launch import launch
 from parsim.plans.mixing import GRAPHS, Ada, mixing_graph
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers
@@ -164,7 +164,7 @@ def test_the_profile_of_a_run() -> None:
 def test_bad_input() -> None:
     with pytest.raises(AlgorithmError, match="of 4 workers and the partition of 6"):
         train(6, graph=mixing_graph("ring", 4))
-    with pytest.raises(AlgorithmError, match="more samples"):
+    with pytest.raises(DataError, match="more samples"):
         train_on_graph(training_of(2), partition_of(200), GossipRule(graph=mixing_graph("ring", 200)))
     with pytest.raises(AlgorithmError, match="did you mean combine_adapt or adapt_combine"):
         GossipRule(graph=mixing_graph("ring", 4), combination="adapt")

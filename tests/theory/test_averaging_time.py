@@ -16,7 +16,7 @@ from experiments.relaxed.arrivals import (
 )
 from experiments.relaxed.sharded import shard_samples
 from parsim.data.shards import shard_sizes
-from parsim.errors import DataError
+from parsim.errors import AlgorithmError, DataError
 
 KINDS = ("iid", "label_sorted", "dirichlet")
 
@@ -114,7 +114,7 @@ def test_synchronisation_times() -> None:
 
 
 def test_bad_queues() -> None:
-    with pytest.raises(DataError, match="either epochs or total"):
+    with pytest.raises(AlgorithmError, match="either epochs or total"):
         merge_events(lambda worker, epoch: 1.0, 2)
-    with pytest.raises(DataError, match="finite"):
+    with pytest.raises(AlgorithmError, match="finite"):
         merge_events(lambda worker, epoch: float("nan"), 2, epochs=1)

@@ -236,7 +236,8 @@ def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_us
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_command_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     number = getattr(signal, name)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+    before = signal.signal(number, usual)  # a shell's background job ignores some
 
     def command(*, told: bool) -> None:
         try:
@@ -255,7 +256,7 @@ def test_a_signal_ends_a_command_in_one_line(name: str, capsys: pytest.CaptureFi
             line = f"parsim: ended by {name} before `parsim plan` had a result; nothing is left running. Give the same command"
             assert capsys.readouterr().err == ("" if told else f"{line} again\n")
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(number) == usual
+        signal.signal(number, before)
     with pytest.raises(SystemExit, match="7"):
         _endings_told("plan", sys.exit)(7)
