@@ -32,8 +32,8 @@ from typing import Any
 from parsim.errors import LONGEST_MESSAGE, ParsimError
 from parsim.units import CONTROL
 
-LIMIT_S = 5.0
-"""Of the processor: on a machine that others use too, the clock tells nothing."""
+LIMIT_S, PLANNED_S = 5.0, 20.0
+"""Of the processor, to read a file, and to plan what was read: on a machine that others use too, the clock tells nothing."""
 WAIT_S = 120.0
 """On the clock: a reader that waits for something, such as the other end of a pipe."""
 LIMIT_BYTES = 2**30
@@ -87,6 +87,11 @@ class Reader:
     sample: bytes
     file: str
     read: Callable[[Path], object]
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of the processor that a file may take."""
+        return PLANNED_S if self.name.endswith(", planned") else LIMIT_S
 
 
 def damaged(sample: bytes, random_: random.Random) -> bytes:
@@ -179,7 +184,7 @@ def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     try:
-        with warnings.catch_warnings(), _limit():
+        with warnings.catch_warnings(), _limit(reader.limit_s):
             warnings.simplefilter("ignore")
             reader.read(path)
     except ParsimError as error:
@@ -190,7 +195,7 @@ def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
         if isinstance(error.__cause__, MemoryError):
             return "MemoryError"
     except _Slow:
-        return f"took longer than {LIMIT_S:g} s of the processor, or {WAIT_S:g} s on the clock"
+        return f"took longer than {reader.limit_s:g} s of the processor, or {WAIT_S:g} s on the clock"
     except BaseException as error:
         return "".join(traceback.format_exception(error)[-4:])
     return ""
@@ -201,11 +206,11 @@ class _Slow(BaseException):
 
 
 @contextlib.contextmanager
-def _limit() -> Iterator[None]:
+def _limit(processor_s: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _Slow
 
-    timers = ((signal.SIGPROF, signal.ITIMER_PROF, LIMIT_S), (signal.SIGALRM, signal.ITIMER_REAL, WAIT_S))
+    timers = ((signal.SIGPROF, signal.ITIMER_PROF, processor_s), (signal.SIGALRM, signal.ITIMER_REAL, WAIT_S))
     before = {number: signal.signal(number, stop) for number, _, _ in timers}
     for _, timer, limit_s in timers:
         signal.setitimer(timer, limit_s)
