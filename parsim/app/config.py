@@ -543,15 +543,6 @@ def _check_by_hand(question: Question) -> None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
 
 
-_NEEDS = {
-    "tensor_overlap": ("tp",),
-    "tensor_backward_overlap": ("tp",),
-    "blocking_transfers": ("pp",),
-    "scatter_gather": ("pp", "tp"),
-}
-"""Switches, and the axes of a mesh that they are about."""
-
-
 INNER_AXES = ("pp", "tp", "cp", "ep")
 
 
@@ -590,10 +581,10 @@ def _check_switches(question: Question) -> None:
     """Raise ConfigError where a switch of [plan] means nothing on its mesh or with its ZeRO stage, or excludes another one."""
     plan, row = question.plan, question.software.row
     by_hand, mesh = plan.strategy == "custom", plan.mesh or MeshTable()
-    for key, axes in _NEEDS.items():
-        sizes = [getattr(mesh, axis) or (1 if by_hand else None) for axis in axes]
+    for key, switch in SWITCHES.items():
+        sizes = [getattr(mesh, axis) or (1 if by_hand else None) for axis in switch.axes]
         if getattr(plan, key) and 1 in sizes:
-            needs = " and ".join(f"{axis} > 1" for axis in axes)
+            needs = " and ".join(f"{axis} > 1" for axis in switch.axes)
             raise ConfigError(f"plan.{key} = true belongs to plan.mesh with {needs}; drop it")
     if plan.tensor_overlap and plan.sequence_parallel is False:
         raise ConfigError(
@@ -602,8 +593,9 @@ def _check_switches(question: Question) -> None:
         )
     usual = 0 if row is None else row.zero
     zero = usual if by_hand and plan.zero_stage == AUTO else plan.zero_stage
-    for key, value, stage in (("gather_ahead", True, 1), ("backward_prefetch", False, 3)):
-        if getattr(plan, key) == value and zero not in (AUTO, stage):
+    for key, switch in SWITCHES.items():
+        stage, value = switch.zero_stage, getattr(plan, key)
+        if stage is not None and value == (not switch.usual) and zero not in (AUTO, stage):
             raise ConfigError(
                 f"plan.{key} = {str(value).lower()} belongs to zero_stage = {stage}, and the plan has zero_stage = {zero}; set "
                 f"zero_stage = {stage}, or drop it"

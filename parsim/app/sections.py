@@ -385,9 +385,7 @@ class ClusterSection(ConfigSection):
     """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
     history: Name | None = None
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
-    devices: (
-        Annotated[int, Field(strict=True, ge=1, le=MOST_DEVICES)] | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None
-    ) = None
+    devices: DeviceCount | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
     nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""

@@ -14,10 +14,10 @@ SAME_TIME = re.compile(
     r"(base_model_|model_type|tokenizer|trust_remote|is_|dataset|datasets|test_datasets|shuffle|val_set|output_dir|wandb|mlflow|"
     r"num_epochs|max_steps|learning_rate|lr_|cosine|warmup|weight_decay|adam_|max_grad_norm|logging|eval|save|saves|early_|"
     r"resume|auto_resume|local_rank|seed|special_tokens|tokens|chat_|train_on|hub_|debug|strict|push_|load_in|dataloader|"
-    r"fsdp_config\.(fsdp_)?(auto_wrap|backward|cpu_ram|forward|limit|offload_params$^|state_dict|sync|transformer_layer|use_orig|"
+    r"fsdp_config\.(fsdp_)?(auto_wrap|backward|cpu_ram|forward|limit|state_dict|sync|transformer_layer|use_orig|"
     r"final_state|version|reshard)|fsdp_version|flash_attention|sdp_attention|xformers|attn_|gradient_checkpointing_kwargs|"
-    r"ddp_|plugins|loss_watchdog|group_by_length$^|rl$^|bos_|pad_to|strict|axolotl_config|use_tensorboard|comet|overrides_of_model|"
-    r"remove_unused|dataset_|skip_|sample_packing_|multipack|micro_batch_|include_|unfrozen$^)"
+    r"ddp_|plugins|loss_watchdog|bos_|pad_to|strict|axolotl_config|use_tensorboard|comet|overrides_of_model|"
+    r"remove_unused|dataset_|skip_|sample_packing_|multipack|micro_batch_|include_)"
 )
 LEFT_OUT = {
     "sample_packing": "every sample has all its tokens, and attention reaches over the whole of it",

@@ -37,8 +37,8 @@ STRATEGIES = {
 SAME_TIME = re.compile(
     r"(seed|trainer\.(accelerator|logger|callbacks|max_|min_|limit_|val_check|check_val|num_sanity|log_every|enable_|"
     r"deterministic|benchmark|inference|use_dist|profiler|detect|barebones|plugins|sync_batchnorm|reload|default_root|fast_dev|"
-    r"overfit|gradient_clip|strategy\.init_args\.(find_unused|static_graph|process_group|timeout|state_dict|auto_wrap|save_dist|"
-    r"cpu_offload$^))|data\.|optimizer\.init_args|optimizer\.|lr_scheduler|ckpt_path|out_dir|data$|eval|logger|tokenizer|resume|"
+    r"overfit|gradient_clip|strategy\.init_args\.(find_unused|static_graph|process_group|timeout|state_dict|auto_wrap|save_dist))|"
+    r"data\.|optimizer\.init_args|optimizer\.|lr_scheduler|ckpt_path|out_dir|data$|eval|logger|tokenizer|resume|"
     r"initial_checkpoint|train\.(save|log|lr_|max_|epochs|min_lr|tie|warmup|max_norm|beta|weight_decay)|model_config\.|access_token|"
     r"model\.|precision$|hparams)"
 )

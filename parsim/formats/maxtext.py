@@ -38,7 +38,7 @@ SAME_TIME = re.compile(
     r"learning_rate|warmup|cosine|adam_|gradient_clip|eval|save_|load_|data_shuffle|enable_goodput|monitor|packing|use_iota|"
     r"mu_dtype|hardware|jax_|compile|metrics|gcs_|tensorboard|init_|dropout|rope_|normalization|mlp_activations|"
     r"logits_|attention$|attention_type|scan_layers|shard_mode|num_slices|expansion|grain|remat_policy|megablox|sparse_matmul|"
-    r"capacity_factor$^|base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
+    r"base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
     r"allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
 )
 LEFT_OUT = {
@@ -97,10 +97,9 @@ def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
         recipe.micro_batch = max(1, int(local) // max(1, parts if parts > 0 else recipe.pp))
     policy = keys.text("remat_policy", default="full")
     recipe.recompute = "full" if policy == "full" else "selective" if policy in KEPT else "none"
-    if policy not in ("full", "none", *KEPT) and policy != "custom":
-        recipe.left_out["remat_policy"] = f"{policy} is not modelled: nothing is computed again"
-    if policy == "custom":
-        recipe.left_out["remat_policy"] = "custom policies are not modelled: nothing is computed again"
+    if policy not in ("full", "none", *KEPT):
+        what = "custom policies are" if policy == "custom" else f"{policy} is"
+        recipe.left_out["remat_policy"] = f"{what} not modelled: nothing is computed again"
     weights, dtype = keys.text("weight_dtype", default="float32"), keys.text("dtype", default="bfloat16")
     low = keys.text("quantization").lower()
     recipe.training["precision"] = "fp32" if dtype == "float32" else "bf16" if weights == "bfloat16" else "amp_bf16"

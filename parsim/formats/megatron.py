@@ -56,7 +56,7 @@ SAME_TIME = re.compile(
     r"mock-data|dataloader|reset-|eod|override-opt|use-checkpoint|check-for|manual-gc|no-check|check-weight|hidden-dropout|"
     r"attention-dropout|apply-layernorm-1p|attention-softmax|no-query|query-key|config-path|config-name|trainer-log|"
     r"auto-detect|yaml-cfg|straggler|enable-one|legacy|use-legacy|transformer-impl|use-mcore|mscale|beta|multi-latent|"
-    r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory|kv-lora-rank$^)"
+    r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)"
 )
 """Beginnings of options that change neither the time nor the memory of a step."""
 

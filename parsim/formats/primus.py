@@ -13,7 +13,7 @@ from typing import Any
 from parsim.errors import ConfigError
 from parsim.formats.maxtext import read_maxtext
 from parsim.formats.megatron import read_yaml
-from parsim.formats.recipe import YAML, Recipe, yaml_table
+from parsim.formats.recipe import YAML, Recipe, plain_value, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.torchtitan import read_toml
 
@@ -57,9 +57,7 @@ def _default(value: object) -> object:
         return {key: _default(entry) for key, entry in value.items()}
     if isinstance(value, str) and (form := re.fullmatch(r"\$\{\w+:([^{}]*)\}", value)):
         text = form[1].strip("\"'")
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        return int(text) if re.fullmatch(r"-?\d+", text) else text or None
+        return plain_value(text) if text else None
     return value
 
 

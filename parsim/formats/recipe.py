@@ -282,6 +282,13 @@ def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def plain_value(text: str) -> bool | int | str:
+    """A word of a command line or of the environment, as a table would hold it."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
 def refuse_adapters(framework: str, key: str, value: str) -> None:
     """Raise ConfigError for a file that trains a few added weights: priced as full training it would be wrong."""
     if value.lower() not in ("", "none", "full", "false"):

@@ -18,6 +18,7 @@ from parsim.formats.recipe import (
     Recipe,
     cut_in_layers,
     layers_of_stages,
+    plain_value,
     read_back,
     transformer_of,
     whole_number,
@@ -458,7 +459,7 @@ def read_launch(source: SourceFile) -> Recipe:
     for key, text in given.items():
         table, dot, own = key.partition(".")
         if dot and table in SECTIONS:
-            tables.setdefault(table, {})[own] = _plain(text)
+            tables.setdefault(table, {})[own] = plain_value(text)
     recipe = read_toml(tables)
     if "config" in given and not file:
         preset = f"{given.get('module', '')} {given['config']}".strip()
@@ -478,13 +479,6 @@ PRESET_KEYS = (
 )
 """What a preset sets, and the key that supplies it."""
 SECTIONS = frozenset({"training", "parallelism", "activation_checkpoint", "compile", "optimizer", "model", "float8"})
-
-
-def _plain(text: str) -> object:
-    """A word of the command line as TOML would hold it."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
 def is_launch(source: SourceFile) -> bool:

@@ -185,18 +185,33 @@ MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-SWITCHES = (
-    "tensor_overlap",
-    "tensor_backward_overlap",
-    "gather_ahead",
-    "blocking_transfers",
-    "scatter_gather",
-    "backward_prefetch",
-)
-"""What software does whatever the plan. On a mesh, or with a ZeRO stage, where a switch means nothing it changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareSwitch:
+    """What software does whatever the plan. Where it means nothing it changes nothing.
+
+    Attributes:
+        axes: of the mesh, all longer than 1 where it means something. zero_stage: that it belongs to; None: to any.
+        usual: as PyTorch has it. executed: the executor knows both ways.
+    """
+
+    axes: tuple[str, ...] = ()
+    zero_stage: int | None = None
+    usual: bool = False
+    executed: bool = False
+
+
+SWITCHES: Mapping[str, SoftwareSwitch] = {
+    "tensor_overlap": SoftwareSwitch(axes=("tp",)),
+    "tensor_backward_overlap": SoftwareSwitch(axes=("tp",)),
+    "gather_ahead": SoftwareSwitch(zero_stage=1),
+    "blocking_transfers": SoftwareSwitch(axes=("pp",)),
+    "scatter_gather": SoftwareSwitch(axes=("pp", "tp")),
+    "backward_prefetch": SoftwareSwitch(zero_stage=3, usual=True, executed=True),
+}
 SIMULATED_ONLY = ("segments", "optimizer_offload", "activation_offload")
-"""Keys of a plan that the executor does not know, as it does not know any of SWITCHES but the last; empty or False where
-unused."""
+"""Keys of a plan, beside switches, that the executor does not know; empty or False where unused."""
 
 
 UNSAID = (*SIMULATED_ONLY, *SWITCHES, "recompute", "context_exchange", "clip_gradients", "synchronisation")
@@ -439,7 +454,7 @@ class Plan:
     def not_executable(self) -> str:
         """The key that only the simulator supports; "" if there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
-        switched = [key for key in self.switched if key != "backward_prefetch"]
+        switched = [key for key in self.switched if not SWITCHES[key].executed]
         return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key)), *switched]), "")
 
     @property
@@ -450,16 +465,13 @@ class Plan:
     @property
     def switched(self) -> tuple[str, ...]:
         """The switches that are not as PyTorch has them and that mean something in this plan."""
-        mesh = self.mesh
-        means = {
-            "tensor_overlap": self.tensor_overlap and mesh.tp > 1,
-            "tensor_backward_overlap": self.tensor_backward_overlap and mesh.tp > 1,
-            "gather_ahead": self.gathers_ahead,
-            "blocking_transfers": self.blocking_transfers and mesh.pp > 1,
-            "scatter_gather": self.scatter_gather and mesh.pp > 1 and mesh.tp > 1,
-            "backward_prefetch": not self.backward_prefetch and self.zero_stage == 3,
-        }
-        return tuple(key for key in SWITCHES if means[key])
+        return tuple(
+            key
+            for key, switch in SWITCHES.items()
+            if getattr(self, key) != switch.usual
+            and switch.zero_stage in (None, self.zero_stage)
+            and all(getattr(self.mesh, axis) > 1 for axis in switch.axes)
+        )
 
     @property
     def world_size(self) -> int:

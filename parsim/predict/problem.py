@@ -132,6 +132,12 @@ class PlanningProblem(Remembering):
         """The ZeRO stages that plans may have."""
         return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
 
+    def zero_stages_on(self, mesh: Mesh) -> tuple[int, ...]:
+        """Of `zero_stages` those that a plan on the mesh may have: sharding groups divide something."""
+        if isinstance(self.zero_stage, int):
+            return self.zero_stages
+        return tuple(stage for stage in self.zero_stages if stage >= mesh.least_zero_stage)
+
     def state_bytes_per_element(self, optimizer: str = "") -> int:
         """What the optimizer of a `Parameter` ("": the problem's) keeps of it."""
         state_bytes = self._cache.state_bytes

@@ -67,9 +67,7 @@ def estimated_s(
     placed = [tuple(some.get(name, BATCH) for name in names) for some in placements]
     samples = [problem.global_batch // (mesh.dp * count) for count in counts]
     held = [held_totals(problem, mesh, *each) for each in zip(samples, placed, strict=True)]
-    fixed = isinstance(problem.zero_stage, int)
-    free = [stage for stage in problem.zero_stages if fixed or stage >= mesh.least_zero_stage]
-    stages = free if mesh.copies > 1 else free[:1]
+    stages = problem.zero_stages_on(mesh)[: None if mesh.copies > 1 else 1]
 
     def by_count(figures: Sequence[float]) -> Floats:
         return np.array(figures, dtype=np.float64)[:, None, None]

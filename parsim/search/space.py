@@ -233,12 +233,12 @@ def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[i
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     """Every stage that is asked for; 0 alone where no two ranks hold the same parameters, and not with sharding groups."""
-    if isinstance(problem.zero_stage, int):
-        return (problem.zero_stage,)
-    if layout.plan.mesh.dp_shard:
-        return tuple(stage for stage in problem.zero_stages if stage)
-    shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
-    return problem.zero_stages if shared else (0,)
+    mesh = layout.plan.mesh
+    stages = problem.zero_stages_on(mesh)
+    if isinstance(problem.zero_stage, int) or mesh.dp_shard:
+        return stages
+    shared = mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
+    return stages if shared else (0,)
 
 
 # Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.

@@ -637,8 +637,7 @@ class Members:
         """Combinations of ZeRO stages and bucket sizes."""
         if mesh.copies * mesh.tp == 1:
             return 1
-        fixed = isinstance(self.problem.zero_stage, int)
-        return len(self._sizes) * sum(fixed or stage >= mesh.least_zero_stage for stage in self.problem.zero_stages)
+        return len(self._sizes) * len(self.problem.zero_stages_on(mesh))
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:

@@ -47,7 +47,7 @@ MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for 
     zero_stage=st.sampled_from(ZERO_STAGES),
     bucket_bytes=st.sampled_from((2**16, 2**20, 25 * 2**20)),
     recompute=st.sampled_from(("none", "full")),
-    switched=st.sets(st.sampled_from(SWITCHES)),
+    switched=st.sets(st.sampled_from(tuple(SWITCHES))),
 )
 def test_no_plan_is_simulated_below_its_bound(
     model: str,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parsim.execute.processes.group import ProcessPlace, read_place
 from parsim.execute.processes.heartbeat import BEATS_VARIABLE, RankWatch, create_beats, process_state, read_beats
-from parsim.execute.processes.launch import POLL_S, signals_as_exit
+from parsim.execute.processes.launch import POLL_S, rank_command, signals_as_exit
 from parsim.execute.processes.output import MARK_VARIABLE, PARENT_VARIABLE, kill_launch, scratch_folder, signal_name
 
 
@@ -32,7 +32,7 @@ def guarded(job: Path, place: ProcessPlace, hang_s: float) -> str | int:
         beats = scratch / "beats"
         create_beats(beats, place.rank + 1)
         variables = {BEATS_VARIABLE: str(beats), PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: mark}
-        command = [sys.executable, "-m", "parsim.execute.processes.rank", "parsim.execute.worker", str(job)]
+        command = rank_command(["parsim.execute.worker", str(job)])
         rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True)
         try:
             while (status := rank.poll()) is None:

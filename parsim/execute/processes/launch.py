@@ -117,11 +117,16 @@ def launch(
                 left -= 1
 
 
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    """The command of a process that runs `rank.main` with these arguments."""
+    return [sys.executable, "-m", "parsim.execute.processes.rank", *arguments]
+
+
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
     """Start a process that leads a session and runs `rank.main` with these arguments."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "parsim.execute.processes.rank", *arguments],
+            rank_command(arguments),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
