@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data.shards import SHARDINGS, Shards, shard_sizes
-from parsim.errors import AlgorithmError, DataError
+from parsim.data.shards import SHARDINGS, Shards, check_enough, shard_sizes
+from parsim.errors import AlgorithmError
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalTraining, steps_of
@@ -42,10 +42,7 @@ def shard_samples(
     Raises:
         DataError: more workers than samples, an unknown rule, proportions that are not positive or not one per worker.
     """
-    if not 1 <= workers <= len(targets):
-        raise DataError(
-            f"{workers} workers cannot share {len(targets)} samples; use between 1 and {len(targets)} workers, or more samples"
-        )
+    check_enough(len(targets), workers)
     sizes = shard_sizes(len(targets), workers, proportions)
     return SHARDINGS[kind].deal(targets, sizes, np.random.default_rng([seed, workers]), concentration)
 

@@ -142,6 +142,14 @@ def shard_sizes(samples: int, workers: int, proportions: Sequence[float] | None 
     return sizes
 
 
+def check_enough(samples: int, replicas: int) -> None:
+    """Raise DataError unless every replica can have a sample."""
+    if not 1 <= replicas <= samples:
+        raise DataError(
+            f"{replicas} replicas cannot share {samples} samples; use between 1 and {samples} replicas, or more samples"
+        )
+
+
 def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
     """The shard of each replica: int64 arrays of sample numbers.
 
@@ -153,11 +161,7 @@ def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
             whose shards do not hold every sample exactly once.
     """
     rule, number, sizes = parse_shards(text)
-    if not 1 <= replicas <= len(targets):
-        raise DataError(
-            f"{replicas} replicas cannot share {len(targets)} samples; use between 1 and {len(targets)} replicas, or more "
-            "samples"
-        )
+    check_enough(len(targets), replicas)
     if sizes and (len(sizes) != replicas or sum(sizes) != len(targets)):
         raise DataError(
             f"training.shards = {list(sizes)}: {len(sizes)} sizes that sum to {sum(sizes)}, and {replicas} replicas share "

@@ -25,6 +25,7 @@ from parsim.formats.exports import Exported
 from parsim.formats.recipe import (
     DEGREE,
     SCRIPTS,
+    VARIABLE,
     YAML,
     PlannedRecipe,
     Recipe,
@@ -186,7 +187,7 @@ def _options_of_table(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     contradicted: dict[str, str] = {}
     for key, value in flat_table(document).items():
         if isinstance(value, str) and "${" in value:
-            value = re.sub(r"\$\{\w+:([^{}]*)\}", r"\1", value).strip("\"'")  # the default of Primus' variables
+            value = VARIABLE.sub(r"\1", value).strip("\"'")
             if "${" in value or not value:
                 continue
         name = key.rpartition(".")[2].lstrip("-").replace("_", "-")  # Megatron's own tests write the dashes

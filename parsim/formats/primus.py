@@ -13,7 +13,7 @@ from typing import Any
 from parsim.errors import ConfigError
 from parsim.formats.maxtext import read_maxtext
 from parsim.formats.megatron import read_yaml
-from parsim.formats.recipe import YAML, Recipe, plain_value, yaml_table
+from parsim.formats.recipe import VARIABLE, YAML, Recipe, plain_value, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.torchtitan import read_toml
 
@@ -55,7 +55,7 @@ def _default(value: object) -> object:
     """`${NAME:8}` is 8 where the environment does not say; tables are looked into."""
     if isinstance(value, Mapping):
         return {key: _default(entry) for key, entry in value.items()}
-    if isinstance(value, str) and (form := re.fullmatch(r"\$\{\w+:([^{}]*)\}", value)):
+    if isinstance(value, str) and (form := VARIABLE.fullmatch(value)):
         text = form[1].strip("\"'")
         return plain_value(text) if text else None
     return value

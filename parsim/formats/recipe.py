@@ -282,6 +282,10 @@ def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+VARIABLE = re.compile(r"\$\{\w+:([^{}]*)\}")
+"""`${NAME:8}`, which is 8 where the environment does not say."""
+
+
 def plain_value(text: str) -> bool | int | str:
     """A word of a command line or of the environment, as a table would hold it."""
     if text.lower() in ("true", "false"):

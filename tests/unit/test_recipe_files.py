@@ -95,27 +95,10 @@ def test_sizes_of_a_script_that_lacks_them_can_be_set(tmp_path: Path) -> None:
     assert (question.plan.mesh.tp, question.plan.mesh.dp) == (2, 4)
 
 
-BRANCHES = """
-SIZE={size}
-TP={tp}
-if [ -z ${{VP}} ]; then vp=""; else vp="--num-layers-per-virtual-pipeline-stage ${{VP}}"; fi
-if [[ $SIZE == 7B ]]; then
-  LAYERS=32; HIDDEN=4096
-elif [ "$SIZE" = 13B ] ; then
-  LAYERS=40
-  HIDDEN=5120
-else
-  echo "unknown size"; exit 1
-fi
-case $SIZE in
-  7B|8B) HEADS=32 ;;
-  *)
-    HEADS=40 ;;
-esac
-if [ $TP -gt 1 ] && [ $SIZE != 70B ]; then sp="--sequence-parallel"; fi
-torchrun pretrain.py --num-layers $LAYERS --hidden-size $HIDDEN --num-attention-heads $HEADS --vocab-size 32000 \\
-  --seq-length 2048 --tensor-model-parallel-size $TP $sp $vp --bf16
-"""
+def branches(size: str, tp: int) -> str:
+    """The script of tests/frameworks for another size and another division."""
+    text = (FILES / "megatron_branches.sh").read_text(encoding="utf-8")
+    return text.replace("SIZE=13B\nTP=2\n", f"SIZE={size}\nTP={tp}\n")
 
 
 @pytest.mark.parametrize(
@@ -124,14 +107,14 @@ torchrun pretrain.py --num-layers $LAYERS --hidden-size $HIDDEN --num-attention-
 )
 def test_the_branch_that_runs_counts(tmp_path: Path, size: str, tp: int, sizes: tuple[int, ...], sequence: bool) -> None:
     """Not the last of all, whose sizes are another model's."""
-    recipe = read(tmp_path, "a.sh", BRANCHES.format(size=size, tp=tp))
+    recipe = read(tmp_path, "a.sh", branches(size, tp))
     assert tuple(recipe.args[key] for key in ("layers", "hidden", "heads")) == sizes
     assert recipe.args["sequence_parallel"] is sequence
     assert recipe.chunks == 1
 
 
 def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Path) -> None:
-    text = BRANCHES.format(size="$(cat size)", tp=1)
+    text = branches("$(cat size)", 1)
     recipe = read(tmp_path, "a.sh", text)
     assert "depends on a value" in recipe.missing["model.args.layers"]
     same = text.replace("LAYERS=40", "LAYERS=32")
