@@ -202,29 +202,28 @@ def learning_figure(lines: Sequence[Mapping[str, Any]], *, step_s: float | None 
     measured = [float(seconds[number]) for number, _ in last]
     figure.add_trace(_curve("measured seconds", measured, losses, BLUE), row=1, col=2)
     if step_s is not None:
-        figure.add_trace(_curve("predicted seconds", [step * step_s for step in steps], losses, GREY), row=1, col=2)
+        predicted = [step * step_s for step in steps]
+        figure.add_trace(_curve("predicted seconds", predicted, losses, GREY), row=1, col=2)
     for row, name in enumerate(shown, 1):
         scores = [(number, line, line["validation"][name]) for number, line in looks if name in line["validation"]]
-        for column, x in (
-            (1, [line["step"] for _, line, _ in scores]),
-            (2, [float(seconds[number]) for number, _, _ in scores]),
-        ):
-            if scores:
-                label = f"{name} of validation"
-                curve = _curve(label, x, [score for _, _, score in scores], VERMILION, mode="lines+markers", shown=column == 1)
-                figure.add_trace(curve, row=row, col=column)
+        places = [line["step"] for _, line, _ in scores], [float(seconds[number]) for number, _, _ in scores]
+        for column, x in enumerate(places if scores else (), 1):
+            curve = _curve(f"{name} of validation", x, [score for _, _, score in scores], VERMILION, mode="lines+markers")
+            figure.add_trace(curve, row=row, col=column)
         figure.update_yaxes(title_text=name, row=row, col=1)
-    figure.update_xaxes(title_text="step", row=len(shown), col=1)
-    figure.update_xaxes(title_text="seconds of steps", row=len(shown), col=2)
-    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-    return styled(figure, 60 + 240 * len(shown), top=40)
+    figure.update_xaxes(title_text="step", title_standoff=4, row=len(shown), col=1)
+    figure.update_xaxes(title_text="seconds of steps", title_standoff=4, row=len(shown), col=2)
+    styled(figure, 60 + 240 * len(shown))
+    return figure.update_layout(margin_b=TITLED)
 
 
-def _curve(
-    name: str, x: Sequence[float], y: Sequence[float], colour: str, *, mode: str = "lines", shown: bool = True
-) -> go.Scatter:
-    line = {"color": colour, "width": 1.5}
-    return go.Scatter(name=name, x=list(x), y=list(y), mode=mode, line=line, showlegend=shown)
+TITLED = 48
+"""Pixels below a plot whose axis has a title."""
+
+
+def _curve(name: str, x: Sequence[float], y: Sequence[float], colour: str, *, mode: str = "lines") -> go.Scatter:
+    line, marker = {"color": colour, "width": 1.5}, {"color": colour}  # the legend shows the marker's
+    return go.Scatter(name=name, x=list(x), y=list(y), mode=mode, line=line, marker=marker)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:

@@ -320,5 +320,6 @@ def test_learning_is_drawn_over_steps_and_seconds_measured_and_predicted() -> No
     assert over_steps.y[-1] == pytest.approx(1 / 999.5, rel=1e-3)
     assert list(curves["accuracy of validation", "x3"].x) == [500, 1000]
     assert list(curves["accuracy of validation", "x4"].x) == [250.0, 500.0]
+    assert all(curve.marker.color == curve.line.color for curve in curves.values()), "the legend has the colours of the curves"
     page = report_html(ReportData(title="a training", learning=(figures.learning_figure(lines), "losses")))
     assert '<section id="learning">' in page
