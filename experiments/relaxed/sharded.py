@@ -42,7 +42,7 @@ def shard_samples(
     Raises:
         DataError: more workers than samples, an unknown rule, proportions that are not positive or not one per worker.
     """
-    check_enough(len(targets), workers)
+    check_enough(len(targets), workers, "workers")
     sizes = shard_sizes(len(targets), workers, proportions)
     return SHARDINGS[kind].deal(targets, sizes, np.random.default_rng([seed, workers]), concentration)
 

@@ -142,12 +142,10 @@ def shard_sizes(samples: int, workers: int, proportions: Sequence[float] | None 
     return sizes
 
 
-def check_enough(samples: int, replicas: int) -> None:
-    """Raise DataError unless every replica can have a sample."""
-    if not 1 <= replicas <= samples:
-        raise DataError(
-            f"{replicas} replicas cannot share {samples} samples; use between 1 and {samples} replicas, or more samples"
-        )
+def check_enough(samples: int, count: int, whose: str = "replicas") -> None:
+    """Raise DataError unless each of so many can have a sample. whose: what they are called."""
+    if not 1 <= count <= samples:
+        raise DataError(f"{count} {whose} cannot share {samples} samples; use between 1 and {samples} {whose}, or more samples")
 
 
 def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
