@@ -347,7 +347,7 @@ class Cluster:
             for rank, device in enumerate(self.devices[:world_size])
         )
 
-    @property
+    @cached_property
     def nodes(self) -> Nodes:
         """The nodes of the topology (of the whole machine, whatever devices are used)."""
         return nodes_of(self.topology)
