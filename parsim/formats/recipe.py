@@ -390,7 +390,7 @@ def is_framework_file(path: Path) -> bool:
     if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
     source = SourceFile(path, text.encode())
-    return path.suffix in (*SCRIPTS, *YAML) or any(row.sniff(source) for row in file_formats().values() if row.reads)
+    return path.suffix in (*SCRIPTS, *YAML) or any(row.sniff(source) for _, row in file_formats().items() if row.reads)
 
 
 WHOSE = (
