@@ -1,6 +1,7 @@
 import nemo_run as run
 from nemo.collections import llm
 
+
 def configure_recipe(nodes: int = 1, gpus_per_node: int = 8):
     recipe = llm.llama3_8b.pretrain_recipe(
         dir="/checkpoints/llama3",
@@ -15,10 +16,12 @@ def configure_recipe(nodes: int = 1, gpus_per_node: int = 8):
     recipe.data.seq_length = 8192
     return recipe
 
+
 def run_pretraining():
     recipe = configure_recipe()
     executor = run.LocalExecutor(ntasks_per_node=recipe.trainer.devices, launcher="torchrun")
     run.run(recipe, executor=executor, name="llama3_8b_pretraining")
+
 
 if __name__ == "__main__":
     run_pretraining()
