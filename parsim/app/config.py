@@ -195,7 +195,7 @@ class Question(ConfigSection):
 
     model: ModelSection
     cluster: ClusterSection
-    training: TrainingSection
+    training: TrainingSection = TrainingSection()
     plan: PlanSection = PlanSection()
     software: SoftwareSection = SoftwareSection()
     _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
@@ -666,7 +666,7 @@ def _check_mesh(plan: PlanSection, table: MeshTable, question: Question) -> None
             raise ConfigError(f"plan.mesh: {error}") from error
     replicas, microbatches = table.dp or 1, plan.microbatches or 1
     batch, parts = question.training.global_batch, replicas * microbatches
-    if batch % parts:
+    if batch % parts and "global_batch" in question.training.model_fields_set:
         raise ConfigError(
             f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({replicas}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"

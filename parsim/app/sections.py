@@ -84,8 +84,9 @@ def _checked_shards(text: str) -> str:
 class TrainingSection(TrainingRecipe):
     """[training]: how it is trained, whatever the plan. Groups may leave out what `recipe` fills in."""
 
-    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
-    """Samples per step over all replicas."""
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)] = 1
+    """Samples per step over all replicas; left out: about a million tokens of a transformer, 32 samples per device of any other
+    model."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
     """A row of `parsim.model.formats`, or "package.module:ROW". Priced only: fp16, fp8, nvfp4."""
     master_weights: StrictBool | None = None
