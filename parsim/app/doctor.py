@@ -248,7 +248,7 @@ def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
 
 
 def sentence(findings: dict[str, Any]) -> str:
-    """`All commands of parsim work on this machine, except calibrate --device cuda (torch 2.13.0+cpu was built without CUDA).`"""
+    """`All commands of parsim work on this machine, except demo (torch is not installed).`"""
     missing = [command for command in findings["commands"] if not command["ok"]]
     if not missing:
         return "All commands of parsim work on this machine."

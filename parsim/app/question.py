@@ -383,7 +383,7 @@ def with_batch(question: Question) -> Question:
         ProfileError: the cluster that the question names cannot be read.
     """
     training, plan = question.training, question.plan
-    if "global_batch" in training.model_fields_set:
+    if training.names_batch:
         return question
     devices = question.cluster.devices if isinstance(question.cluster.devices, int) else 1
     if question.source.cluster is not None or question.cluster.profile != THIS_MACHINE:

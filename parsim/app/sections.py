@@ -168,6 +168,11 @@ class TrainingSection(TrainingRecipe):
         return self
 
     @property
+    def names_batch(self) -> bool:
+        """Whether a batch is given; the default counts for nothing until `parsim.app.question.with_batch` has filled it in."""
+        return "global_batch" in self.model_fields_set
+
+    @property
     def recipe(self) -> TrainingRecipe:
         """What the executor does beside the optimizer's own rule: these keys, with all that groups leave out filled in."""
         keys = {name: getattr(self, name) for name in TrainingRecipe.model_fields}

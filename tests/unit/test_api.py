@@ -81,7 +81,7 @@ assert "measure 4 or more" in refused(lambda: ps.validate(answer.chosen, rounds=
 assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
 assert "cannot read nowhere" in refused(lambda: ps.import_file("nowhere"))
 assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
-called = {"plan", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
+called = {"plan", "check", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
 called |= {"import_file", "sweep"}
 functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
 assert functions == called, functions ^ called
