@@ -74,7 +74,7 @@ MEMORY_COLOURS = {
 }
 
 
-class Metric(NamedTuple):
+class PointMetric(NamedTuple):
     """A figure of a sweep's points: its column, those of its interval (of `p` at 5 and 95), its name, how it is written, and
     whether its "min" or "max" is best."""
 
@@ -90,19 +90,19 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("throughput_samples_per_s", "throughput_{}_samples_per_s", "Throughput", "rate", "max"),
-    Metric("step_s", "step_{}_s", "Time per step", "time", "min"),
-    Metric("epoch_s", "epoch_{}_s", "Time per epoch", "time", "min"),
-    Metric("run_s", "run_{}_s", "Time of the run", "time", "min"),
-    Metric("usd_per_million_samples", "usd_per_million_samples_{}", "Price per million samples", "usd", "min"),
-    Metric("usd_per_epoch", "usd_per_epoch_{}", "Price per epoch", "usd", "min"),
-    Metric("run_usd", "run_usd_{}", "Price of the run", "usd", "min"),
-    Metric("kwh_per_million_samples", "kwh_per_million_samples_{}", "Energy per million samples", "energy", "min"),
-    Metric("kwh_per_epoch", "kwh_per_epoch_{}", "Energy per epoch", "energy", "min"),
-    Metric("run_kwh", "run_kwh_{}", "Energy of the run", "energy", "min"),
-    Metric("peak_memory_bytes", "peak_memory_{}_bytes", "Peak memory", "bytes", "min"),
-    Metric("mfu", "", "Model FLOP utilisation", "share", "max"),
-    Metric("communication_fraction", "", "Exposed communication", "share", "min"),
+    PointMetric("throughput_samples_per_s", "throughput_{}_samples_per_s", "Throughput", "rate", "max"),
+    PointMetric("step_s", "step_{}_s", "Time per step", "time", "min"),
+    PointMetric("epoch_s", "epoch_{}_s", "Time per epoch", "time", "min"),
+    PointMetric("run_s", "run_{}_s", "Time of the run", "time", "min"),
+    PointMetric("usd_per_million_samples", "usd_per_million_samples_{}", "Price per million samples", "usd", "min"),
+    PointMetric("usd_per_epoch", "usd_per_epoch_{}", "Price per epoch", "usd", "min"),
+    PointMetric("run_usd", "run_usd_{}", "Price of the run", "usd", "min"),
+    PointMetric("kwh_per_million_samples", "kwh_per_million_samples_{}", "Energy per million samples", "energy", "min"),
+    PointMetric("kwh_per_epoch", "kwh_per_epoch_{}", "Energy per epoch", "energy", "min"),
+    PointMetric("run_kwh", "run_kwh_{}", "Energy of the run", "energy", "min"),
+    PointMetric("peak_memory_bytes", "peak_memory_{}_bytes", "Peak memory", "bytes", "min"),
+    PointMetric("mfu", "", "Model FLOP utilisation", "share", "max"),
+    PointMetric("communication_fraction", "", "Exposed communication", "share", "min"),
 )
 
 AXIS_NAMES = {
