@@ -15,7 +15,7 @@ from typing import Any
 from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
-from parsim.formats.recipe import LARGEST_BYTES, YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.recipe import LARGEST_BYTES, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
@@ -57,7 +57,7 @@ EIGHT_BITS = ("8bit", "bnb", "4bit")
 
 
 def read_arguments(source: SourceFile) -> Recipe:
-    """TrainingArguments. Raises ConfigError for adapters, or for a DeepSpeed config that is not there."""
+    """TrainingArguments. Raises ConfigError for adapters that are not LoRA's, or for a DeepSpeed config that is not there."""
     document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
     if not isinstance(document, Mapping):
         raise ConfigError("it holds no table of keys")
@@ -65,9 +65,6 @@ def read_arguments(source: SourceFile) -> Recipe:
     inside = config if isinstance(config, Mapping) else None
     keys = FileKeys(NAME, {key: value for key, value in document.items() if not (key == "deepspeed" and inside)})
     recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
-    refuse_adapters(NAME, "finetuning_type", keys.text("finetuning_type"))
-    if keys.flag("use_peft") or keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
-        refuse_adapters(NAME, "use_peft", "lora")
     recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
     if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
         recipe.args["seq"] = seq
@@ -81,6 +78,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     else:
         half = "amp_bf16" if keys.flag("bf16") else "amp_fp16" if keys.flag("fp16") else ""
         recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
+    _take_adapters(recipe, keys)
     take_optimizer(keys.text("optim", default="adamw_torch_fused"), recipe)
     fsdp = keys.text("fsdp").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
     if stage := next((word for word in fsdp if word in STAGES), None):
@@ -98,6 +96,23 @@ def read_arguments(source: SourceFile) -> Recipe:
         take_deepspeed_file(path, source.path, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
+
+
+def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
+    """What TRL's ModelConfig or LLaMA-Factory's finetuning arguments say, with the defaults of each."""
+    method = keys.text("finetuning_type").lower()
+    factory = method not in ("", "full")
+    if not factory and not keys.flag("use_peft") and not keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
+        return
+    nested = keys.flag("double_quantization", default=True) if factory else keys.flag("use_bnb_nested_quant")
+    take_adapters(
+        *(recipe, keys, "finetuning_type" if factory else "use_peft", method if factory else "lora"),
+        r=keys.number("lora_rank", "lora_r", default=8 if factory else 16),
+        alpha=keys.rate("lora_alpha"),
+        dropout=keys.rate("lora_dropout"),
+        targets=keys.words("lora_target", "lora_target_modules") or (["all"] if factory else ["q_proj", "v_proj"]),
+        **stored_base(keys, nested=nested),
+    )
 
 
 def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
@@ -227,7 +242,7 @@ def is_accelerate(source: SourceFile) -> bool:
 FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, DeepSpeed configs beside or inside",
-        refuses="adapters; states divided within a node of unknown size; a DeepSpeed config that is not there",
+        refuses="other adapters than LoRA; states divided within a node of unknown size; a DeepSpeed config that is not there",
         what="TrainingArguments of Hugging Face, as JSON or YAML",
         tool=NAME,
         reads="recipe",
