@@ -121,6 +121,7 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
     assert read(tmp_path, "b.sh", same).args["layers"] == 32  # all branches agree
 
 
+ALONE = AXOLOTL.replace("tensor_parallel_size: 2\n", "")
 NF4 = {"base": "nf4", "double_quantisation": True}
 
 
@@ -133,14 +134,14 @@ NF4 = {"base": "nf4", "double_quantisation": True}
             "bf16",
         ),
         (
-            AXOLOTL.replace(
+            ALONE.replace(
                 "adapter:", "adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true"
             ),
             {"method": "qlora", "r": 32, "alpha": 16.0, "targets": ["all"], **NF4},
             "bf16",
         ),
         (
-            AXOLOTL.replace(
+            ALONE.replace(
                 "adapter:", "adapter: lora\nload_in_8bit: true\nlora_target_modules: [q_proj, v_proj]\nlora_dropout: 0.05"
             ),
             {"method": "lora", "r": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"], "base": "int8"},

@@ -394,7 +394,7 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
-    text = re.sub(r"(-(lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
+    text = re.sub(r"(-(q?lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
     return ALIASES.get(text, text)
 
 
