@@ -20,6 +20,7 @@ from parsim.commands.output import (
     PlotOption,
     SeqOption,
     TokensOption,
+    TuneOption,
     on_gpus,
     print_json,
     print_lines,
@@ -50,6 +51,7 @@ def sweep(
     network: NetworkOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    tune: TuneOption = None,
     tokens: TokensOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
@@ -86,7 +88,7 @@ def sweep(
     if len(addresses) > 1 or len(clusters) > 1:
         raise typer.BadParameter("give --on once for the cluster of a MODEL, and once for a Dask scheduler (tcp://HOST:PORT)")
     cluster = next(iter(clusters), None)
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, tune=tune)
     folder = out or Path("runs") / f"{Path(asked).stem or 'model'}-sweep"
     answers = sweep_over(
         asked,
