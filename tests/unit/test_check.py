@@ -217,7 +217,8 @@ def test_the_prolog_cancels_a_job_that_does_not_fit(programs: Path, tmp_path: Pa
     stub(programs, "scancel", f'echo "scancel $*" >>{said}')
     stub(programs, "logger", f'echo "logger ${{*:1:5}}" >>{said}')
     stub(programs, "runuser", 'while [[ $1 != -- ]]; do shift; done; shift; exec "$@"')
-    environment = {**os.environ, "PARSIM_PATH": str(programs), "SLURM_JOB_ID": "7", "SLURM_JOB_USER": "ann"}
+    environment = {**os.environ, "PARSIM_PATH": str(programs), "PARSIM_TIMEOUT_S": "600"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_USER": "ann"}
     done = subprocess.run([RECIPES / "prolog.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     text = said.read_text() if said.exists() else ""
