@@ -265,6 +265,45 @@ def test_scripts_that_start_torchtitan_are_read_by_their_file_or_preset(tmp_path
         read(tmp_path, "d.sh", "torchrun -m torchtitan.train --job.config_file absent.toml")
 
 
+REGISTRY = """
+from . import model_registry
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=-1),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config()])
+    config.training.seq_len = 4096
+    config.activation_checkpoint = FullAC.Config()
+    return config
+"""
+"""In the layout of torchtitan 0.3.0."""
+
+
+def test_presets_of_an_installed_torchtitan_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry is parsed and not run: nothing of it can be imported here."""
+    folder = tmp_path / "site" / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / "torchtitan" / "__init__.py").write_text("raise RuntimeError")
+    (folder / "config_registry.py").write_text(REGISTRY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    script = "torchrun -m torchtitan.train --module llama3 --config llama3_8b"
+    recipe = read(tmp_path, "a.sh", script)
+    assert (recipe.model, recipe.tp, recipe.micro_batch, recipe.recompute) == ("llama3-8b", 2, 1, "selective")
+    assert (recipe.args["seq"], recipe.training["precision"], recipe.missing) == (8192, "bf16", {})
+    recipe = read(tmp_path, "b.sh", script + "_float8 --parallelism.tensor_parallel_degree 4")
+    assert (recipe.tp, recipe.recompute, recipe.args["seq"], recipe.training["precision"]) == (4, "full", 4096, "fp8")
+    assert "is in the preset" in read(tmp_path, "c.sh", script + "_own").missing["plan.mesh.tp"]
+
+
 def test_the_matrix_of_readers_is_that_of_the_readers() -> None:
     """`python tools/reader_matrix.py` writes it."""
     all_files, right = samples()
