@@ -333,7 +333,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # packages th
         return None if known else importlib.machinery.ModuleSpec(name, self, is_package=True)
     def create_module(self, spec):
         module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__ = [], spec
+        module.__path__, module.__spec__, module.__version__ = [], spec, "1.0"
         return module
     def exec_module(self, module): pass
 

@@ -182,6 +182,16 @@ def test_a_deepspeed_config_beside_the_arguments_is_read(tmp_path: Path) -> None
     assert recipe.training["precision"] == "bf16"
 
 
+@pytest.mark.parametrize(("name", "tp", "pp"), [("axolotl.yaml", 2, 1), ("paddlenlp.json", 2, 4)])
+def test_axes_that_no_measured_framework_has_are_planned(name: str, tp: int, pp: int) -> None:
+    question = question_of(FILES / name, cluster="8xh100-sxm")
+    assert question.plan.mesh is not None
+    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, None)
+    recipe = read_recipe(FILES / name)
+    assert "software.framework" not in recipe.settings(8)
+    assert "above 1 are not known" in recipe.left_out["software.framework"]
+
+
 def test_what_fp8_and_the_optimizer_of_nemo_are_is_read_where_it_stands(tmp_path: Path) -> None:
     """A format of fp8 counts where fp8 is on; `name` of the optimizer is not the one of the run."""
     off, on = read(tmp_path, "a.yaml", NEMO), read(tmp_path, "b.yaml", NEMO.replace("fp8: False", "fp8: True"))
