@@ -22,8 +22,8 @@ from parsim.costs.compute.formula import KernelModel, fit_key
 from parsim.costs.compute.launches import Launch, element_bytes
 from parsim.errors import ImportedFileError
 from parsim.formats.kineto import KernelCall, Trace
-from parsim.formats.source import gpu_named
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.parts import gpu_named
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import HeldOut, OperatorFit
 from parsim.report.tables import Column, ReportTable
