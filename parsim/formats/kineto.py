@@ -80,7 +80,7 @@ class Activities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelCall:
+class ShapedCall:
     """One call of a product or of an attention on a device: the seconds of its kernels.
 
     Attributes:
@@ -122,7 +122,7 @@ class Trace:
     loading: Floats
     skipped: Mapping[str, int]
     notes: tuple[str, ...]
-    calls: tuple[KernelCall, ...] = ()
+    calls: tuple[ShapedCall, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -356,7 +356,7 @@ def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
     ]
 
 
-def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[KernelCall, ...]:
+def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, ...]:
     """The counted operators whose kernels ran within the steps, with the seconds of these."""
     lengths: dict[int, float] = {}
     for event, owner in zip(kernels, _owners(kernels, operators), strict=True):
@@ -366,7 +366,7 @@ def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[KernelCall, 
     return tuple(call for event, seconds in calls if (call := _call(event, seconds)) is not None)
 
 
-def _call(event: _Event, seconds: float) -> KernelCall | None:
+def _call(event: _Event, seconds: float) -> ShapedCall | None:
     """The sizes of a product of two matrices, or of an attention; None for what is neither."""
     dims = [entry for entry in event.args.get("Input Dims", event.args.get("Input dims", ())) if isinstance(entry, list)]
     rule = next((row for pattern, row in SIZED if pattern.fullmatch(event.name)), None)
@@ -380,7 +380,7 @@ def _call(event: _Event, seconds: float) -> KernelCall | None:
     else:
         return None
     whole = rule.products * 2.0 * math.prod(a) * sizes.get("keys", 0)
-    return KernelCall(
+    return ShapedCall(
         kind=rule.kind,
         phase=rule.phase,
         sizes=tuple(sizes.items()),

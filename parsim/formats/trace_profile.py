@@ -21,7 +21,7 @@ import numpy as np
 from parsim.costs.compute.formula import KernelModel, fit_key
 from parsim.costs.compute.launches import Launch, element_bytes
 from parsim.errors import ImportedFileError
-from parsim.formats.kineto import KernelCall, Trace
+from parsim.formats.kineto import ShapedCall, Trace
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.parts import gpu_named
 from parsim.hardware.profile import Profile, SourceEntry
@@ -104,7 +104,7 @@ def profile_from_trace(trace: Trace, profile: Profile, precision: str, source: s
     return changed, factors
 
 
-def _launches(calls: Iterable[KernelCall], precision: str) -> list[tuple[Launch, float]]:
+def _launches(calls: Iterable[ShapedCall], precision: str) -> list[tuple[Launch, float]]:
     """Each distinct shape as a launch, with the median of its seconds."""
     seconds: dict[tuple[str, str, tuple[tuple[str, float], ...], bool], list[float]] = {}
     for call in calls:
