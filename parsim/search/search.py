@@ -94,6 +94,12 @@ class Search:
         median = self.chosen.result.step_s.median
         return max(0.0, (median - self.lower_bound_s) / median)
 
+    def each(self, change: Callable[[Evaluation], Evaluation]) -> Search:
+        """The search with every evaluation changed."""
+        named = ("chosen", "recommended", "riskier")
+        kept = {name: None if (entry := getattr(self, name)) is None else change(entry) for name in named}
+        return replace(self, candidates=tuple(map(change, self.candidates)), **kept)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "candidates": [candidate.result.to_dict() for candidate in self.candidates],
