@@ -38,7 +38,7 @@ from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
-from parsim.model.spec import ModelSpec, takes_usual
+from parsim.model.spec import ModelKeys, ModelSpec, takes_usual
 from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
@@ -61,7 +61,7 @@ ADAPTIVE_KEYS = ("pin", "forbid")
 """Keys that steer the search of strategy = "adaptive"."""
 
 
-class ModelSection(ModelSpec):
+class ModelSection(ModelKeys):
     """[model]: what is trained."""
 
     input_shape: tuple[Count, ...] | None = None
@@ -195,7 +195,7 @@ class Question(ConfigSection):
 
     model: ModelSection
     cluster: ClusterSection
-    training: TrainingSection
+    training: TrainingSection = TrainingSection()
     plan: PlanSection = PlanSection()
     software: SoftwareSection = SoftwareSection()
     _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
@@ -218,14 +218,14 @@ class Question(ConfigSection):
     @property
     def model_spec(self) -> ModelSpec:
         """The model as it is built: with plan.sequence_parallel and the kernels of [software] among its arguments."""
-        keys = {key: getattr(self.model, key) for key in ModelSpec.model_fields}
+        keys = {key: getattr(self.model, key) for key in ModelKeys.model_fields}
         args = dict(self.model.args)
         if self.plan.sequence_parallel is not None:
             args[SEQUENCE_PARALLEL] = self.plan.sequence_parallel
         if is_transformer(self.model.name):
             args = self.software.kernels | args
         keys["args"] = tuple(sorted(args.items()))
-        return ModelSpec.model_construct(**keys)
+        return ModelSpec.model_construct(**keys, tune=self.training.tune)
 
     @property
     def devices(self) -> int | list[int] | None:
@@ -440,7 +440,7 @@ def _check_agreement(question: Question) -> None:
             value = getattr(plan, beside[0])
             key = f"{beside[0]} = {value!r}" if isinstance(value, str | int) else beside[0]
             raise ConfigError(f"plan.{key}: the plan is read from {plan.plan_path}; drop {', '.join(beside)}")
-    if plan.microbatches is not None and training.global_batch % plan.microbatches:
+    if plan.microbatches is not None and training.names_batch and training.global_batch % plan.microbatches:
         raise ConfigError(
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
@@ -666,7 +666,7 @@ def _check_mesh(plan: PlanSection, table: MeshTable, question: Question) -> None
             raise ConfigError(f"plan.mesh: {error}") from error
     replicas, microbatches = table.dp or 1, plan.microbatches or 1
     batch, parts = question.training.global_batch, replicas * microbatches
-    if batch % parts:
+    if batch % parts and question.training.names_batch:
         raise ConfigError(
             f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({replicas}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"

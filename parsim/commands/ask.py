@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from parsim.app.answer import LargestOf
 from parsim.app.config import Granularity
 from parsim.app.config_text import parse_numbers, scalar_pairs
 from parsim.app.run_folder import new_folder, write_json
@@ -20,11 +21,16 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    PlotOption,
     SamplesOption,
     SeqOption,
     TokensOption,
+    TuneOption,
+    complete_model,
     on_gpus,
+    page_path,
     print_json,
+    print_picture,
     print_tables,
 )
 from parsim.costs.loading import MeasuredLoading
@@ -33,6 +39,7 @@ from parsim.files import write_text_atomically
 from parsim.plans.plan import plan_in_words
 from parsim.report.more_tables import price_tables
 from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
+from parsim.units import printable
 
 
 def plan(
@@ -44,6 +51,7 @@ def plan(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -75,11 +83,29 @@ def plan(
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
+        typer.Option(
+            "--curves",
+            metavar="FILE.html",
+            callback=page_path,
+            help="With --target-accuracy: draw accuracy over simulated seconds.",
+        ),
     ] = None,
+    plot: PlotOption = None,
+    largest: Annotated[
+        LargestOf | None,
+        typer.Option("--largest", help="Find the largest batch, sequence or model (layers) that fits with 95%."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where every millisecond of the chosen plan comes from.")
+    ] = False,
+    must_fit: Annotated[
+        bool,
+        typer.Option("--fail-if-nothing-fits", help="End with exit status 3 if no plan fits, 4 if none fits with 95%."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
+    from parsim.app.check import EXIT_STATUS, verdict_of
     from parsim.app.faster import parse_faster, what_would
     from parsim.app.functions import plan as find_plan
 
@@ -90,10 +116,12 @@ def plan(
         from parsim.app.to_target import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     if (config is None) == (not asked):
         raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
-    answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
+    answer = find_plan(
+        asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top, largest=largest
+    )
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()
@@ -112,9 +140,15 @@ def plan(
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
+    if plot is not None:
+        answer.plot(plot)
+    explanation = answer.prediction.explain() if explain else None
+    if explanation is not None:
+        document["explanation"] = explanation.to_dict()
+    status = EXIT_STATUS[verdict_of(answer.prediction.fit_probability)] if must_fit else 0
     if as_json:
         print_json(document)
-        return
+        raise typer.Exit(status)
     print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
     for part in (answer, would, ranking):
@@ -124,6 +158,48 @@ def plan(
         from parsim.search.placement.certificate import certificate_text
 
         print(certificate_text(document["certificate"]))
+    if explanation is not None:
+        print(f"\n{explanation}")
+    print_picture(plot)
+    raise typer.Exit(status)
+
+
+# `parsim check`: fits or not, how fast, and what would help; the exit status says it to a script.
+
+
+def check(
+    asked: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG|RUN.toml|MODEL...",
+            autocompletion=complete_model,
+            help="Configs of a framework, run files, or models by name; those that name no cluster take --gpus.",
+        ),
+    ],
+    cluster: OnCluster = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    overrides: Overrides = None,
+    allow_code: AllowCode = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a training before it is launched: does it fit, how fast is it, and what would help.
+
+    Exit status: 0 all fit with 95%, 3 one does not fit, 4 for one it is uncertain; 1 and 2 are errors.
+    """
+    from parsim.app.check import worst_status
+    from parsim.app.functions import check as checked
+
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq)
+    found = [checked(name, cluster=where, global_batch=batch, overrides=changes) for name in asked]
+    if as_json:
+        documents = [each.to_dict() for each in found]
+        print_json(documents[0] if len(found) == 1 else {"checks": documents})
+    else:
+        print("\n\n".join(printable(str(each)) for each in found))
+    raise typer.Exit(worst_status(found))
 
 
 # `parsim simulate`: one plan, one step, task by task.
@@ -138,6 +214,7 @@ def simulate(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Strategy, or a plan.json: the same as --set plan.strategy=...")] = None,
@@ -152,6 +229,7 @@ def simulate(
         bool, typer.Option("--whole-run", help="Simulate the whole training, by the table \\[run] of the scenario.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
@@ -161,7 +239,7 @@ def simulate(
     from parsim.app.write_folder import write_prediction
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     prediction = predict(
         asked,
         cluster=where,
@@ -182,6 +260,8 @@ def simulate(
         write_prediction(folder, prediction)
         if played is not None:
             write_json(folder.path / "scenario.json", dict(played))
+    if plot is not None:
+        prediction.plot(plot)
     if as_json:
         print_json(document)
         return
@@ -207,6 +287,7 @@ def simulate(
         print(assumed_text(prediction.assumed))
     if folder is not None:
         print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+    print_picture(plot)
 
 
 # `parsim cost`: seconds of a collective, or of every component of a model, on a profile.

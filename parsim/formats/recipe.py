@@ -17,6 +17,7 @@ from typing import Any
 from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
+from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
@@ -25,9 +26,10 @@ from parsim.units import nearest_divisors, printable
 
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
-SCRIPTS, YAML = (".sh", ".bash"), (".yaml", ".yml")
+SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
 """How names of files end that no run file and no model has."""
 LAYERS = "h.*"
+AXES = ("tp", "pp", "cp", "ep")
 GENERIC = "transformer"
 """The named model whose sizes a file gives one by one."""
 
@@ -106,7 +108,7 @@ class Recipe:
         mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
-        settings |= {f"software.{key}": value for key, value in self.software.items()}
+        settings |= {f"software.{key}": value for key, value in self._software().items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
@@ -121,6 +123,15 @@ class Recipe:
             settings["plan.chunks"] = self.chunks
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
+
+    def _software(self) -> dict[str, Any]:
+        """Keys of [software]; none where the framework is known without an axis that the file has."""
+        row = dict(FRAMEWORKS.items()).get(self.software.get("framework", ""))
+        axes = [] if row is None else [axis for axis in AXES if getattr(self, axis) > 1 and axis not in row.axes]
+        if not axes:
+            return self.software
+        self.left_out["software.framework"] = f"effects of {self.framework} with {', '.join(axes)} above 1 are not known"
+        return {}
 
     def _states(self, dp: int) -> dict[str, object]:
         """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""
@@ -240,6 +251,19 @@ class FileKeys:
     def flag(self, *keys: str, default: bool = False) -> bool:
         return self.text(*keys, default=str(default)).lower() in ("true", "1", "yes", "on")
 
+    def words(self, *keys: str) -> list[str] | None:
+        """A list, or a text with commas or spaces between; None: no such key."""
+        text = self.text(*keys)
+        return re.sub(r"[\[\]'\",]", " ", text).split() or None
+
+    def rate(self, *keys: str) -> float | None:
+        """A number; None: no such key. Raises ConfigError for another value."""
+        text = self.text(*keys)
+        try:
+            return float(text) if text else None
+        except ValueError as error:
+            raise ConfigError(f"{self.framework}: {keys[0]} = {text!r} must be a number") from error
+
     def sort(self, recipe: Recipe, *, left_out: Mapping[str, str], ignored: re.Pattern[str]) -> None:
         """Say in the recipe what became of every key.
 
@@ -293,13 +317,40 @@ def plain_value(text: str) -> bool | int | str:
     return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
-def refuse_adapters(framework: str, key: str, value: str) -> None:
-    """Raise ConfigError for a file that trains a few added weights: priced as full training it would be wrong."""
-    if value.lower() not in ("", "none", "full", "false"):
+ADAPTERS = ("lora", "qlora")
+
+
+def take_adapters(recipe: Recipe, keys: FileKeys, key: str, method: str, **found: Any) -> None:
+    """Sets training.tune by what a file says of adapters, and the precision of frozen weights that it loads in 16 bits.
+
+    Trained weights are in fp32 beside 16 bits, or in 16 bits with a copy in fp32: both take 16 bytes each with AdamW.
+
+    Args:
+        key, method: of the file. found: keys of training.tune; those that are None are left out.
+
+    Raises:
+        ConfigError: another way of training a few added weights: priced as LoRA or as full training it would be wrong.
+    """
+    if method.lower() not in ADAPTERS:
         raise ConfigError(
-            f"{framework}: {key} = {value} trains adapters, which no model by name has; drop the key to price full training, "
-            "or give an nn.Module with its frozen parameters"
+            f"{recipe.framework}: {key} = {method} trains weights that are not those of LoRA; set lora or qlora, drop the key "
+            "to price full training, or give an nn.Module with its frozen parameters"
         )
+    for variant in ("use_dora", "use_rslora", "peft_use_dora", "peft_use_rslora"):
+        if keys.flag(variant):
+            recipe.left_out[variant] = "adapters are priced as those of LoRA"
+    recipe.training["tune"] = {"method": method.lower()} | {name: value for name, value in found.items() if value is not None}
+    wide = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
+    precision = recipe.training.get("precision", "")
+    recipe.training["precision"] = wide.get(precision, precision)
+
+
+def stored_base(keys: FileKeys, *, nested: bool = False) -> dict[str, Any]:
+    """`base` and `double_quantisation` of training.tune by the keys of bitsandbytes; `nested`: scales are kept in 8 bits."""
+    bits = keys.text("quantization_bit")
+    if keys.flag("load_in_4bit") or bits == "4":
+        return {"base": "nf4", "double_quantisation": nested}
+    return {"base": "int8"} if keys.flag("load_in_8bit") or bits == "8" else {}
 
 
 LARGEST_COUNT = 10**12
@@ -342,7 +393,26 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
         raise ConfigError(f"it is not YAML that can be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(document, dict):
         raise ConfigError("it holds no table of keys")
-    return document
+    known = flat_table(document)
+    return {key: _referred(value, known, (key,)) for key, value in document.items()}
+
+
+REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+"""`${model.seq}`, and `${.seq}` of the same table, as OmegaConf writes them."""
+
+
+def _referred(value: Any, known: Mapping[str, Any], place: tuple[str, ...]) -> Any:
+    """A value of YAML, with the values that it names in place of their names; `place`: its keys."""
+    if isinstance(value, dict):
+        return {key: _referred(inner, known, (*place, str(key))) for key, inner in value.items()}
+    for _ in range(8):
+        if not isinstance(value, str) or (match := REFERENCE.fullmatch(value)) is None:
+            break
+        outer = place[: len(place) - len(match[1])] if match[1] else ()
+        value = known.get(".".join((*outer, match[2])), None if match[1] else value)
+        if value == match[0]:
+            break
+    return value
 
 
 def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
@@ -355,7 +425,7 @@ def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
 
 
 def is_framework_file(path: Path) -> bool:
-    """Whether a path is a file of Megatron-LM, NeMo or torchtitan, by its name and content.
+    """Whether a path is a file of another tool, by its name and content: also one that is no whole question.
 
     A run file, which has the table [cluster], is none, whatever its name.
 
@@ -370,12 +440,13 @@ def is_framework_file(path: Path) -> bool:
         return path.suffix in (*SCRIPTS, *YAML)
     if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
-    return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
+    source = SourceFile(path, text.encode())
+    return path.suffix in (*SCRIPTS, *YAML) or any(row.sniff(source) for _, row in file_formats().items() if row.reads)
 
 
 WHOSE = (
-    "a script or YAML of Megatron-LM, NeMo, Megatron-Bridge, Primus, nanotron, MaxText, Lightning, axolotl, torchtune, "
-    "Accelerate or TrainingArguments, or a TOML of torchtitan"
+    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Lightning, axolotl, "
+    "torchtune, llm-foundry, OLMo, Accelerate or TrainingArguments, or a TOML of torchtitan"
 )
 
 
@@ -392,13 +463,40 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
     row = _format_of(source)
     if row is None or row.read is None:
-        raise ConfigError(f"{path} is of no kind that parsim knows: give {WHOSE}")
+        raise ConfigError(f"{path} {_other_kind(source)}")
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
         try:
             recipe: Recipe = row.read(source)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
     return recipe
+
+
+FOREIGN = (
+    (r"^actor_rollout_ref\s*:|adv_estimator\s*:", "verl, which generates by rollouts between steps", "its policy's training"),
+    (
+        r"^algorithm\s*:\s*(grpo|ppo)|^rollout\s*:|^reward_model\s*:",
+        "a reinforcement learning, with rollouts",
+        "its policy's step",
+    ),
+    (r"\bcolossalai run\b", "Colossal-AI, whose options hang on each program", "the training"),
+    (r"\baccelerate launch\b|\btorchrun\b|\bdeepspeed\b|\bpython3?\b|\bsrun\b", "a program of its own", "the training"),
+)
+"""Of files that no format reads: a mark, whose they are, and what a run file asks instead."""
+
+
+def _other_kind(source: SourceFile) -> str:
+    """Why a file that no format reads as a whole question is none, and what to give instead."""
+    for name, row in file_formats().items():
+        if row.reads not in (None, "recipe") and row.sniff(source):
+            return f"is {row.what}, and no whole question: `parsim import {source.path}` reads it (--kind {name})"
+    for mark, whose, what in FOREIGN:
+        if re.search(mark, source.text, re.MULTILINE):
+            return (
+                f"is of {whose}, which parsim does not read: ask for {what} as `parsim plan MODEL --on MACHINE --batch N`, "
+                "with --set plan.mesh.tp=N and the like for what the file fixes"
+            )
+    return f"is of no kind that parsim knows: give {WHOSE}"
 
 
 def _format_of(source: SourceFile) -> FileFormat | None:

@@ -30,11 +30,18 @@ def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
 
     Raises:
-        ModelError: the factory cannot be found or refuses its arguments.
+        ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
         MissingDependencyError: torch is not installed.
     """
     require_torch(f"build {spec.name}")
+    from parsim.model.adapters import adapt
+
     spec = resolve(spec)
+    return adapt(_built(spec), spec.tune)
+
+
+def _built(spec: ModelSpec) -> nn.Module:
+    """The module as its source makes it."""
     if is_config(spec.name):
         return module_from_config(spec)
     if ":" in spec.name:
@@ -152,8 +159,7 @@ def _build_with_memory(spec: ModelSpec) -> nn.Module:
 
 def _has_fake_attributes(module: nn.Module) -> bool:
     """Whether a part has a fake tensor that is no parameter or buffer, such as a table of angles: a forward needs its data."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._pytree import tree_leaves
+    from parsim.private import FakeTensor, tree_leaves
 
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return any(
@@ -174,7 +180,7 @@ def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
 
     One load asks several times. A module that has memory for its weights is not kept.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from parsim.private import FakeTensor
 
     if (spec, content) in _kept_fake:
         return _kept_fake[spec, content]
