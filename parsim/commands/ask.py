@@ -21,12 +21,16 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    PlotOption,
     SamplesOption,
     SeqOption,
     TokensOption,
+    TuneOption,
     complete_model,
     on_gpus,
+    page_path,
     print_json,
+    print_picture,
     print_tables,
 )
 from parsim.costs.loading import MeasuredLoading
@@ -47,6 +51,7 @@ def plan(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -78,8 +83,14 @@ def plan(
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
+        typer.Option(
+            "--curves",
+            metavar="FILE.html",
+            callback=page_path,
+            help="With --target-accuracy: draw accuracy over simulated seconds.",
+        ),
     ] = None,
+    plot: PlotOption = None,
     largest: Annotated[
         LargestOf | None,
         typer.Option("--largest", help="Find the largest batch, sequence or model (layers) that fits with 95%."),
@@ -105,7 +116,7 @@ def plan(
         from parsim.app.to_target import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     if (config is None) == (not asked):
         raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
     answer = find_plan(
@@ -129,6 +140,8 @@ def plan(
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
+    if plot is not None:
+        answer.plot(plot)
     explanation = answer.prediction.explain() if explain else None
     if explanation is not None:
         document["explanation"] = explanation.to_dict()
@@ -147,6 +160,7 @@ def plan(
         print(certificate_text(document["certificate"]))
     if explanation is not None:
         print(f"\n{explanation}")
+    print_picture(plot)
     raise typer.Exit(status)
 
 
@@ -200,6 +214,7 @@ def simulate(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Strategy, or a plan.json: the same as --set plan.strategy=...")] = None,
@@ -214,6 +229,7 @@ def simulate(
         bool, typer.Option("--whole-run", help="Simulate the whole training, by the table \\[run] of the scenario.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
@@ -223,7 +239,7 @@ def simulate(
     from parsim.app.write_folder import write_prediction
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     prediction = predict(
         asked,
         cluster=where,
@@ -244,6 +260,8 @@ def simulate(
         write_prediction(folder, prediction)
         if played is not None:
             write_json(folder.path / "scenario.json", dict(played))
+    if plot is not None:
+        prediction.plot(plot)
     if as_json:
         print_json(document)
         return
@@ -269,6 +287,7 @@ def simulate(
         print(assumed_text(prediction.assumed))
     if folder is not None:
         print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+    print_picture(plot)
 
 
 # `parsim cost`: seconds of a collective, or of every component of a model, on a profile.

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from parsim.hardware.parts import machines_of, shipped_gpus
 from parsim.hardware.profile import shipped_profiles
 from parsim.model.catalogue.names import known_names
 from parsim.model.catalogue.zoo import ZOO
+from parsim.report.picture import PAGES, PICTURES, checked_ending
 from parsim.report.tables import to_rich, to_text
 from parsim.units import parse_count, printable
 
@@ -134,6 +136,10 @@ SeqOption = Annotated[
         "--seq", metavar="N", parser=_count("model.args.seq"), help="Tokens per sample of a language model, e.g. 4096 or 64k."
     ),
 ]
+TuneOption = Annotated[
+    str | None,
+    typer.Option("--tune", metavar="METHOD", help="Fine-tune: lora:r=16,targets=attention+mlp, qlora:r=16, full, head."),
+]
 TokensOption = Annotated[
     float | None,
     typer.Option(
@@ -155,6 +161,29 @@ SamplesOption = Annotated[
 ]
 
 
+def _plot_path(path: Path | None) -> Path | None:
+    """Refused before anything is computed."""
+    return None if path is None else checked_ending(path, PICTURES)
+
+
+def page_path(path: Path | None) -> Path | None:
+    """The path of a page, if it ends as one."""
+    return None if path is None else checked_ending(path, PAGES, "page")
+
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png|svg|pdf", callback=_plot_path, help="Draw the answer; the ending decides how."),
+]
+PageOption = Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", callback=page_path, help="Write the page here.")]
+
+
+def print_picture(path: Path | None) -> None:
+    """Where a picture was written, if one was."""
+    if path is not None:
+        print(f"Picture: {path}")
+
+
 def on_gpus(
     cluster: str | None,
     gpus: str | None,
@@ -164,8 +193,9 @@ def on_gpus(
     seq: int | None = None,
     tokens: float | None = None,
     samples: float | None = None,
+    tune: str | None = None,
 ) -> tuple[str | None, list[str]]:
-    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples and --set mean together.
+    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples, --tune and --set mean together.
 
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
@@ -177,6 +207,7 @@ def on_gpus(
         *([] if seq is None else [f"model.args.seq={seq}"]),
         *([] if tokens is None else [f"training.tokens={tokens!r}"]),
         *([] if samples is None else [f"training.samples={samples!r}"]),
+        *([] if tune is None else [f"training.tune={json.dumps(tune)}"]),
         *(overrides or []),
     ]
     if gpus is None:

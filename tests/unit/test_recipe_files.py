@@ -131,12 +131,66 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
     assert read(tmp_path, "b.sh", same).args["layers"] == 32  # all branches agree
 
 
+ALONE = AXOLOTL.replace("tensor_parallel_size: 2\n", "")
+NF4 = {"base": "nf4", "double_quantisation": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "tune", "precision"),
+    [
+        (
+            FACTORY.replace("type: full", "type: lora\nlora_rank: 4\nlora_target: all\nquantization_bit: 4"),
+            {"method": "lora", "r": 4, "targets": ["all"], **NF4},
+            "bf16",
+        ),
+        (
+            ALONE.replace(
+                "adapter:", "adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true"
+            ),
+            {"method": "qlora", "r": 32, "alpha": 16.0, "targets": ["all"], **NF4},
+            "bf16",
+        ),
+        (
+            ALONE.replace(
+                "adapter:", "adapter: lora\nload_in_8bit: true\nlora_target_modules: [q_proj, v_proj]\nlora_dropout: 0.05"
+            ),
+            {"method": "lora", "r": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"], "base": "int8"},
+            "bf16",
+        ),
+        (
+            TORCHTUNE.replace(
+                ".llama3_1_8b}",
+                ".qlora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: True, lora_rank: 64}",
+            ),
+            {"method": "qlora", "r": 64, "targets": ["q_proj", "output_proj", "mlp"]},
+            "bf16",
+        ),
+        (
+            LITGPT + "lora_r: 16\nlora_mlp: true\nquantize: bnb.nf4-dq\n",
+            {"method": "lora", "r": 16, "targets": ["q_proj", "v_proj", "mlp"], **NF4},
+            "bf16",
+        ),
+    ],
+)
+def test_adapters_of_files(tmp_path: Path, text: str, tune: dict[str, object], precision: str) -> None:
+    """With 16-bit weights beside trained ones in fp32, or in 16 bits with a copy in fp32."""
+    recipe = read(tmp_path, "a.yaml", text)
+    assert recipe.training["tune"] == tune
+    assert recipe.training["precision"] == precision
+    assert not [key for key in recipe.unknown if "lora" in key or "quant" in key]
+    question = question_of(tmp_path / "a.yaml", cluster="8xh100-sxm", global_batch=64)
+    assert question.training.tune is not None
+    assert question.training.tune.rank == tune["r"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", FACTORY.replace("type: full", "type: lora"), "trains adapters"),
-        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: qlora"), "trains adapters"),
-        ("a.yaml", TORCHTUNE.replace(".llama3_1_8b", ".lora_llama3_1_8b"), "trains adapters"),
+        ("a.yaml", FACTORY.replace("type: full", "type: freeze"), "not those of LoRA"),
+        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: llama-adapter"), "not those of LoRA"),
+        ("a.yaml", TORCHTUNE.replace(".llama3_1_8b", ".dora_llama3_1_8b"), "not those of LoRA"),
+        ("a.yaml", LITGPT + "adapter: true\n", "not those of LoRA"),
+        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: lora\nlora_alpha: high"), "must be a number"),
         ("a.yaml", AXOLOTL + "ulysses_sequence_parallel_size: 4\n", "ulysses.* is a degree of parallelism"),
         ("a.yaml", MODEL_ARGS + "  --hierarchical-tensor-parallel-size: 2\n", "degree of parallelism"),
         ("a.yaml", ACCELERATE.replace("FSDP\n", "XLA\n"), "no training on GPUs"),
@@ -161,7 +215,7 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
             r"d_model = '\$\{size\}' must be a whole",
         ),
         ("a.sh", "torchrun --nproc_per_node 8 mine.py --batch 4", "program of its own.*parsim plan MODEL --on MACHINE"),
-        ("a.sh", SWIFT.replace("full", "lora"), "trains adapters"),
+        ("a.sh", SWIFT.replace("full", "longlora"), "not those of LoRA"),
         ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', "parsim import .*--kind deepspeed"),
         ("a.py", RECIPE.replace("num_nodes=nodes", "(num_nodes"), "no Python that can be read"),
     ],
@@ -180,6 +234,16 @@ def test_a_deepspeed_config_beside_the_arguments_is_read(tmp_path: Path) -> None
     recipe = read(tmp_path, "a.yaml", FACTORY.replace("examples/deepspeed/ds_z3_config", "mine"))
     assert (recipe.zero, recipe.optimizer_offload, recipe.software["framework"]) == (2, True, "deepspeed")
     assert recipe.training["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [("axolotl.yaml", 2, 1), ("paddlenlp.json", 2, 4)])
+def test_axes_that_no_measured_framework_has_are_planned(name: str, tp: int, pp: int) -> None:
+    question = question_of(FILES / name, cluster="8xh100-sxm")
+    assert question.plan.mesh is not None
+    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, None)
+    recipe = read_recipe(FILES / name)
+    assert "software.framework" not in recipe.settings(8)
+    assert "above 1 are not known" in recipe.left_out["software.framework"]
 
 
 def test_what_fp8_and_the_optimizer_of_nemo_are_is_read_where_it_stands(tmp_path: Path) -> None:
@@ -263,6 +327,45 @@ def test_scripts_that_start_torchtitan_are_read_by_their_file_or_preset(tmp_path
     assert (recipe.missing, recipe.micro_batch) == ({}, 4)
     with pytest.raises(ConfigError, match=r"absent\.toml is not beside the script"):
         read(tmp_path, "d.sh", "torchrun -m torchtitan.train --job.config_file absent.toml")
+
+
+REGISTRY = """
+from . import model_registry
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=-1),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config()])
+    config.training.seq_len = 4096
+    config.activation_checkpoint = FullAC.Config()
+    return config
+"""
+"""In the layout of torchtitan 0.3.0."""
+
+
+def test_presets_of_an_installed_torchtitan_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry is parsed and not run: nothing of it can be imported here."""
+    folder = tmp_path / "site" / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / "torchtitan" / "__init__.py").write_text("raise RuntimeError")
+    (folder / "config_registry.py").write_text(REGISTRY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    script = "torchrun -m torchtitan.train --module llama3 --config llama3_8b"
+    recipe = read(tmp_path, "a.sh", script)
+    assert (recipe.model, recipe.tp, recipe.micro_batch, recipe.recompute) == ("llama3-8b", 2, 1, "selective")
+    assert (recipe.args["seq"], recipe.training["precision"], recipe.missing) == (8192, "bf16", {})
+    recipe = read(tmp_path, "b.sh", script + "_float8 --parallelism.tensor_parallel_degree 4")
+    assert (recipe.tp, recipe.recompute, recipe.args["seq"], recipe.training["precision"]) == (4, "full", 4096, "fp8")
+    assert "is in the preset" in read(tmp_path, "c.sh", script + "_own").missing["plan.mesh.tp"]
 
 
 def test_the_matrix_of_readers_is_that_of_the_readers() -> None:
