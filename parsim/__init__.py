@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parsim.app.answer import Answer
     from parsim.app.calibration import Calibration
-    from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
+    from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate, watch
     from parsim.app.import_file import import_file
     from parsim.app.measured import Measured
     from parsim.app.prediction import Prediction
@@ -51,6 +51,7 @@ __all__ = [
     "sweep",
     "trace",
     "validate",
+    "watch",
 ]
 
 _FUNCTIONS = "parsim.app.functions"
@@ -66,7 +67,7 @@ _HOMES = {
     "import_file": "parsim.app.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
-        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate", "watch"),
         _FUNCTIONS,
     ),
 }

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from parsim import __version__
+from parsim.commands.agent import mcp
 from parsim.commands.ask import cost, plan, simulate
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
@@ -46,6 +47,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "report": report,
     "export": export,
     "demo": demo,
+    "mcp": mcp,
 }
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from parsim.program.task import parse_resource
 from parsim.program.taskgraph import TaskGraph
+from parsim.report.plots import go, make_subplots
 from parsim.report.tables import CATEGORIES, format_error, interval_texts, is_chosen, line_name, memory_lines, plan_text
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Timeline

@@ -6,6 +6,8 @@ import html
 import importlib.resources
 from collections.abc import Sequence
 
+from parsim.errors import require
+
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 """Forbids every request."""
 
@@ -24,6 +26,7 @@ def standalone_page(
         title: a text, which is escaped. style, scripts: names of assets. body: HTML. data: id of the element that the scripts
             read, and its JSON without "<". colours: colour schemes that the style knows.
     """
+    require("plotly", "a page with figures")
     from plotly.offline import get_plotlyjs
 
     plotly_js = get_plotlyjs().replace("</script", "<\\/script")
