@@ -6,12 +6,13 @@ with a name, files of Hugging Face and saved Models. Run files follow the rules 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from parsim.app.answer import Answer
 from parsim.app.functions import plan as find_plan
-from parsim.errors import ConfigError, require
+from parsim.errors import ConfigError, ParsimError, require
 from parsim.files import finite
 
 INSTRUCTIONS = """
@@ -89,14 +90,28 @@ def mcp() -> None:
 
 
 def server() -> Any:
-    """A `mcp.server.fastmcp.FastMCP` with the tools. Raises MissingDependencyError without the SDK."""
+    """A `mcp.server.mcpserver.MCPServer` with the tools. Raises MissingDependencyError without the SDK."""
     require("mcp", "parsim mcp")
-    from mcp.server.fastmcp import FastMCP
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
 
-    served = FastMCP("parsim", instructions=INSTRUCTIONS, log_level="WARNING")
+    served = MCPServer("parsim", instructions=INSTRUCTIONS, log_level="WARNING")
     for tool in TOOLS:
-        served.add_tool(tool)
+        served.add_tool(_errors_told(tool, ToolError))
     return served
+
+
+def _errors_told(tool: Callable[..., dict[str, Any]], told: type[Exception]) -> Callable[..., dict[str, Any]]:
+    """The tool, whose errors of the user reach the agent: the SDK keeps the text of all other exceptions to itself."""
+
+    @functools.wraps(tool)
+    def answered(*arguments: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return tool(*arguments, **named)
+        except ParsimError as error:
+            raise told(str(error)) from error
+
+    return answered
 
 
 def _asked(model: str, cluster: str, global_batch: int, network: str | None, settings: Settings | None) -> Answer:
@@ -109,7 +124,7 @@ def _settings(network: str | None, settings: Settings | None) -> Settings:
 
 def _no_code(model: str) -> str:
     if ":" in model:
-        raise ConfigError(f"model = {model!r} names code, which an agent may not run; save it as a Model: parsim models --help")
+        raise ConfigError(f"model = {model!r} names code, which an agent may not run; save it as a Model (parsim.trace) and give its path")
     return model
 
 

@@ -21,11 +21,11 @@ async def main():
     server = StdioServerParameters(command=sys.executable, args=["-m", "parsim", "mcp"], env=dict(os.environ))
     async with stdio_client(server) as (read, write), ClientSession(read, write) as session:
         await session.initialize()
-        tools = {tool.name: sorted(tool.inputSchema["properties"]) for tool in (await session.list_tools()).tools}
+        tools = {tool.name: sorted(tool.input_schema["properties"]) for tool in (await session.list_tools()).tools}
         async def call(tool, **arguments):
             found = await session.call_tool(tool, arguments)
             text = found.content[0].text
-            return {"error": text} if found.isError else json.loads(text)
+            return {"error": text} if found.is_error else json.loads(text)
         asked = {"model": "llama3-8b", "settings": {"training.precision": "bf16", "model.args.seq": 4096}}
         wrong = await call("plan", **asked, cluster="8xh100-smx", global_batch=64)
         small = await call("plan", **asked, cluster="2xa100-sxm-40gb", global_batch=64)
@@ -43,10 +43,10 @@ asyncio.run(main())
 
 
 def test_five_calls_choose_a_plan(installed: Callable[..., Path], tmp_path: Path) -> None:
-    """mcp 1: a typing error is answered with what was meant; two GPUs are too few; of two clusters the faster is planned."""
+    """mcp 2: a typing error is answered with what was meant; two GPUs are too few; of two clusters the faster is planned."""
     script = tmp_path / "agent.py"
     script.write_text(AGENT, encoding="utf-8")
-    python = installed("mcp==1.26.0")
+    python = installed("mcp==2.3.0")
     done = subprocess.run([python, script], cwd=tmp_path, env=environment_of(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
