@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parsim.app.answer import Answer
+from parsim.app.functions import check as check_training
 from parsim.app.functions import plan as find_plan
 from parsim.errors import ConfigError, ParsimError, require
 from parsim.files import finite
@@ -44,6 +45,18 @@ def plan(
     """
     answer = _asked(model, cluster, global_batch, network, settings)
     return _figures(answer) | {"text": str(answer)}
+
+
+def check(
+    model: str, cluster: str, global_batch: int, network: str | None = None, settings: Settings | None = None
+) -> dict[str, Any]:
+    """Say whether a training fits, how fast it is, which line of memory decides, and up to three changes that would help.
+    Arguments as for `plan`; settings such as {"plan.mesh": {"dp": 8}, "plan.zero_stage": 3} fix the plan."""
+    checked = check_training(_no_code(model), cluster, global_batch=global_batch, settings=_settings(network, settings))
+    document = checked.to_dict()
+    shown = ("verdict", "step_s", "largest_line", "needed_bytes", "limit_bytes", "mfu", "helps", "assumed")
+    found: dict[str, Any] = finite({**{key: document[key] for key in shown}, "text": str(checked)})
+    return found
 
 
 def explain(
@@ -81,11 +94,11 @@ def sweep(
     return document
 
 
-TOOLS: tuple[Callable[..., dict[str, Any]], ...] = (plan, explain, sweep)
+TOOLS: tuple[Callable[..., dict[str, Any]], ...] = (plan, check, explain, sweep)
 
 
 def mcp() -> None:
-    """Serve plan, explain and sweep to an agent (Model Context Protocol on stdin and stdout)."""
+    """Serve plan, check, explain and sweep to an agent (Model Context Protocol on stdin and stdout)."""
     server().run()
 
 
@@ -124,7 +137,9 @@ def _settings(network: str | None, settings: Settings | None) -> Settings:
 
 def _no_code(model: str) -> str:
     if ":" in model:
-        raise ConfigError(f"model = {model!r} names code, which an agent may not run; save it as a Model (parsim.trace) and give its path")
+        raise ConfigError(
+            f"model = {model!r} names code, which an agent may not run; save it as a Model (parsim.trace) and give its path"
+        )
     return model
 
 

@@ -28,7 +28,7 @@ async def main():
             return {"error": text} if found.is_error else json.loads(text)
         asked = {"model": "llama3-8b", "settings": {"training.precision": "bf16", "model.args.seq": 4096}}
         wrong = await call("plan", **asked, cluster="8xh100-smx", global_batch=64)
-        small = await call("plan", **asked, cluster="2xa100-sxm-40gb", global_batch=64)
+        small = await call("check", **asked, cluster="2xa100-sxm-40gb", global_batch=64)
         over = {"cluster.profile": ["8xa100-sxm-80gb", "8xh100-sxm"]}
         swept = await call("sweep", **asked, over=over, global_batch=64, goal="min step")
         best = swept["best"]["cluster.profile"]
@@ -50,9 +50,10 @@ def test_five_calls_choose_a_plan(installed: Callable[..., Path], tmp_path: Path
     done = subprocess.run([python, script], cwd=tmp_path, env=environment_of(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["tools"]) == {"plan", "explain", "sweep"}
+    assert set(found["tools"]) == {"plan", "check", "explain", "sweep"}
     assert "h100-sxm" in found["wrong"]["error"]
-    assert not found["small"]["fits"]
+    assert found["small"]["verdict"] == "does not fit"
+    assert found["small"]["needed_bytes"] > found["small"]["limit_bytes"]
     points = {point["cluster.profile"]: point["step_s"] for point in found["swept"]["points"]}
     assert found["best"] == min(points, key=points.get) == "8xh100-sxm"  # type: ignore[arg-type]
     assert found["chosen"]["fits"]
