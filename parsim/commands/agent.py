@@ -137,9 +137,8 @@ def _settings(network: str | None, settings: Settings | None) -> Settings:
 
 def _no_code(model: str) -> str:
     if ":" in model:
-        raise ConfigError(
-            f"model = {model!r} names code, which an agent may not run; save it as a Model (parsim.trace) and give its path"
-        )
+        fix = "save it as a Model (parsim.trace), and give its path"
+        raise ConfigError(f"model = {model!r} names code, which an agent may not run; {fix}")
     return model
 
 

@@ -74,7 +74,7 @@ def run_installed(installed: Callable[..., Path], tmp_path: Path) -> Callable[..
 
 def test_lightning_counts_optimizer_steps_and_its_logger_keeps_the_figures(run_installed: Any) -> None:
     """lightning 2.6: 64 rows in batches of 4, two of them a step, are 8 steps an epoch, and validation ends each epoch."""
-    found, said = run_installed(LIGHTNING, "lightning==2.6.0", "tensorboard==2.20.0")
+    found, said = run_installed(LIGHTNING, "lightning==2.6.6", "tensorboard==2.21.0")
     assert (found["steps"], found["global_step"]) == (32, 32)
     assert found["windows"] == 4 * 2 - 1  # 7 steps of an epoch after the one that starts the clock; the first window warms up
     assert found["values"] == pytest.approx(found["windows_s"], rel=1e-6)
@@ -112,7 +112,7 @@ told(watch, refused=refused)
 
 def test_hugging_face_counts_optimizer_steps_and_another_batch_is_refused(run_installed: Any) -> None:
     """transformers 5: 64 rows by 4, two batches a step, four epochs: 32 steps. A checkpoint cuts the windows after step 16."""
-    found, _ = run_installed(HUGGING_FACE, "transformers==5.23.0", "accelerate==1.15.0")
+    found, _ = run_installed(HUGGING_FACE, "transformers==5.24.0", "accelerate==1.15.0")
     assert found["steps"] == 32
     assert found["windows"] == 3 + 3 - 1
     assert found["refused"] == (
@@ -131,7 +131,7 @@ except ps.ParsimError as error:
     refused = str(error)
 wandb.init(project="p", dir=".")
 trackio.init(project="p")
-mlflow.set_tracking_uri("sqlite:///mlflow.db")
+mlflow.set_tracking_uri("file:mlruns")
 watch = ps.watch(net(), "dgx1-v100-32gb", global_batch=64, every=2, to=("tensorboard", "wandb", "mlflow", "trackio"), **given)
 model = net()
 with watch:
@@ -154,9 +154,9 @@ told(watch, kept=kept, windows_s=watch.windows_s, refused=refused)
 
 
 def test_every_destination_keeps_the_windows(run_installed: Any) -> None:
-    """tensorboard 2.20, wandb 0.2x offline, mlflow 3 and trackio: the same three windows."""
-    packages = ("tensorboard==2.20.0", "wandb==0.23.0", "mlflow-skinny==3.7.0", "sqlalchemy==2.0.44", "alembic==1.17.2")
-    found, _ = run_installed(DESTINATIONS, *packages, "trackio==0.12.0")
+    """tensorboard 2.21, wandb 0.31 offline, mlflow 3 and trackio: the same three windows."""
+    packages = ("tensorboard==2.21.0", "wandb==0.31.0", "mlflow-skinny==3.17.2")
+    found, _ = run_installed(DESTINATIONS, *packages, "trackio==0.43.0")
     assert "call wandb.init() first" in found["refused"]
     assert found["windows"] == 3
     assert found["kept"]["tensorboard"] == pytest.approx(found["windows_s"], rel=1e-6)
