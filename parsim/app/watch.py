@@ -159,14 +159,10 @@ class Watch:
 
     def lightning(self) -> Any:
         """A callback for a Lightning Trainer. Raises MissingDependencyError without lightning."""
-        from parsim.app.trainers import lightning_callback
-
         return lightning_callback(self)
 
     def hugging_face(self) -> Any:
         """A callback for a Hugging Face Trainer. Raises MissingDependencyError without transformers."""
-        from parsim.app.trainers import hugging_face_callback
-
         return hugging_face_callback(self)
 
     def check_trainer(self, *, world_size: int, global_batch: int | None = None) -> None:
@@ -186,6 +182,68 @@ class Watch:
     def _say(self, text: str) -> None:
         if _rank() == 0:
             print(f"parsim: {text}", file=sys.stderr, flush=True)
+
+
+# A Watch as the callback of a trainer, which says when a step ends and what interrupts it.
+
+
+def lightning_callback(watch: Watch) -> Any:
+    """`lightning.pytorch.Callback`. A step ends where `trainer.global_step` grows, so accumulated batches are one step."""
+    require("lightning", "a Lightning callback")
+    from lightning.pytorch import Callback
+
+    class WatchCallback(Callback):  # type: ignore[misc]
+        seen = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            watch.check_trainer(world_size=trainer.world_size)
+            self.seen = trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step > self.seen:
+                self.seen = trainer.global_step
+                windows = len(watch.windows_s)
+                watch.step()
+                if len(watch.windows_s) > windows and trainer.is_global_zero:
+                    for logger in trainer.loggers:
+                        logger.log_metrics(watch.figures(), step=trainer.global_step)
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            watch.pause()
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            watch.pause()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            watch.__exit__(None, None, None)
+
+    return WatchCallback()
+
+
+def hugging_face_callback(watch: Watch) -> Any:
+    """`transformers.TrainerCallback`, which also checks the samples of a step. Its `on_step_end` is one optimizer step."""
+    require("transformers", "a Hugging Face callback")
+    from transformers import TrainerCallback
+
+    class WatchCallback(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            ranks = args.world_size
+            samples = args.train_batch_size * args.gradient_accumulation_steps * ranks
+            watch.check_trainer(world_size=ranks, global_batch=samples)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.step()
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.pause()
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.pause()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.__exit__(None, None, None)
+
+    return WatchCallback()
 
 
 def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], every: int) -> Watch:
