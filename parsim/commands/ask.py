@@ -24,6 +24,7 @@ from parsim.commands.output import (
     SamplesOption,
     SeqOption,
     TokensOption,
+    TuneOption,
     complete_model,
     on_gpus,
     print_json,
@@ -47,6 +48,7 @@ def plan(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -105,7 +107,7 @@ def plan(
         from parsim.app.to_target import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     if (config is None) == (not asked):
         raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
     answer = find_plan(
@@ -200,6 +202,7 @@ def simulate(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Strategy, or a plan.json: the same as --set plan.strategy=...")] = None,
@@ -223,7 +226,7 @@ def simulate(
     from parsim.app.write_folder import write_prediction
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     prediction = predict(
         asked,
         cluster=where,
