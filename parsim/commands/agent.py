@@ -23,7 +23,7 @@ a 90% interval, memory, days and price. Ask `plan` first. Where nothing fits, ta
 Clusters are written as 8xh100-sxm or 64xa100-sxm-80gb; more than one node needs a network such as infiniband-400g.
 Answers name what was assumed: pass what you know instead.
 """
-Settings = dict[str, Any]
+GivenKeys = dict[str, Any]
 """Keys of a run file, with their table."""
 SHOWN = (
     *("plan", "step_s", "throughput_samples_per_s", "tokens_per_s", "mfu", "peak_memory_bytes", "fit_probability"),
@@ -33,7 +33,7 @@ SHOWN = (
 
 
 def plan(
-    model: str, cluster: str, global_batch: int, network: str | None = None, settings: Settings | None = None
+    model: str, cluster: str, global_batch: int, network: str | None = None, settings: GivenKeys | None = None
 ) -> dict[str, Any]:
     """Rank the plans that train a model on a cluster, and choose one: seconds per step, memory, whether it fits.
 
@@ -48,7 +48,7 @@ def plan(
 
 
 def check(
-    model: str, cluster: str, global_batch: int, network: str | None = None, settings: Settings | None = None
+    model: str, cluster: str, global_batch: int, network: str | None = None, settings: GivenKeys | None = None
 ) -> dict[str, Any]:
     """Say whether a training fits, how fast it is, which line of memory decides, and up to three changes that would help.
     Arguments as for `plan`; settings such as {"plan.mesh": {"dp": 8}, "plan.zero_stage": 3} fix the plan."""
@@ -60,7 +60,7 @@ def check(
 
 
 def explain(
-    model: str, cluster: str, global_batch: int, network: str | None = None, settings: Settings | None = None
+    model: str, cluster: str, global_batch: int, network: str | None = None, settings: GivenKeys | None = None
 ) -> dict[str, Any]:
     """Say where the seconds of a step go: compute, exposed communication, bubbles, and the largest kinds of task with their
     prices. Arguments as for `plan`; of the plan that it chooses."""
@@ -74,7 +74,7 @@ def sweep(
     cluster: str | None = None,
     global_batch: int | None = None,
     network: str | None = None,
-    settings: Settings | None = None,
+    settings: GivenKeys | None = None,
     goal: str | None = None,
 ) -> dict[str, Any]:
     """Ask one question at many points, and pick the best of them. Other arguments as for `plan`.
@@ -127,11 +127,11 @@ def _errors_told(tool: Callable[..., dict[str, Any]], told: type[Exception]) -> 
     return answered
 
 
-def _asked(model: str, cluster: str, global_batch: int, network: str | None, settings: Settings | None) -> Answer:
+def _asked(model: str, cluster: str, global_batch: int, network: str | None, settings: GivenKeys | None) -> Answer:
     return find_plan(_no_code(model), cluster=cluster, global_batch=global_batch, settings=_settings(network, settings))
 
 
-def _settings(network: str | None, settings: Settings | None) -> Settings:
+def _settings(network: str | None, settings: GivenKeys | None) -> GivenKeys:
     return {**({} if network is None else {"cluster.network": network}), **(settings or {})}
 
 
