@@ -42,7 +42,7 @@ from parsim.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    from parsim.app.watch import Destination, StepWatch
+    from parsim.app.watch import Destination, WatchedTraining
 
 
 AskedModel: TypeAlias = "str | Path | Model | nn.Module"
@@ -286,7 +286,7 @@ def watch(
     settings: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     **keys: Any,
-) -> StepWatch:
+) -> WatchedTraining:
     """Predict the step of a training loop of your own, and compare while it runs.
 
     Call `step()` of the result after every optimizer step, or give a trainer its `lightning()` or `hugging_face()`.

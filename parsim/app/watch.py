@@ -1,4 +1,4 @@
-"""A StepWatch: the step of somebody's own training loop, predicted before it starts and compared while it runs.
+"""A WatchedTraining: the step of somebody's own training loop, predicted before it starts and compared while it runs.
 
 The clock is read at the end of every step, and a GPU is waited for only where a window of steps ends. So a window's mean step
 counts everything between two steps: loading, logging, the optimizer. A window that `pause` cuts does not count.
@@ -74,7 +74,7 @@ DESTINATIONS: dict[str, Callable[[], Write]] = {
 
 
 @dataclass(kw_only=True, eq=False)
-class StepWatch:
+class WatchedTraining:
     """What `parsim.watch` returns. Call `step` at the end of every optimizer step, or give a trainer `lightning()` or
     `hugging_face()`.
 
@@ -92,7 +92,7 @@ class StepWatch:
     _in_window: int = 0
     _warm: bool = False
 
-    def __enter__(self) -> StepWatch:
+    def __enter__(self) -> WatchedTraining:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -184,10 +184,10 @@ class StepWatch:
             print(f"parsim: {text}", file=sys.stderr, flush=True)
 
 
-# A StepWatch as the callback of a trainer, which says when a step ends and what interrupts it.
+# A WatchedTraining as the callback of a trainer, which says when a step ends and what interrupts it.
 
 
-def lightning_callback(watch: StepWatch) -> Any:
+def lightning_callback(watch: WatchedTraining) -> Any:
     """`lightning.pytorch.Callback`. A step ends where `trainer.global_step` grows, so accumulated batches are one step."""
     require("lightning", "a Lightning callback")
     from lightning.pytorch import Callback
@@ -220,7 +220,7 @@ def lightning_callback(watch: StepWatch) -> Any:
     return WatchCallback()
 
 
-def hugging_face_callback(watch: StepWatch) -> Any:
+def hugging_face_callback(watch: WatchedTraining) -> Any:
     """`transformers.TrainerCallback`, which also checks the samples of a step. Its `on_step_end` is one optimizer step."""
     require("transformers", "a Hugging Face callback")
     from transformers import TrainerCallback
@@ -246,8 +246,8 @@ def hugging_face_callback(watch: StepWatch) -> Any:
     return WatchCallback()
 
 
-def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], every: int) -> StepWatch:
-    """A StepWatch that has said what it predicts. Raises ConfigError: no steps, an unknown destination, other processes."""
+def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], every: int) -> WatchedTraining:
+    """A WatchedTraining that has said what it predicts. Raises ConfigError: no steps, an unknown destination, other processes."""
     if every < 1:
         raise ConfigError(f"every = {every}: a window has at least one step")
     names = (to,) if isinstance(to, str) else tuple(to)
@@ -256,7 +256,7 @@ def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], e
             listed = ", ".join(DESTINATIONS)
             raise ConfigError(f"to = {name!r} is no destination{near_matches(name, DESTINATIONS)}; there are {listed}")
     writes = tuple(DESTINATIONS[name]() for name in names) if _rank() == 0 else ()
-    watch = StepWatch(prediction=prediction, every=every, writes=writes)
+    watch = WatchedTraining(prediction=prediction, every=every, writes=writes)
     if (processes := world_size_here()) is not None:
         watch.check_trainer(world_size=processes)
     watch._say(str(watch).partition(";")[0])
