@@ -247,7 +247,7 @@ def hugging_face_callback(watch: WatchedTraining) -> Any:
 
 
 def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], every: int) -> WatchedTraining:
-    """A WatchedTraining that has said what it predicts. Raises ConfigError: no steps, an unknown destination, other processes."""
+    """One that has said what it predicts. Raises ConfigError: no steps, an unknown destination, other processes."""
     if every < 1:
         raise ConfigError(f"every = {every}: a window has at least one step")
     names = (to,) if isinstance(to, str) else tuple(to)

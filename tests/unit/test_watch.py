@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parsim as ps
-from parsim.app.watch import WatchedTraining
+from parsim.app.watch import WatchedTraining as Watched
 
 PREDICTED = ps.simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, devices=1, strategy="single")
 
 
-def run_steps(
-    watch: WatchedTraining, ends_s: list[float], monkeypatch: pytest.MonkeyPatch, pauses: tuple[int, ...] = ()
-) -> None:
+def run_steps(watch: Watched, ends_s: list[float], monkeypatch: pytest.MonkeyPatch, pauses: tuple[int, ...] = ()) -> None:
     """Steps that end at these seconds; before those of `pauses` something else runs."""
     with monkeypatch.context() as patched:
         for number, end in enumerate(ends_s):
@@ -31,7 +29,7 @@ def run_steps(
 @given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=40), st.integers(1, 6))
 def test_windows_are_means_of_steps_in_a_row(steps_s: list[float], every: int) -> None:
     """The first step starts the clock, the first window warms up, and an unfinished window does not count."""
-    watch = WatchedTraining(prediction=PREDICTED, every=every)
+    watch = Watched(prediction=PREDICTED, every=every)
     with pytest.MonkeyPatch.context() as patched:
         run_steps(watch, list(itertools.accumulate(steps_s)), patched)
     full = [steps_s[first : first + every] for first in range(1, len(steps_s) - every + 1, every)]
@@ -39,7 +37,7 @@ def test_windows_are_means_of_steps_in_a_row(steps_s: list[float], every: int) -
 
 
 def test_a_pause_leaves_its_window_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = WatchedTraining(prediction=PREDICTED, every=2)
+    watch = Watched(prediction=PREDICTED, every=2)
     ends = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1006.0, 1007.0, 1008.0]  # 1,000 s of validation before the seventh step
     run_steps(watch, ends, monkeypatch, pauses=(6,))
     assert watch.windows_s == [1.0, 1.0]
@@ -48,9 +46,7 @@ def test_a_pause_leaves_its_window_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_verdict_is_whether_the_interval_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     interval, seen = PREDICTED.step_s, []
     for step_s, inside in ((interval.median, True), (interval.p05 * 0.99, False), (interval.p95 * 1.01, False)):
-        watch = WatchedTraining(
-            prediction=PREDICTED, every=3, writes=(lambda figures, step: seen.append((step, dict(figures))),)
-        )
+        watch = Watched(prediction=PREDICTED, every=3, writes=(lambda figures, step: seen.append((step, dict(figures))),))
         assert watch.as_predicted is None
         run_steps(watch, [step_s * number for number in range(1, 8)], monkeypatch)
         assert watch.as_predicted is inside
