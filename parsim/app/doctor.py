@@ -32,6 +32,7 @@ PURPOSES = {
     "numba": "simulate large graphs by compiled loops",
     "plotly": "write report.html and explorer.html",
     "cvxpy": "prove placements by a solver",
+    "mcp": "answer an agent",
 }
 """Packages that planning can do without, and what each adds."""
 
@@ -161,15 +162,6 @@ def checks_of(found: Found) -> tuple[Check, ...]:
             f"install a torch built with gloo: {WITH_TORCH}",
         ),
         gpus,
-        *(
-            _check(
-                purpose,
-                package in found.packages,
-                package if package in found.packages else f"{package} is not installed",
-                f"pip install 'parsim[{EXTRA_OF[package]}]'",
-            )
-            for package, purpose in PURPOSES.items()
-        ),
         _check(
             "models from a Hugging Face config.json",
             found.transformers,
@@ -187,6 +179,15 @@ def checks_of(found: Found) -> tuple[Check, ...]:
             found.memory_bytes >= COMFORTABLE_MEMORY_BYTES,
             f"{format_bytes(found.memory_bytes)} for this process",
             f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
+        ),
+        *(
+            _check(
+                purpose,
+                package in found.packages,
+                package if package in found.packages else f"{package} is not installed",
+                f"pip install 'parsim[{EXTRA_OF[package]}]'",
+            )
+            for package, purpose in PURPOSES.items()
         ),
     )
 
@@ -218,7 +219,7 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
 
 def commands_of(found: Found) -> tuple[Check, ...]:
     """Whether each command works here, by what that command needs."""
-    simulation, torch, gloo, gpus, _, _, memory = checks_of(found)
+    simulation, torch, gloo, gpus, _, _, memory, *_, agent = checks_of(found)
     return (
         _needing(
             "plan, check, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import",
@@ -230,6 +231,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run and validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),
+        _needing("mcp", simulation, agent, found=agent.found),
         _on_gpus(found, CALIBRATE_ON_GPUS, gpus),
         _on_gpus(found, "run and validate on GPUs", simulation, gpus),
     )
