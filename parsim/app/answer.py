@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.app.frames import plans_frame
@@ -21,6 +23,7 @@ from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.notebook import paragraph_html, table_html
+from parsim.report.picture import plotted
 from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
@@ -76,6 +79,7 @@ class Answer:
         question: the question and its defaults. problem: the same with the model and the cluster loaded.
         search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan
             (`Search.recommended`), or, if none fits, of the fastest.
+        assumed_framework: as which it is priced, where the question names none.
         largest: what was made as large as fits, which the question then has; None: it was asked as it is.
     """
 
@@ -83,6 +87,7 @@ class Answer:
     problem: PlanningProblem
     search: Search | None
     evaluation: Evaluation
+    assumed_framework: AssumedFramework | None = None
     largest: Largest | None = None
 
     @property
@@ -129,6 +134,7 @@ class Answer:
             problem=self.problem,
             evaluation=evaluation,
             among=() if self.search is None else self.search.candidates,
+            assumed_framework=self.assumed_framework,
         )
 
     def table(self) -> pd.DataFrame:
@@ -255,6 +261,7 @@ class Answer:
             loss_text(problem.model),
             constant_text(problem.model),
             assumed_text(self.assumed),
+            "" if self.assumed_framework is None else self.assumed_framework.text(),
             left_out_text(self.question),
             precision_text(self.assumed, problem.cluster.devices[0].type.peak_flop_per_s),
         ]
@@ -266,6 +273,25 @@ class Answer:
         row = self._chosen_row()
         return strategy_table(results, chosen=None if row is None else results[row], title="")
 
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The ranked plans with their 90% intervals; of one plan alone its step.
+
+        Args:
+            path: also write the picture, as PNG, SVG or PDF by its ending.
+
+        Returns:
+            A `matplotlib.figure.Figure`; without matplotlib a `plotly.graph_objects.Figure`.
+
+        Raises:
+            ConfigError: another ending. MissingDependencyError: a path, without matplotlib.
+        """
+        from parsim.report.figures import strategies_figure
+
+        results, row = [evaluation.result.to_dict() for evaluation in self._ranked], self._chosen_row()
+        if len(results) == 1:
+            return self.prediction.plot(path)
+        return plotted(strategies_figure(results, chosen=None if row is None else results[row]), self.sentence(), path)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
@@ -276,6 +302,7 @@ class Answer:
             "quoted": prediction.quoted,
             "samples_run": prediction.samples_run,
             "loading": self.problem.loading,
+            "framework": self.assumed_framework,
         }
         return document | {
             **{key: None if part is None else part.to_dict() for key, part in parts.items()},

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
-from parsim.app.load import THIS_MACHINE
 from parsim.errors import ConfigError
 from parsim.files import finite
 from parsim.hardware.network import shipped_networks
@@ -19,6 +19,7 @@ from parsim.hardware.parts import machines_of, shipped_gpus
 from parsim.hardware.profile import shipped_profiles
 from parsim.model.catalogue.names import known_names
 from parsim.model.catalogue.zoo import ZOO
+from parsim.report.picture import PAGES, PICTURES, checked_ending
 from parsim.report.tables import to_rich, to_text
 from parsim.units import parse_count, printable
 
@@ -66,6 +67,8 @@ def complete_network(incomplete: str) -> list[str]:
 
 
 def _complete_cluster(incomplete: str) -> list[str]:
+    from parsim.app.load import THIS_MACHINE
+
     machines = [name for name in (THIS_MACHINE, *shipped_profiles()) if name.startswith(incomplete)]
     return machines + complete_gpus(incomplete)
 
@@ -157,6 +160,29 @@ SamplesOption = Annotated[
         help="Samples of the whole training, all epochs: adds time and price.",
     ),
 ]
+
+
+def _plot_path(path: Path | None) -> Path | None:
+    """Refused before anything is computed."""
+    return None if path is None else checked_ending(path, PICTURES)
+
+
+def page_path(path: Path | None) -> Path | None:
+    """The path of a page, if it ends as one."""
+    return None if path is None else checked_ending(path, PAGES, "page")
+
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png|svg|pdf", callback=_plot_path, help="Draw the answer; the ending decides how."),
+]
+PageOption = Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", callback=page_path, help="Write the page here.")]
+
+
+def print_picture(path: Path | None) -> None:
+    """Where a picture was written, if one was."""
+    if path is not None:
+        print(f"Picture: {path}")
 
 
 def on_gpus(
