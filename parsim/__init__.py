@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parsim.app.answer import Answer
     from parsim.app.calibration import Calibration
-    from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
+    from parsim.app.check import Checked
+    from parsim.app.functions import calibrate, check, cost, load_cluster, open_run, plan, run, simulate, trace, validate
     from parsim.app.import_file import import_file
     from parsim.app.measured import Measured
     from parsim.app.prediction import Prediction
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "Calibration",
+    "Checked",
     "Cluster",
     "Measured",
     "Model",
@@ -41,6 +43,7 @@ __all__ = [
     "Prediction",
     "__version__",
     "calibrate",
+    "check",
     "cost",
     "import_file",
     "load_cluster",
@@ -57,6 +60,7 @@ _FUNCTIONS = "parsim.app.functions"
 _HOMES = {
     "Answer": "parsim.app.answer",
     "Calibration": "parsim.app.calibration",
+    "Checked": "parsim.app.check",
     "Cluster": "parsim.hardware.cluster",
     "Measured": "parsim.app.measured",
     "Model": "parsim.model.model",
@@ -66,7 +70,7 @@ _HOMES = {
     "import_file": "parsim.app.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
-        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        ("calibrate", "check", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
         _FUNCTIONS,
     ),
 }

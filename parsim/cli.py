@@ -1,4 +1,5 @@
-"""The command line. Exit status 0; 1 for a user's error, with one message; 2 for wrong usage; 130 for Ctrl-C.
+"""The command line. Exit status 0; 1 for a user's error, with one message; 2 for wrong usage; 130 for Ctrl-C. Where it is asked
+whether a training fits, 3 says that it does not, and 4 that it is uncertain.
 
 Every command takes --json: one document on stdout, nothing else; progress goes to stderr.
 """
@@ -11,12 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from parsim import __version__
-from parsim.commands.ask import cost, plan, simulate
+from parsim.commands.ask import check, cost, plan, simulate
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
 from parsim.commands.machine import calibrate, doctor, models, profile
@@ -35,6 +37,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "import": import_command,
     "cost": cost,
     "plan": plan,
+    "check": check,
     "simulate": simulate,
     "sweep": sweep,
     "explore": explore,
@@ -49,13 +52,32 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
 }
 
 
+NO_SERVING = "parsim is about training: serving and inference are out of its scope"
+ELSEWHERE = {
+    **dict.fromkeys(("serve", "infer", "inference", "generate", "chat"), NO_SERVING),
+    "train": "`parsim run` trains on this machine, and `parsim export` writes launch files for another one",
+    **dict.fromkeys(("estimate", "predict", "memory"), "`parsim check` says whether a training fits and how fast it is"),
+}
+"""What there is in place of commands that people try."""
+
+
+class Commands(TyperGroup):
+    """The commands, and a line for those of ELSEWHERE."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and (text := ELSEWHERE.get(args[0])):
+            ctx.fail(text)
+        return super().resolve_command(ctx, args)
+
+
 def build() -> typer.Typer:
     """The application with every command of COMMANDS."""
     app = typer.Typer(
         name="parsim",
+        cls=Commands,
         help="Predict the fastest way to train a model on a cluster, its step time, and whether it fits in memory.",
+        epilog="The Tab key completes commands, models and GPUs after `parsim --install-completion`, in a new shell.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -14,6 +14,26 @@ MIB = 1024**2
 GIB = 1024**3
 
 
+SHORT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kKmMgGbBtT]?)")
+
+
+def parse_count(text: str, thousand: int = 1000) -> int | float:
+    """`"64k"` as 64,000 or, of sizes that are powers of two, 65,536; `"15T"` as 15e12. A float only where it has a fraction.
+
+    Args:
+        thousand: what k means; M, G or B, and T are its powers.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    form = SHORT.fullmatch(text.strip())
+    if form is None:
+        raise ValueError(f"{text!r} is no number such as 4096, 64k or 1.5T")
+    exponent = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}[form[2].lower()]
+    value = float(re.sub("[_,]", "", form[1])) * thousand**exponent
+    return int(value) if value == int(value) else value
+
+
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a terminal obeys: all control characters but tab and newline."""
 

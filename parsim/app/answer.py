@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.config import Question
 from parsim.app.doctor import progress
@@ -15,6 +15,7 @@ from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
 from parsim.plans.plan import plan_in_words, recommendation
+from parsim.predict.breakdown import tokens_per_sample
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
@@ -25,13 +26,46 @@ from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
 from parsim.search.search import Search, most_frequent
 from parsim.search.tree import Tally, is_tie
-from parsim.units import format_bytes, format_percent, format_seconds
+from parsim.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 PLANS_SHOWN = 8
+
+
+LargestOf = Literal["batch", "seq", "model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest size that fits with 95%.
+
+    Attributes:
+        what: of the batch (samples), the sequence (tokens) or the model (layers). size: that fits; above: the next one that was
+            tried, which does not; None: there is no larger one. asked: that of the question.
+        faster: tokens (of other models samples) per second over those of the question as asked, less one; None: that does not
+            fit.
+    """
+
+    what: LargestOf
+    size: int
+    above: int | None
+    asked: int
+    faster: float | None
+
+    def lines(self, problem: PlanningProblem) -> list[str]:
+        """What it is, and what it costs in time."""
+        units = {"batch": "samples in one pass", "seq": "tokens", "model": "layers"}
+        parameters = f" ({format_count(problem.model.parameter_count)} parameters)" if self.what == "model" else ""
+        does_not = f"; {self.above:,} do not" if self.above is not None else ""
+        lines = [f"Largest {self.what} that fits with 95%: {self.size:,} {units[self.what]}{parameters}{does_not}."]
+        if self.faster is None:
+            return [*lines, f"As asked, with {self.asked:,}, no plan fits."]
+        per = "tokens" if tokens_per_sample(problem.model) else "samples"
+        more = "more" if self.faster > 0 else "fewer"
+        return [*lines, f"In time: {abs(self.faster):.0%} {more} {per} per second than as asked."]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,12 +76,14 @@ class Answer:
         question: the question and its defaults. problem: the same with the model and the cluster loaded.
         search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan
             (`Search.recommended`), or, if none fits, of the fastest.
+        largest: what was made as large as fits, which the question then has; None: it was asked as it is.
     """
 
     question: Question
     problem: PlanningProblem
     search: Search | None
     evaluation: Evaluation
+    largest: Largest | None = None
 
     @property
     def fits(self) -> bool:
@@ -163,7 +199,8 @@ class Answer:
         figures = self.prediction.quoted
         run = self.prediction.samples_run or (None if figures is None else figures.run)
         figures_of_run = [] if run is None or not self.fits else run.lines()
-        return list(filter(None, [self.sentence(), self.runners_up(), *figures_of_run]))
+        largest = [] if self.largest is None else self.largest.lines(self.problem)
+        return list(filter(None, [*largest, self.sentence(), self.runners_up(), *figures_of_run]))
 
     @property
     def fastest(self) -> Evaluation | None:
@@ -242,6 +279,7 @@ class Answer:
         }
         return document | {
             **{key: None if part is None else part.to_dict() for key, part in parts.items()},
+            **({} if self.largest is None else {"largest": asdict(self.largest)}),
             "assumed": {key: list(value) if isinstance(value, tuple) else value for key, value in self.assumed.items()},
             "loss": model.loss or None,
             "loss_note": loss_note(model) or None,

@@ -197,7 +197,7 @@ class Question(ConfigSection):
 
     model: ModelSection
     cluster: ClusterSection
-    training: TrainingSection
+    training: TrainingSection = TrainingSection()
     plan: PlanSection = PlanSection()
     software: SoftwareSection = SoftwareSection()
     _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
@@ -442,7 +442,7 @@ def _check_agreement(question: Question) -> None:
             value = getattr(plan, beside[0])
             key = f"{beside[0]} = {value!r}" if isinstance(value, str | int) else beside[0]
             raise ConfigError(f"plan.{key}: the plan is read from {plan.plan_path}; drop {', '.join(beside)}")
-    if plan.microbatches is not None and training.global_batch % plan.microbatches:
+    if plan.microbatches is not None and training.names_batch and training.global_batch % plan.microbatches:
         raise ConfigError(
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
@@ -682,7 +682,7 @@ def _check_mesh(plan: PlanSection, table: MeshTable, question: Question) -> None
             raise ConfigError(f"plan.mesh: {error}") from error
     replicas, microbatches = table.dp or 1, plan.microbatches or 1
     batch, parts = question.training.global_batch, replicas * microbatches
-    if batch % parts:
+    if batch % parts and question.training.names_batch:
         raise ConfigError(
             f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({replicas}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"

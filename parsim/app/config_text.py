@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -22,6 +23,7 @@ from parsim.files import parse_toml
 from parsim.hardware.records import ConfigSection, PairsOf
 from parsim.model.spec import is_known
 from parsim.registry import is_reference
+from parsim.units import parse_count
 
 _RULES = {
     "int_type": "must be a whole number",
@@ -114,7 +116,6 @@ _UNION_RULES = {
 EXAMPLES = {
     "model": "the table [model] with name",
     "cluster": "the table [cluster] with profile or gpu",
-    "training": "the table [training] with global_batch",
     "model.name": 'name = "resnet50"',
     "model.args": "args = { num_classes = 100 }",
     "model.input_shape": "input_shape = [3, 224, 224]",
@@ -216,9 +217,21 @@ def changes_of(settings: Mapping[str, Any] | None, overrides: Sequence[str]) -> 
             continue
         if len(parts) < 2 or not all(parts):
             raise ConfigError(f"settings[{key!r}] = {value!r}: write the key as section.key, for example cluster.devices")
-        merge(document, _nested(parts, plain(value)), "")
+        merge(document, _nested(parts, _counted(key, plain(value))), "")
     merge(document, parse_overrides(overrides), "")
     return document
+
+
+THOUSAND = {"model.args.seq": 1024, "training.global_batch": 1024, "training.tokens": 1000, "training.samples": 1000}
+"""What k means in a short count ("64k") of these keys: lengths and batches are powers of two, amounts of data are not."""
+
+
+def _counted(key: str, value: Any) -> Any:
+    """The number that a short count of one of THOUSAND stands for; any other value as it is."""
+    if key in THOUSAND and isinstance(value, str):
+        with contextlib.suppress(ValueError):  # whoever checks the key says what it takes
+            return parse_count(value, THOUSAND[key])
+    return value
 
 
 def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -252,7 +265,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         parts = [part.strip() for part in key.split(".")]
         if not equals or len(parts) < 2 or not all(parts):
             raise ConfigError(f"--set {text!r}: write it as section.key=value, for example --set cluster.devices=4")
-        merge(document, _nested(parts, parse_value(value.strip())), "")
+        merge(document, _nested(parts, _counted(".".join(parts), parse_value(value.strip()))), "")
     return document
 
 

@@ -203,17 +203,17 @@ def commands_of(found: Found) -> tuple[Check, ...]:
     simulation, torch, gloo, gpus, _, _, memory = checks_of(found)
     return (
         _needing(
-            "plan, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import",
+            "plan, check, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import",
             simulation,
             found="built-in models, large ones by name, Models saved as JSON",
         ),
         _needing("plan any other model", simulation, torch, found=torch.found),
         _needing("export", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
-        _needing("run, validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
+        _needing("run and validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),
         _on_gpus(found, CALIBRATE_ON_GPUS, gpus),
-        _on_gpus(found, "run, validate on GPUs", simulation, gpus),
+        _on_gpus(found, "run and validate on GPUs", simulation, gpus),
     )
 
 
@@ -248,12 +248,15 @@ def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
 
 
 def sentence(findings: dict[str, Any]) -> str:
-    """`All commands work here but calibrate --device cuda: torch 2.13.0+cpu was built without CUDA.`"""
+    """`All commands of parsim work on this machine, except demo (torch is not installed).`"""
     missing = [command for command in findings["commands"] if not command["ok"]]
     if not missing:
-        return "All commands work here."
-    reasons = "; ".join(dict.fromkeys(command["found"] for command in missing))
-    return f"All commands work here but {' and '.join(command['name'] for command in missing)}: {reasons}."
+        return "All commands of parsim work on this machine."
+    by_reason: dict[str, list[str]] = {}
+    for command in missing:
+        by_reason.setdefault(command["found"], []).append(command["name"])
+    exceptions = "; ".join(f"{' and '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return f"All commands of parsim work on this machine, except {exceptions}."
 
 
 def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:

@@ -42,7 +42,7 @@ def export_folder(path: Path, *, format: str, out: Path | None = None, **options
             None: the format's own name in the folder.
         options: of weights: checkpoint ("best" or "last"; None: the best if there is one), weights ("trained" or "ema").
             Of launch files: interface (None: the loopback, on one machine), nodes (None: as in the plan), port of the store on
-            the machine of rank 0, checkpoint_every (steps; 0: at the end only).
+            the machine of rank 0, checkpoint_every (steps; 0: at the end only; left out: about every minute).
 
     Returns:
         What was written, and what the format cannot express.
@@ -81,7 +81,7 @@ def _launch(
     interface: str | None = None,
     nodes: int | None = None,
     port: int = PORT,
-    checkpoint_every: int = 0,
+    checkpoint_every: int | None = None,
 ) -> LaunchFile:
     """What the launch file of a folder says; the job that its ranks read is written."""
     if interface is not None and not _INTERFACE.fullmatch(interface):

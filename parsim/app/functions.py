@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from parsim.app.answer import Answer
+from parsim.app.answer import Answer, LargestOf
 from parsim.app.ask import ask, check_options, simulate_prediction
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
+from parsim.app.check import Checked, check_question
 from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
 from parsim.app.judging import updatable
@@ -68,6 +69,7 @@ def plan(
     settings: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     top: int | None = None,
+    largest: LargestOf | None = None,
     **keys: Any,
 ) -> Answer:
     """Search for the fastest plan to train a model on a cluster, and rank the best plan of each family.
@@ -76,10 +78,12 @@ def plan(
         model: a name ("resnet50", "llama3-70b"), "package.module:factory", the path of a Hugging Face config.json, of a saved
             Model or of a run file (which holds all other arguments); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
-        global_batch: samples per step over all replicas.
+        global_batch: samples per step over all replicas; None: a usual one, which `assumed` names.
         example_inputs: of an nn.Module, instead of input_shape: a batch for its forward (a Tensor, a tuple, a dict by
             name); a tensor whose dim 0 differs from that of the first is constant.
         top: keep the `top` fastest plans over all strategies instead of the best of each.
+        largest: "batch", "seq" or "model" (its layers): answer for the largest that fits with 95%; `Answer.largest` says what
+            it costs in time.
         keys: any key of a run file by its name:
             precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8" or "nvfp4".
             optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
@@ -105,7 +109,43 @@ def plan(
     >>> list(answer.table().columns[:4])
     ['strategy', 'plan', 'chosen', 'step_s']
     """
-    return _ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs), top=top)
+    question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
+    if largest is None:
+        return _ask(question, top=top)
+    from parsim.app.largest import largest as find_largest
+
+    with progress(f"Looking for the largest {largest} of {question.model.name} on {question.cluster.in_words}") as say:
+        return find_largest(question, largest, say)
+
+
+@_takes_keys
+def check(
+    model: AskedModel,
+    cluster: AskedCluster | None = None,
+    *,
+    global_batch: int | None = None,
+    example_inputs: Any = None,
+    settings: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    **keys: Any,
+) -> Checked:
+    """Check a training before it is launched: whether it fits, how fast it is, and three changes that would help.
+
+    Args: as for `plan`; a file that names a mesh is taken as it is.
+
+    Returns:
+        The prediction with its verdict: "fits" (with 95%), "uncertain" or "does not fit". `exit_status` is 0, 4 or 3.
+
+    Raises:
+        ParsimError: as `plan`.
+
+    >>> checked = check("mlp", cluster="dgx1-v100-32gb", global_batch=1024, devices=4, strategy="dp")
+    >>> checked.verdict, checked.exit_status, len(checked.helps) <= 3
+    ('fits', 0, True)
+    """
+    question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
+    with progress(f"Checking {question.model.name} on {question.cluster.in_words}"):
+        return check_question(question)
 
 
 @_takes_keys
@@ -166,7 +206,7 @@ def run(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    checkpoint_every: int = 0,
+    checkpoint_every: int | None = None,
     adaptive: bool = False,
     window_steps: int = 20,
     timeout_s: float = 30.0,
@@ -187,7 +227,8 @@ def run(
         steps: steps to train; default: as in the question, or one pass over the data.
         keys, settings, overrides: as for `plan`.
         out: folder of the run; default: a new one under runs/. resume: continue from the latest checkpoint in it.
-        checkpoint_every: steps between checkpoints; 0: at the end only.
+        checkpoint_every: steps between checkpoints; 0: at the end only; None: about every minute, if that takes less than 2% of
+            the time.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
         timeout_s: a process that is stopped, or makes no progress, for longer ends the run.
         elastic: if a rank dies, restart from the latest checkpoint, at most `max_restarts` times. A device on which ranks have

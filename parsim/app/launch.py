@@ -167,7 +167,7 @@ def job_of(
     *,
     mode: Literal["train", "measure"] = "train",
     rounds: int = 1,
-    checkpoint_every: int = 0,
+    checkpoint_every: int | None = 0,
     resume: bool = False,
     adaptive: AdaptiveSpec | None = None,
 ) -> Job:

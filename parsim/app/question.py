@@ -12,6 +12,7 @@ have no tensor parallelism, or where the question names components.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
-from parsim.app.load import cluster_of, is_saved_model
+from parsim.app.load import THIS_MACHINE, cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
+BATCH = "training.global_batch"
 FRAMEWORK, UNKNOWN = "software.framework", "unknown"
 MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
@@ -50,6 +52,7 @@ USUAL_PRECISIONS = ("bf16", "amp_fp16", "amp_bf16")
 """Of a transformer: the first that the device has a peak for."""
 
 _PREDICTED_FROM = {
+    BATCH: "global_batch {}",
     "training.precision": "precision {}",
     "training.optimizer": "optimizer {}",
     "cluster.nodes": "{} node",
@@ -142,7 +145,7 @@ def constant_text(model: Model) -> str:
 def question_from_file(path: Path, overrides: Sequence[str] = (), *, settings: Mapping[str, object] | None = None) -> Question:
     """Read a run file; `overrides` and `settings` as `question_of` takes them. Raises ConfigError."""
     question = importable(load_config(path, overrides, settings=settings), path.resolve().parent)
-    return with_components(with_usual(question.sourced(name=path.stem)))
+    return with_components(with_usual(with_batch(question.sourced(name=path.stem))))
 
 
 def question_of(
@@ -160,12 +163,12 @@ def question_of(
         model: the path of a run file; the name of a model of the zoo; "package.module:factory"; the path of a Hugging Face
             config.json or of a saved Model; a Model; or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", or a Cluster.
-        global_batch: samples per step over all replicas.
+        global_batch: samples per step over all replicas; None: `with_batch`.
         settings: further keys of a run file, such as {"plan.strategy": "dp"}. overrides: the same as texts of `--set`.
         example_inputs: of an nn.Module: a batch as the module takes it; left out: `settings["model.input_shape"]` counts.
 
     Raises:
-        ConfigError: cluster or batch is missing, or stands beside a run file; a wrong key or value.
+        ConfigError: the cluster is missing, or it or a batch stands beside a run file; a wrong key or value.
         ModelError: an unknown model.
     """
     if isinstance(model, str | Path) and not is_known(str(model)) and is_framework_file(Path(model)):
@@ -187,17 +190,17 @@ def question_of(
                 raise ModelError(f"{error}, or a run file (RUN{FILE_SUFFIX})") from error
     else:
         name = type(model).__name__
-    if cluster is None or global_batch is None:
-        missing = ["--on CLUSTER (cluster=)"] * (cluster is None) + ["--batch N (global_batch=)"] * (global_batch is None)
+    if cluster is None:
         raise ConfigError(
-            f"{name} alone is not a question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for "
-            f"example `{EXAMPLE}`, or give a run file"
+            f"{name} alone is not a question: --gpus COUNTxGPU or --on CLUSTER (cluster=) is missing; for example `{EXAMPLE}`, "
+            "or give a run file"
         )
     if isinstance(cluster, Cluster):
         profile, table = cluster.profile.name, {"profile": cluster.profile.name}
     else:
         profile, table = str(cluster), _cluster_table(str(cluster), changes_of(settings, overrides))
-    document = {"model": {"name": name}, "cluster": table, "training": {"global_batch": global_batch}}
+    training = {} if global_batch is None else {"global_batch": global_batch}
+    document: dict[str, Any] = {"model": {"name": name}, "cluster": table, "training": training}
     question = question_from(document, overrides, settings=settings, where=f"{name} on {profile}")
     stem = Path(name).stem if name.endswith(".json") else name
     question = importable(question, Path.cwd()).sourced(
@@ -205,6 +208,7 @@ def question_of(
     )
     if isinstance(cluster, Cluster):
         _check_untouched("cluster", question.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
+    question = with_batch(question)
     if isinstance(model, str | Path):
         return with_components(with_usual(question))
     if isinstance(model, Model):
@@ -363,6 +367,33 @@ def importable(question: Question, folder: Path) -> Question:
         )
     put_on_path(question.to_dict(), chosen)
     return question
+
+
+USUAL_TOKENS, USUAL_SAMPLES = 2**20, 32
+"""Of a step where no batch is given: tokens of a transformer in all, a round number of the size that language models are
+trained with; samples of any other model per device, as torchvision's recipes have it (references/classification)."""
+
+
+def with_batch(question: Question) -> Question:
+    """The question with a batch where none is given: as many samples as are usual, and at least one per device.
+
+    The devices, and the replicas and microbatches that are asked for, divide it.
+
+    Raises:
+        ProfileError: the cluster that the question names cannot be read.
+    """
+    training, plan = question.training, question.plan
+    if training.names_batch:
+        return question
+    devices = question.cluster.devices if isinstance(question.cluster.devices, int) else 1
+    if question.source.cluster is not None or question.cluster.profile != THIS_MACHINE:
+        devices = (question.source.cluster or cluster_of(question.cluster)).size
+    samples = USUAL_SAMPLES * devices
+    if is_transformer(question.model.name):
+        shape, args = question.model.input_shape, dict(question.model.args)
+        samples = USUAL_TOKENS // (shape[0] if shape else sequence_of(question.model.name, args))
+    parts = math.lcm(devices, ((plan.mesh and plan.mesh.dp) or 1) * (plan.microbatches or 1))
+    return question.changed(training=_filled(training, global_batch=max(1, -(-samples // parts)) * parts))
 
 
 def with_usual(question: Question) -> Question:

@@ -84,8 +84,9 @@ def _checked_shards(text: str) -> str:
 class TrainingSection(TrainingRecipe):
     """[training]: how it is trained, whatever the plan. Groups may leave out what `recipe` fills in."""
 
-    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
-    """Samples per step over all replicas."""
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)] = 1
+    """Samples per step over all replicas; left out: about a million tokens of a transformer, 32 samples per device of any other
+    model."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
     """A row of `parsim.model.formats`, or "package.module:ROW". Priced only: fp16, fp8, nvfp4."""
     master_weights: StrictBool | None = None
@@ -165,6 +166,11 @@ class TrainingSection(TrainingRecipe):
         if self.schedule is not None and self.schedule.name == PLATEAU and self.evaluation is None:
             raise _rule(f"schedule {PLATEAU} follows the validation; add [training.evaluation] with every = 100")
         return self
+
+    @property
+    def names_batch(self) -> bool:
+        """Whether a batch is given; the default counts for nothing until `parsim.app.question.with_batch` has filled it in."""
+        return "global_batch" in self.model_fields_set
 
     @property
     def recipe(self) -> TrainingRecipe:

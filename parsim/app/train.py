@@ -59,7 +59,7 @@ def train(
     out: Path | None,
     name: str,
     resume: bool,
-    checkpoint_every: int,
+    checkpoint_every: int | None,
     adaptive: bool,
     window_steps: int,
     timeout_s: float,
@@ -99,7 +99,8 @@ def train(
 
         def attempt(prediction: Prediction, again: bool, restart: Sequence[str]) -> Measured:
             spec = adaptive_spec(prediction, window_steps) if adaptive else None
-            options = {"checkpoint_every": checkpoint_every, "resume": resume or again, "adaptive": spec}
+            every = 0 if adaptive and checkpoint_every is None else checkpoint_every  # nothing resumes an adaptive training
+            options = {"checkpoint_every": every, "resume": resume or again, "adaptive": spec}
             return _trained(prediction, folder, steps, [*warnings, *restart], options, timeout_s)
 
         if not elastic:
@@ -153,10 +154,10 @@ def _reported(prediction: Prediction, folder: RunFolder, steps: int, warnings: S
 
 
 def check_options(
-    *, adaptive: bool, resume: bool, out: object, checkpoint_every: int, elastic: bool = False, max_restarts: int = 0
+    *, adaptive: bool, resume: bool, out: object, checkpoint_every: int | None, elastic: bool = False, max_restarts: int = 0
 ) -> None:
     """Raises ConfigError for options that exclude or need one another, or cannot be."""
-    if checkpoint_every < 0:
+    if checkpoint_every is not None and checkpoint_every < 0:
         raise ConfigError(f"checkpoint_every = {checkpoint_every}: must be >= 0; 0 writes one at the end only")
     if adaptive and resume:
         raise ConfigError("--adaptive starts a new training and cannot continue one; drop --resume")

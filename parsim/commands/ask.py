@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from parsim.app.answer import LargestOf
 from parsim.app.config import Granularity
 from parsim.app.config_text import parse_numbers, scalar_pairs
 from parsim.app.run_folder import new_folder, write_json
@@ -23,6 +24,7 @@ from parsim.commands.output import (
     SamplesOption,
     SeqOption,
     TokensOption,
+    complete_model,
     on_gpus,
     print_json,
     print_tables,
@@ -33,6 +35,7 @@ from parsim.files import write_text_atomically
 from parsim.plans.plan import plan_in_words
 from parsim.report.more_tables import price_tables
 from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
+from parsim.units import printable
 
 
 def plan(
@@ -77,9 +80,21 @@ def plan(
         Path | None,
         typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
     ] = None,
+    largest: Annotated[
+        LargestOf | None,
+        typer.Option("--largest", help="Find the largest batch, sequence or model (layers) that fits with 95%."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say where every millisecond of the chosen plan comes from.")
+    ] = False,
+    must_fit: Annotated[
+        bool,
+        typer.Option("--fail-if-nothing-fits", help="End with exit status 3 if no plan fits, 4 if none fits with 95%."),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
+    from parsim.app.check import EXIT_STATUS, verdict_of
     from parsim.app.faster import parse_faster, what_would
     from parsim.app.functions import plan as find_plan
 
@@ -93,7 +108,9 @@ def plan(
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
         raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
-    answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
+    answer = find_plan(
+        asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top, largest=largest
+    )
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()
@@ -112,9 +129,13 @@ def plan(
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
+    explanation = answer.prediction.explain() if explain else None
+    if explanation is not None:
+        document["explanation"] = explanation.to_dict()
+    status = EXIT_STATUS[verdict_of(answer.prediction.fit_probability)] if must_fit else 0
     if as_json:
         print_json(document)
-        return
+        raise typer.Exit(status)
     print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
     for part in (answer, would, ranking):
@@ -124,6 +145,47 @@ def plan(
         from parsim.search.placement.certificate import certificate_text
 
         print(certificate_text(document["certificate"]))
+    if explanation is not None:
+        print(f"\n{explanation}")
+    raise typer.Exit(status)
+
+
+# `parsim check`: fits or not, how fast, and what would help; the exit status says it to a script.
+
+
+def check(
+    asked: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG|RUN.toml|MODEL...",
+            autocompletion=complete_model,
+            help="Configs of a framework, run files, or models by name; those that name no cluster take --gpus.",
+        ),
+    ],
+    cluster: OnCluster = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    overrides: Overrides = None,
+    allow_code: AllowCode = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a training before it is launched: does it fit, how fast is it, and what would help.
+
+    Exit status: 0 all fit with 95%, 3 one does not fit, 4 for one it is uncertain; 1 and 2 are errors.
+    """
+    from parsim.app.check import worst_status
+    from parsim.app.functions import check as checked
+
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq)
+    found = [checked(name, cluster=where, global_batch=batch, overrides=changes) for name in asked]
+    if as_json:
+        documents = [each.to_dict() for each in found]
+        print_json(documents[0] if len(found) == 1 else {"checks": documents})
+    else:
+        print("\n\n".join(printable(str(each)) for each in found))
+    raise typer.Exit(worst_status(found))
 
 
 # `parsim simulate`: one plan, one step, task by task.

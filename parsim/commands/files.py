@@ -117,7 +117,7 @@ def export(
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option("--checkpoint-every", min=0, help="Launch files: steps between checkpoints."),
+        typer.Option("--checkpoint-every", min=0, help="Launch files: steps between checkpoints. Default: about every minute."),
     ] = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,

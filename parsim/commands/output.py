@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsim.app.config_text import ALLOW_VARIABLE, changes_of
+from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
+from parsim.app.load import THIS_MACHINE
 from parsim.errors import ConfigError
 from parsim.files import finite
-from parsim.hardware.parts import machines_of
+from parsim.hardware.network import shipped_networks
+from parsim.hardware.parts import machines_of, shipped_gpus
+from parsim.hardware.profile import shipped_profiles
+from parsim.model.catalogue.names import known_names
+from parsim.model.catalogue.zoo import ZOO
 from parsim.report.tables import to_rich, to_text
-from parsim.units import printable
+from parsim.units import parse_count, printable
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -41,9 +46,34 @@ AllowCode = Annotated[
         "--allow-code", callback=_allow, help="Let the run file name code outside its folder. Only for files that you trust."
     ),
 ]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models that begin so; files are completed by the shell where none does."""
+    return [name for name in (*ZOO, *known_names()) if name.startswith(incomplete)] if incomplete else []
+
+
+def complete_gpus(incomplete: str) -> list[str]:
+    """`8xh100-sxm` for `8xh1`; without a number, eight."""
+    number, x, gpu = incomplete.partition("x")
+    number, gpu = (number, gpu) if x and number.isdigit() else ("8", incomplete)
+    return [f"{number}x{name}" for name in shipped_gpus() if name.startswith(gpu.lower())]
+
+
+def complete_network(incomplete: str) -> list[str]:
+    """Names of networks that begin so."""
+    return [name for name in shipped_networks() if name.startswith(incomplete)]
+
+
+def _complete_cluster(incomplete: str) -> list[str]:
+    machines = [name for name in (THIS_MACHINE, *shipped_profiles()) if name.startswith(incomplete)]
+    return machines + complete_gpus(incomplete)
+
+
 Asked = Annotated[
     str,
     typer.Argument(
+        autocompletion=complete_model,
         metavar="RUN.toml|MODEL",
         help="A run file (docs/run-file.md); or a model with --on and --batch: resnet50, llama3-8b, module:Class.",
     ),
@@ -51,27 +81,77 @@ Asked = Annotated[
 OnCluster = Annotated[
     str | None,
     typer.Option(
-        "--on", metavar="CLUSTER", help="With a MODEL: GPUs (8xh100-sxm), a profile by name or path, or this-machine."
+        "--on",
+        metavar="CLUSTER",
+        autocompletion=_complete_cluster,
+        help="With a MODEL: GPUs (8xh100-sxm), a profile by name or path, or this-machine.",
     ),
 ]
 GpusOption = Annotated[
-    str | None, typer.Option("--gpus", metavar="COUNTxGPU", help="With a MODEL: number and kind of GPUs, e.g. 1024xh100-sxm.")
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="COUNTxGPU",
+        autocompletion=complete_gpus,
+        help="With a MODEL: number and kind of GPUs, e.g. 1024xh100-sxm or 8x4090.",
+    ),
 ]
 NetworkOption = Annotated[
-    str | None, typer.Option("--network", metavar="NETWORK", help="Network between nodes, e.g. infiniband-400g.")
+    str | None,
+    typer.Option(
+        "--network",
+        metavar="NETWORK",
+        autocompletion=complete_network,
+        help="Network between nodes, e.g. infiniband-400g.",
+    ),
 ]
+
+
+def _count(key: str) -> Callable[[str], int | float]:
+    """Reads the number of an option as `--set` reads it of the key: `64k`."""
+
+    def read(text: str) -> int | float:
+        try:
+            return parse_count(text.removeprefix("-"), THOUSAND[key]) * (-1 if text.startswith("-") else 1)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return read
+
+
 BatchOption = Annotated[
-    int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
+    int | None,
+    typer.Option(
+        "--batch",
+        metavar="N",
+        parser=_count("training.global_batch"),
+        help="With a MODEL: samples per step over all replicas, e.g. 256 or 4k. Left out: a usual one, which the answer says.",
+    ),
 ]
-SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sample of a language model.")]
+SeqOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seq", metavar="N", parser=_count("model.args.seq"), help="Tokens per sample of a language model, e.g. 4096 or 64k."
+    ),
+]
 TokensOption = Annotated[
     float | None,
-    typer.Option("--tokens", metavar="N", help="Tokens of the whole training, e.g. 1e12: adds days, price and failures."),
+    typer.Option(
+        "--tokens",
+        metavar="N",
+        parser=_count("training.tokens"),
+        help="Tokens of the whole training, e.g. 15T or 1e12: adds days, price and failures.",
+    ),
 ]
 
 SamplesOption = Annotated[
     float | None,
-    typer.Option("--samples", metavar="N", help="Samples of the whole training, all epochs: adds time and price."),
+    typer.Option(
+        "--samples",
+        metavar="N",
+        parser=_count("training.samples"),
+        help="Samples of the whole training, all epochs: adds time and price.",
+    ),
 ]
 
 

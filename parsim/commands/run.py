@@ -39,7 +39,13 @@ def run(
     nproc: Annotated[int | None, typer.Option(help="Number of processes; must equal the ranks of the plan.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: a new one below runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in --out.")] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")] = 0,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps between checkpoints; 0: at the end only. Default: about one a minute, for less than 2% of the time.",
+        ),
+    ] = None,
     adaptive: Annotated[
         bool, typer.Option("--adaptive", help="Measure while training, and change the plan if that saves time.")
     ] = False,

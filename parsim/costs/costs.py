@@ -23,7 +23,7 @@ from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
+from parsim.hardware.devices import DEVICE_KINDS, Device
 from parsim.model.component import Component
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics
 from parsim.model.model import Model
@@ -315,9 +315,7 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
             parameters=(("load", LOAD_SIGMA),),
             detail="a line through the measured batches",
         )
-    name = device_name(device.index, device.type.kind)
-    socket = cluster.topology.socket_of(name)
-    path = cluster.topology.path(socket, name) if socket is not None else ()
+    socket, path = cluster.host_path(device)
     if path:
         bandwidth = min(link.lanes * link.bandwidth_bytes_per_s for link in path)
         latency, what = sum(link.latency_s for link in path), f"copy from {socket}"

@@ -34,6 +34,8 @@ they contain the distance between ranks again and again."""
 MOST_RATIO = 100.0
 """Between measured and predicted, either way. The worst honest prediction of an untested model was off by 20 times; seconds
 taken for milliseconds are off by 1,000, and a few of them would make every interval say nothing."""
+WIDE = 10.0
+"""Factor from which an answer tells it: an interval of +-20% becomes one of a factor of 6 either way, which says little."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -68,6 +70,11 @@ class History:
                 f"the profile is stale: of its 90% intervals {self.coverage.describe()} held, which lies wholly outside "
                 f"{format_percent(TARGET[0])} to {format_percent(TARGET[1])} ({self.path}); calibrate again, or "
                 "`parsim validate --update`"
+            )
+        if (factor := self.correction.factor) is not None and factor > WIDE:
+            notes.append(
+                f"{self.path} makes intervals {factor:.0f} times as wide, on the log scale, as the profile alone does: look "
+                "for records of another unit or machine by `parsim history`, or calibrate again"
             )
         if self.left_out:
             lines = "1 line is" if len(self.left_out) == 1 else f"{len(self.left_out)} lines are"

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from parsim.costs.estimate import Estimate, Term, Terms, summed
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
-from parsim.hardware.topology import Link
+from parsim.hardware.devices import DEVICE_KINDS, Device
 from parsim.model.formats import FULL_BYTES, Numerics
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
@@ -264,9 +263,9 @@ def host_path(cluster: Cluster, ranks: int, device: Device) -> HostPath:
         return HostPath(rate, 0.0, f"host link of {format_bytes(rate)}/s per device as given ({host.source})")
     used = cluster.devices[:ranks]
     node = next(other.node for other in (*used, device) if other.type.name == device.type.name)
-    paths = [(other, _path(cluster, other)) for other in used or (device,) if other.node == node]
+    paths = [(other, cluster.host_path(other)[1]) for other in used or (device,) if other.node == node]
     if not paths:
-        paths = [(device, _path(cluster, device))]
+        paths = [(device, cluster.host_path(device)[1])]
     users = Counter(link for _, path in paths for link in set(path))
     alike = [path for other, path in paths if other.type.name == device.type.name]
     if not alike or not all(alike):
@@ -281,12 +280,6 @@ def host_path(cluster: Cluster, ranks: int, device: Device) -> HostPath:
     with_others = f", shared by {shared} devices" if shared > 1 else ""
     text = f"{narrowest.kind} at {format_bytes(narrowest.capacity_bytes_per_s)}/s{with_others}"
     return HostPath(rate, sum(link.latency_s for link in path), text)
-
-
-def _path(cluster: Cluster, device: Device) -> tuple[Link, ...]:
-    name = device_name(device.index, device.type.kind)
-    socket = cluster.topology.socket_of(name)
-    return () if socket is None else cluster.topology.path(socket, name)
 
 
 def estimate_host_copy(work: HostCopy, path: HostPath) -> Estimate:

@@ -460,7 +460,8 @@ class Job:
     settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what
         the run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
-    checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
+    checkpoint_every: steps between checkpoints; 0: at the end only; None: by time (`parsim.execute.train.CheckpointTimes`).
+    resume: go on from the latest.
     timeout_s: of a collective, where no launcher watches the ranks' heartbeats.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
     """
@@ -474,7 +475,7 @@ class Job:
     settle_steps: int = 0
     device: str = "cpu"
     keep_state: bool = False
-    checkpoint_every: int = 0
+    checkpoint_every: int | None = 0
     resume: bool = False
     timeout_s: float = 600.0
     switches: tuple[Switch, ...] = ()

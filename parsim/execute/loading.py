@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, Dataset
 
 from parsim.data.samples import ChosenSamples, MapSamples, Order, Samples, StreamSamples, part
@@ -33,6 +32,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import die_with_parent, signal_name
 from parsim.execute.processes.setup import cores_before_pinning
+from parsim.private import _disable_current_modes
 from parsim.program.placed import PlanIndex
 from parsim.units import format_bytes
 

@@ -124,10 +124,15 @@ class TrainingLog:
         except OSError as error:
             raise ExecutionError(f"cannot write {self._path}: {write_problem(error, self._path.parent)}") from error
 
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of the last steps."""
+        recent = self._seconds[-RECENT:]
+        return sum(recent) / len(recent)
+
     def progress(self, entry: RankRun, loss: float) -> dict[str, str]:
         """How far the training is, for people. loss: of the rank's own samples."""
-        recent = self._seconds[-RECENT:]
-        step_s = sum(recent) / len(recent)
+        step_s = self.step_s
         predicted_s = entry.run.predicted_step_s
         return {
             "step": f"{entry.step_number}/{self._steps}",
@@ -172,6 +177,48 @@ def _cut(path: Path, steps: int) -> None:
     write_text_atomically(path, "".join(lines))
 
 
+class CheckpointTimes:
+    """After which steps a checkpoint is written where nobody says: so often that at most a minute or a quarter of the training
+    is lost, and never so often that writing takes more than 2% of the time.
+
+    Every rank asks after every step. All of them come to the same steps, by what they measured at the one before.
+    """
+
+    MOST_S, LEAST_S, LOST, SHARE = 60.0, 5.0, 0.25, 0.02
+    FIRST_STEPS = 5
+    """By which the first one is planned."""
+    SLOW_BYTES_PER_S = 200e6
+    """With which the first checkpoint is taken to be written, before one was measured: a slow disk."""
+
+    def __init__(self, done: int, state_bytes: int) -> None:
+        """done: steps before this launch. state_bytes: what this rank writes."""
+        self._began_s = time.monotonic()
+        self._guess_s = state_bytes / self.SLOW_BYTES_PER_S
+        self._next, self._is_planned = done + self.FIRST_STEPS, False
+
+    def due(self, done: int, step_s: float) -> bool:
+        """Whether to write one after step `done`. step_s: mean of the last steps."""
+        if done == self._next and not self._is_planned:
+            self._is_planned = True
+            self._plan(done, step_s, self._guess_s)
+            return False
+        return done == self._next
+
+    def written(self, done: int, step_s: float, save_s: float) -> str:
+        """Plan the next one after one that took `save_s`. Returns in how many seconds it comes, and what they cost."""
+        wait_s, save_s = self._plan(done, step_s, save_s)
+        share = save_s / (wait_s + save_s)
+        return f"after step {done}, in {format_seconds(save_s)}; the next in {format_seconds(wait_s)} ({share:.1%} of the time)"
+
+    def _plan(self, done: int, step_s: float, save_s: float) -> tuple[float, float]:
+        """Seconds until the next checkpoint, and of writing one, both of the slowest rank."""
+        seen = gather_values([step_s, save_s, time.monotonic() - self._began_s])
+        step_s, save_s, trained_s = (max(column) for column in zip(*seen, strict=True))
+        wait_s = max(save_s / self.SHARE, min(self.MOST_S, max(self.LEAST_S, self.LOST * trained_s)))
+        self._next = done + max(1, math.ceil(wait_s / max(step_s, 1e-9)))
+        return wait_s, save_s
+
+
 SAY_EVERY_S = 1.0
 FEWER = 4
 """So many times fewer samples are scored at once where the memory of a GPU does not suffice."""
@@ -210,6 +257,7 @@ def train(
         validation.begin(entry, place)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
+    times = None if job.checkpoint_every is not None else CheckpointTimes(entry.step_number, _state_bytes(entry))
     keep_what_is_there()
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
     pace_s = _looks(probe)
@@ -238,11 +286,18 @@ def train(
         if validation is not None and validation.due(done):
             stopped = done if validation.look(entry, place) else None
             scores = validation.seen[-1]
-        saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
+        saves = done in (job.steps, stopped) or bool(job.checkpoint_every and done % job.checkpoint_every == 0)
+        by_time = times is not None and not saves and times.due(done, log.step_s)
+        saves |= by_time
         if saves or scores is not None:
             log.write(entry, place, scores)
         if saves:
+            began_s = time.monotonic()
             entry.save(folder)
+            if times is not None and by_time:
+                text = times.written(done, log.step_s, time.monotonic() - began_s)
+                if place.rank == 0:
+                    write_progress({"checkpoint": text})
             if validation is not None:
                 validation.has_saved(place)
         speaker, share = _speaker(entry.layout)
@@ -261,6 +316,12 @@ def train(
         entry.record.losses.clear()
     entry.measure_memory()
     return entry
+
+
+def _state_bytes(entry: RankRun) -> int:
+    """What a rank writes into a checkpoint: parameters and the optimizer's state."""
+    held = entry.stage.resident_tensors()
+    return sum(tensor.nbytes for line in ("parameters", "optimizer_state") for tensor in held[line])
 
 
 def _looks(probe: SpeedProbe | None) -> list[float]:

@@ -18,9 +18,10 @@ import numpy as np
 from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
 from parsim.formats.ledger import TraceLedger, ledger_of
-from parsim.formats.source import FileFormat, SourceFile, file_formats, gpu_named
+from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.hardware.compose import load_profile
 from parsim.hardware.network import Network, load_network, save_network
+from parsim.hardware.parts import gpu_named
 from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
 from parsim.report.tables import Column, ReportTable, to_text

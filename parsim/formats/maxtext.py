@@ -8,11 +8,13 @@ from math import prod
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import YAML, FileKeys, Recipe, yaml_table
-from parsim.formats.source import FileFormat
+from parsim.formats.megatron import overrides_of
+from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, yaml_table
+from parsim.formats.source import FileFormat, SourceFile
 
 NAME = "MaxText"
 MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
+STARTS = re.compile(r"\bmaxtext[./]", re.IGNORECASE)
 AXES = {
     "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
     "pp": ("pipeline",),
@@ -121,14 +123,21 @@ def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
     return prod(max(1, int(text)) if text.lstrip("-").isdigit() else 1 for text in found)
 
 
+def is_maxtext(source: SourceFile) -> bool:
+    """Whether a file is one of MaxText, or a script that starts it with keys of its own."""
+    if source.path.suffix in SCRIPTS:
+        return "per_device_batch_size=" in source.text and bool(STARTS.search(source.text))
+    return source.path.suffix in YAML and "framework:" not in source.text and bool(MARK.search(source.text))
+
+
 FORMATS = {
     "maxtext": FileFormat(
-        layouts="sizes by name or one by one",
+        layouts="sizes by name or one by one; scripts that set the keys",
         refuses="a batch per device that is no whole number of samples",
         what="a YAML file of MaxText",
         tool=NAME,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and "framework:" not in source.text and bool(MARK.search(source.text)),
-        read=lambda source: read_maxtext(yaml_table(source)),
+        sniff=is_maxtext,
+        read=lambda source: read_maxtext(overrides_of(source.text) if source.path.suffix in SCRIPTS else yaml_table(source)),
     )
 }

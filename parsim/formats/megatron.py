@@ -15,6 +15,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ from parsim.formats.recipe import (
     cut_in_layers,
     flat_table,
     layers_of_stages,
+    plain_value,
     read_back,
     transformer_of,
     whole_number,
     yaml_table,
 )
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, SELECTIVE, SEQUENCE_PARALLEL, named
+from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES, number_format
 from parsim.plans.stages import with_ends
@@ -47,6 +49,7 @@ from parsim.plans.stages import with_ends
 NAME = "Megatron-LM"
 NEMO = "NeMo (Megatron)"
 BRIDGE = "Megatron-Bridge"
+NEOX = "GPT-NeoX"
 
 SAME_TIME = re.compile(
     r"(adam-|sgd-|lr|min-lr|weight-decay|start-weight|end-weight|clip-grad|seed|init-method|log-|tensorboard|wandb|save|load|"
@@ -58,6 +61,10 @@ SAME_TIME = re.compile(
     r"mock-data|dataloader|reset-|eod|override-opt|use-checkpoint|check-for|manual-gc|no-check|check-weight|hidden-dropout|"
     r"attention-dropout|apply-layernorm-1p|attention-softmax|no-query|query-key|config-path|config-name|trainer-log|"
     r"auto-detect|yaml-cfg|straggler|enable-one|legacy|use-legacy|transformer-impl|use-mcore|mscale|beta|multi-latent|"
+    r"use-cpu-init|rotary-pct|output-layer-|scaled-|bias-gelu|checkpoint-|synchronize-|attention-config|gradient-clip|allgather-|"
+    r"enabled|steps-per-print|wall-clock|initial-scale|reduce-|overlap-comm|contiguous-|partition-act|gpt-j-residual|launcher|"
+    r"train-tokens|deepspeed|no-pipeline|num-gpus|use-flash-attn-v2|empty-unused|tiktoken|no-create-attention|no-mmap|mtp-loss|"
+    r"ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
     r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)"
 )
 """Beginnings of options that change neither the time nor the memory of a step."""
@@ -79,6 +86,8 @@ LEFT_OUT = {
     "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
+    "moe-enable-deepep": "experts exchange by an all-to-all of NCCL",
+    "ds-sequence-parallel": "attention exchanges keys and values in a ring, where DeepSpeed exchanges heads",
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
     "delay-wgrad-compute": "weights' gradients are computed with inputs'",
     "expert-tensor-parallel-size": "experts are cut as the rest is",
@@ -114,16 +123,40 @@ NEMO_NAMES = {
     "num-moe-experts": "num-experts",
     "bias": "add-bias-linear",
 }
+NEOX_NAMES = {
+    "pipe-parallel-size": "pipeline-model-parallel-size",
+    "model-parallel-size": "tensor-model-parallel-size",
+    "norm": "normalization",
+    "no-weight-tying": "untie-embeddings-and-output-weights",
+    "train-micro-batch-size-per-gpu": "micro-batch-size",
+    "train-batch-size": "global-batch-size",
+    "intermediate-size": "ffn-hidden-size",
+    "stage": "zero-stage",
+    "num-kv-heads": "num-query-groups",
+    "moe-num-experts": "num-experts",
+    "moe-top-k": "moe-router-topk",
+}
+"""Keys of GPT-NeoX (configs/neox_arguments.md) that are options of Megatron-LM under other names."""
+NEOX_WORDS = {
+    "pos-emb": {"rotary": ("position-embedding-type", "rope"), "none": ("no-position-embedding", "")},
+    "activation": {"swiglu": ("swiglu", "")},
+    "norm": {"rmsnorm": ("normalization", "RMSNorm"), "te_rmsnorm": ("normalization", "RMSNorm")},
+    "precision": {"bfloat16": ("bf16", ""), "fp16": ("fp16", "")},
+}
+"""Values of GPT-NeoX that are options of Megatron-LM."""
 OLDER_NAMES = {
     "moe-expert-parallel-size": "expert-model-parallel-size",
     "model-parallel-size": "tensor-model-parallel-size",
     "batch-size": "micro-batch-size",
     "qk-nope-head-dim": "qk-head-dim",
+    "cpu-offload": "optimizer-cpu-offload",
     "qk-rope-head-dim": "qk-pos-emb-head-dim",
     "topk": "moe-router-topk",
     "activations-checkpoint-method": "recompute-method",
     "activations-checkpoint-num-layers": "recompute-num-layers",
     "num-key-value-heads": "num-query-groups",
+    "ds-sequence-parallel-size": "context-parallel-size",
+    "pad-vocab-size-to": "padded-vocab-size",
 }
 """Options of older releases, of Megatron-DeepSpeed and of Pai-Megatron-Patch: today's."""
 SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-bias-linear": "disable-bias-linear"}
@@ -131,8 +164,18 @@ SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-
 
 
 def read_script(text: str) -> Recipe:
-    """The options of a shell script or of a list of arguments. Raises ConfigError for sizes that are missing or cannot be."""
-    return _recipe(NAME, options_of(text))
+    """The options of a shell script or of a list of arguments.
+
+    Raises:
+        ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
+    """
+    if (encoder := ENCODERS.search(text)) and encoder[1] != "bert":
+        raise ConfigError(
+            f"{NAME}: pretrain_{encoder[1]}.py trains no stack of alike layers, which these options describe; give such a "
+            "model by name or as an nn.Module (`parsim models` lists t5-3b and vit-l-16)"
+        )
+    recipe = _recipe(NAME, options_of(text))
+    return replace(recipe, args=recipe.args | {"causal": False}) if encoder else recipe
 
 
 def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
@@ -150,11 +193,18 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
             f"{BRIDGE}: perf_matrix holds several settings ({first_few(list(dict.fromkeys(rows)), 4)}); write one of "
             "them out as tensor_model_parallel_size, micro_batch_size and so on, without perf_matrix"
         )
+    if any(key.replace("-", "_") in NEOX_MARKS for key in document):
+        return _read_neox(document)
     options_table = document.get("MODEL_ARGS")
     flat, contradicted = _options_of_table(options_table if isinstance(options_table, Mapping) else document)
     bridge = "ConfigContainer" in document or "megatron.bridge" in str(document.get("_target_", "")) or "dist" in document
-    nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
+    nemo = any(key.startswith(("activations-checkpoint", "encoder-seq-length", "use-mcore")) for key in flat)
+    nemo = nemo or any(key.partition(".")[0] == "trainer" for key in document)
     options: dict[str, list[str]] = {}
+    if flat.pop("optim.name", "") == "distributed_fused_adam":
+        options["use-distributed-optimizer"] = []
+    if flat.get("fp8") is False:  # the formats that stand beside it are for when it is on
+        flat = {key: value for key, value in flat.items() if not key.startswith("fp8")}
     for key, value in flat.items():
         name = NEMO_NAMES.get(key, key)
         if value is False and name in SWITCHED_OFF:
@@ -174,6 +224,28 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
     return recipe
 
 
+def _read_neox(document: Mapping[str, Any]) -> Recipe:
+    """A YAML file of GPT-NeoX: options of Megatron-LM beside tables of DeepSpeed. Raises ConfigError as `read_script`."""
+    flat, _ = _options_of_table({key: value for key, value in document.items() if key not in ("optimizer", "scheduler")})
+    table = document.get("optimizer")
+    kind = str(table.get("type", "adam")) if isinstance(table, Mapping) else "adam"
+    options: dict[str, list[str]] = {"optimizer": ["sgd" if kind.lower() == "sgd" else "adam"]}
+    for key, value in flat.items():
+        name, text = NEOX_WORDS.get(key, {}).get(str(value).lower(), (NEOX_NAMES.get(key, key), str(value)))
+        if value is not False and value is not None:
+            options.setdefault(name, [] if value is True or not text else [text])
+    for name in ("bf16", "fp16"):
+        half = document.get(name)
+        if isinstance(half, Mapping):
+            options |= {name: []} if half.get("enabled", half.get(name)) else {}
+    again = options.pop("gradient-accumulation-steps", ["1"])[0]
+    recipe = _recipe(NEOX, options)
+    recipe.local_batch = recipe.micro_batch * whole_number(NEOX, "gradient_accumulation_steps", again, least=1)
+    if flat.get("gpt-j-residual"):
+        recipe.left_out["gpt_j_residual"] = "attention and the MLP of a layer run one after the other"
+    return recipe
+
+
 def _options_of_table(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values of all tables by the last word of their key, as Megatron's options are spelt; the first counts.
 
@@ -182,6 +254,8 @@ def _options_of_table(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     found: dict[str, Any] = {}
     contradicted: dict[str, str] = {}
     for key, value in flat_table(document).items():
+        if key.endswith("optim.name"):
+            found["optim.name"] = value
         if isinstance(value, str) and "${" in value:
             value = VARIABLE.sub(r"\1", value).strip("\"'")
             if "${" in value or not value:
@@ -206,9 +280,7 @@ def _nemo_words(options: dict[str, list[str]]) -> None:
     if "norm" in " ".join(options.get("normalization", [])).lower():
         rms = "rms" in options["normalization"][0].lower()
         options["normalization"] = ["RMSNorm" if rms else "LayerNorm"]
-    if "distributed_fused_adam" in options.pop("name", []):
-        options["use-distributed-optimizer"] = []
-    for key in NEMO_SAME_TIME & set(options):
+    for key in [key for key in options if NEMO_SAME_TIME.match(key)]:
         del options[key]
     precision = " ".join(options.pop("precision", []))
     if precision:
@@ -217,9 +289,18 @@ def _nemo_words(options: dict[str, list[str]]) -> None:
         options["nproc-per-node"], options["nnodes"] = options.pop("devices"), options.pop("num-nodes")
 
 
-NEMO_SAME_TIME = frozenset(
-    {"max-steps", "max-epochs", "max-time", "accelerator", "logger", "pre-process", "post-process", "-target-", "-partial-"}
+NEMO_SAME_TIME = re.compile(
+    r"(max-(steps|epochs|time)|accelerator|logger|pre-process|post-process|-target-|-partial-|name|library|val-check|limit-|"
+    r"accumulate-grad-batches|gradient-(clip-val|as-bucket)|mcore-gpt|use-scaled-init|ffn-dropout|persist-layer|headscale|"
+    r"transformer-(block-type|engine)|normalize-attention|attention-type|megatron-amp|native-amp|grad-(allreduce-chunk|div)|"
+    r"bias-(activation|dropout-add)|masked-softmax|get-attention-mask|gradient-accumulation-fusion|onnx|apex|sync-batch-comm|"
+    r"enable-checkpointing|use-distributed-sampler|benchmark|explicit-log|create-|enabled|start-step|end-step|betas|lr|"
+    r"overlap-grad-sync|contiguous-grad|time-limit|dependency|results-dir|use-flash-attention|splits-string|index-mapping|"
+    r"data-impl|skip-warmup|num-workers|type$|restore-from|do-layer-norm|sentencepiece|exp-manager|use-emha|fp32-residual|"
+    r"fp16-lm|resume|warmup|min-lr|monitor|mode$|save-|model-parallel-size$|num-micro-batches-with|replace-sampler|"
+    r"val-size|precision-plugin|dir$|model$|log-every|checkpoint-callback|always-save|filename|ub-tp-comm-overlap-cfg)"
 )
+"""Keys of NeMo that change neither the time nor the memory of a step."""
 
 
 AXES = {
@@ -251,6 +332,8 @@ RESIZED = {
 }
 """Options that change a model by name."""
 TOKENIZERS = {"GPT2BPETokenizer": 50257}
+MERGED = "GPT2BPETokenizer"
+"""The tokenizer of a script that names a file of merges and no other tokenizer."""
 """Vocabularies of tokenizers that have one file alone."""
 LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
 """Options of multi-latent attention by argument of the model."""
@@ -260,6 +343,8 @@ MOST_STAGES = 4096
 ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 ENDS_COUNT = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 """Options that cut the layers otherwise than evenly: layers of the first and last ranks, and that an end counts as a layer."""
+PARTITION = "pp-partition-method"
+"""Of Megatron-DeepSpeed: what counts as a layer, \'type:transformer|embedding\' (DeepSpeed\'s PipelineModule)."""
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
@@ -350,6 +435,7 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     if training["precision"] == "fp8" and options.flag("fp8-param-gather"):
         training["weight_dtype"] = "fp8"
     recipe.zero = 1 if options.flag("use-distributed-optimizer") else 0
+    recipe.zero = options.number("zero-stage", 0) or recipe.zero
     recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", 1))
     strategy = options.text("data-parallel-sharding-strategy")
     if options.flag("use-megatron-fsdp") or options.flag("use-custom-fsdp") or options.flag("use-torch-fsdp2"):
@@ -404,6 +490,7 @@ def _shape(options: _Options) -> dict[str, Any]:
     ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
+    alibi = options.text("position-embedding-type") == "alibi"
     step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
     args |= {
         "layers": layers,
@@ -418,7 +505,11 @@ def _shape(options: _Options) -> dict[str, Any]:
         del args["vocab"]
     if not hidden and "ffn-hidden-size" not in options.read:
         del args["ffn"]  # it follows from the hidden size that --set gives, but for SwiGLU in whole steps of 64
-    if not rotary and (positions := options.number("max-position-embeddings", 0)):
+    if options.flag("embed-layernorm"):
+        args["embedding_norm"] = True
+    if alibi:
+        args["alibi"] = True
+    elif not rotary and (positions := options.number("max-position-embeddings", 0)):
         args["positions"] = positions
     if head_dim := options.number("kv-channels", 0):
         args["head_dim"] = head_dim
@@ -445,7 +536,8 @@ def _shape(options: _Options) -> dict[str, Any]:
 
 def _tokens_known(options: _Options) -> int:
     """The vocabulary of a tokenizer that has one alone, or that is named as a model which ships; 0: not known."""
-    if tokens := TOKENIZERS.get(options.text("tokenizer-type"), 0):
+    default = MERGED if "merge-file" in options.words else ""
+    if tokens := TOKENIZERS.get(options.text("tokenizer-type") or default, 0):
         return tokens
     for name in ("tokenizer-model", "tokenizer-name-or-path"):
         row = named(" ".join(options.words.get(name, [])))
@@ -521,7 +613,8 @@ def _stages_of_ends(options: _Options, recipe: Recipe, layers: int) -> tuple[int
     """
     pp, chunks = recipe.pp, recipe.chunks
     first, last = (options.number(name, 0, 1) for name in ENDS)
-    ends = [options.flag(name) for name in ENDS_COUNT]
+    weighed = "embedding" in options.text(PARTITION).lower()
+    ends = [options.flag(name) or weighed for name in ENDS_COUNT]
     rest, inner = layers - first - last, pp - bool(first) - bool(last)
     if not first and not last and not (layers + sum(ends)) % (pp * chunks):
         return tuple(with_ends(layers, pp * chunks, *ends) or ())
@@ -556,11 +649,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def options_of(text: str) -> dict[str, list[str]]:
-    """Every `--option` with the words that follow it; where it is given twice, the last counts.
-
-    Args:
-        text: of a script, or a plain list of options.
+def words_of(text: str) -> list[str]:
+    """The words of all statements of a script, or of a plain list of options, with their variables.
 
     Raises:
         ConfigError: a variable that grows beyond all bounds.
@@ -571,7 +661,11 @@ def options_of(text: str) -> dict[str, list[str]]:
     for line in _statements(text):
         if not (statement := branches.step(line, variables)):
             continue
-        assignment = _ASSIGN.match(statement)
+        for _ in range(MOST_NESTED):
+            if (assignment := _ASSIGN.match(statement)) is None or (end := _word_end(assignment[3])) == len(assignment[3]):
+                break
+            variables[assignment[1]] = expanded(assignment[3][:end], variables).strip("\"'")
+            statement = assignment[3][end:].lstrip("&|; \t\n")  # a command behind its environment, or another assignment
         if assignment is None:
             words += _words(expanded(statement, variables))
             continue
@@ -589,15 +683,50 @@ def options_of(text: str) -> dict[str, list[str]]:
                 f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
             )
         variables[name] = new
+    return words
+
+
+def _word_end(text: str) -> int:
+    """Where the first word of a shell's text ends: at a blank outside of quotes and brackets."""
+    quote, depth = "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'`":
+            quote = letter
+        elif letter in "({":
+            depth += 1
+        elif letter in ")}":
+            depth -= 1
+        elif letter.isspace() and depth <= 0:
+            return place
+    return len(text)
+
+
+def options_of(text: str) -> dict[str, list[str]]:
+    """Every `--option` of a script with the words that follow it; where it is given twice, the last counts.
+
+    Raises:
+        ConfigError: as `words_of`.
+    """
     options: dict[str, list[str]] = {}
     current: list[str] = []
-    for word in words:
+    for word in words_of(text):
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             current = options[name.replace("_", "-")] = [value] if equals else []
         else:
             current.append(word)
     return options
+
+
+_OVERRIDE = re.compile(r"(?:\+\+|[+~])?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+
+
+def overrides_of(text: str) -> dict[str, Any]:
+    """Every `key=value` among the words of a script, as Hydra and OmegaConf take them. Raises ConfigError as `words_of`."""
+    found = (_OVERRIDE.fullmatch(word) for word in words_of(text))
+    return {match[1]: plain_value(match[2]) for match in found if match is not None and UNKNOWN not in match[2]}
 
 
 MOST_NESTED = 50
@@ -750,6 +879,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     for _ in range(8):
         before = text
         text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}", lambda m: _value(m[1], m[2], variables), text)
+        text = re.sub(r"\$\(\s*expr ([^()$]*)\)", lambda m: _computed(m[1].replace("\\*", "*"), variables), text)
         text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _computed(m[1], variables), text)
         text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: _value(m[1], None, variables), text)
         if text == before or len(text) > MOST_LETTERS:
@@ -950,30 +1080,62 @@ LISTS = (".args", ".txt")
 """Plain lists of options, which other texts may be too."""
 MARK = re.compile(
     r"(tensor|pipeline)[-_]model[-_]parallel[-_]size|^MODEL_ARGS\s*:|^ConfigContainer\s*:|encoder_seq_length|megatron|"
-    r"^[ \t-]*num[-_]attention[-_]heads\s*:",
+    r"^[ \t\"-]*num[-_]attention[-_]heads[\"]?\s*:",
     re.MULTILINE,
 )
 """Of a YAML file that is Megatron's, NeMo's or Bridge's."""
 OTHERS = re.compile(
-    r"^[ \t]+(batch_accumulation_per_replica|framework)\s*:|^[ \t]*distributed_type\s*:|^base_model\s*:|^[ \t\"']*per_device_",
+    r"\bbatch_accumulation_per_replica:|^actor_rollout_ref\s*:|"
+    r"^[ \t]+framework\s*:|^[ \t]*distributed_type\s*:|^base_model\s*:|^[ \t\"']*per_device_",
     re.MULTILINE,
 )
 """Of one that is another tool's, which may name Megatron."""
-STARTS_OTHERS = re.compile(r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]")
-"""Of a script that starts torchtitan."""
+STARTS_OTHERS = re.compile(
+    r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size="
+)
+"""Of a script that starts torchtitan, a Trainer of Hugging Face or MaxText."""
+STARTS = re.compile(
+    r"--(num[-_]layers|(tensor|pipeline)[-_]model[-_]parallel[-_]size|(micro|global)[-_]batch[-_]size|hidden[-_]size)\b|"
+    r"\bpretrain_\w+\.py"
+)
+"""Of a script that gives the options of Megatron-LM."""
+ENCODERS = re.compile(r"\bpretrain_(bert|t5|ict|retro|vision\w*|vlm)\.py")
+NEOX_MARKS = frozenset({"pipe_parallel_size", "no_weight_tying", "gpt_j_residual"})
+"""Keys that of all tools' YAML files only those of GPT-NeoX have."""
 
 
 def _sniff(source: SourceFile) -> bool:
     suffix, text = source.path.suffix, source.text
     if suffix in YAML:
         return bool(MARK.search(text)) and not OTHERS.search(text)
-    return (suffix in SCRIPTS and not STARTS_OTHERS.search(text)) or (suffix in LISTS and "--num-layers" in text)
+    if suffix in SCRIPTS:
+        return bool(STARTS.search(text) or re.search(r"model_parallel_size=|megatron", text)) and not STARTS_OTHERS.search(text)
+    return suffix in LISTS and "--num-layers" in text
 
 
 def _read(source: SourceFile) -> Recipe:
-    if source.path.suffix not in YAML:
-        return read_script(source.text)
-    return read_yaml(yaml_table(source))
+    if source.path.suffix in YAML:
+        return read_yaml(yaml_table(source))
+    keys = {key: value for key, value in overrides_of(source.text).items() if "." in key}
+    return read_script(source.text) if STARTS.search(source.text) or not keys else _read_overrides(source, keys)
+
+
+def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
+    """A script that starts NeMo 1 with keys in Hydra's form, which count more than the YAML file that it names.
+
+    Raises:
+        ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
+    """
+    name = next(iter(options_of(source.text).get("config-name", [])), "")
+    file = source.path.with_name(f"{name.removesuffix('.yaml')}.yaml")
+    if name and file.is_file():
+        return read_yaml(flat_table(yaml_table(SourceFile(file, file.read_bytes()))) | dict(keys))
+    recipe = read_yaml(keys)
+    if name:
+        recipe.model, recipe.args = "", {key: value for key, value in recipe.args.items() if key in OWN or key == "seq"}
+        recipe.missing = {key: why for key, why in recipe.missing.items() if not key.startswith("model.args.")}
+        recipe.missing["model.name"] = f"the model is in {file.name}, which is not beside the script"
+    return recipe
 
 
 FORMATS = {

@@ -13,7 +13,7 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL
 
 NAME = "nanotron"
-MARK = re.compile(r"^[ \t]+batch_accumulation_per_replica:", re.MULTILINE)
+MARK = re.compile(r"\bbatch_accumulation_per_replica:")
 """A key that every such file has, and no other tool's."""
 
 AXES = {

@@ -25,7 +25,7 @@ from parsim.units import nearest_divisors, printable
 
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
-SCRIPTS, YAML = (".sh", ".bash"), (".yaml", ".yml")
+SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
 """How names of files end that no run file and no model has."""
 LAYERS = "h.*"
 GENERIC = "transformer"
@@ -346,7 +346,26 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
         raise ConfigError(f"it is not YAML that can be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(document, dict):
         raise ConfigError("it holds no table of keys")
-    return document
+    known = flat_table(document)
+    return {key: _referred(value, known, (key,)) for key, value in document.items()}
+
+
+REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+"""`${model.seq}`, and `${.seq}` of the same table, as OmegaConf writes them."""
+
+
+def _referred(value: Any, known: Mapping[str, Any], place: tuple[str, ...]) -> Any:
+    """A value of YAML, with the values that it names in place of their names; `place`: its keys."""
+    if isinstance(value, dict):
+        return {key: _referred(inner, known, (*place, str(key))) for key, inner in value.items()}
+    for _ in range(8):
+        if not isinstance(value, str) or (match := REFERENCE.fullmatch(value)) is None:
+            break
+        outer = place[: len(place) - len(match[1])] if match[1] else ()
+        value = known.get(".".join((*outer, match[2])), None if match[1] else value)
+        if value == match[0]:
+            break
+    return value
 
 
 def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
@@ -359,7 +378,7 @@ def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
 
 
 def is_framework_file(path: Path) -> bool:
-    """Whether a path is a file of Megatron-LM, NeMo or torchtitan, by its name and content.
+    """Whether a path is a file of another tool, by its name and content: also one that is no whole question.
 
     A run file, which has the table [cluster], is none, whatever its name.
 
@@ -374,12 +393,13 @@ def is_framework_file(path: Path) -> bool:
         return path.suffix in (*SCRIPTS, *YAML)
     if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
-    return path.suffix in (*SCRIPTS, *YAML) or _format_of(SourceFile(path, text.encode())) is not None
+    source = SourceFile(path, text.encode())
+    return path.suffix in (*SCRIPTS, *YAML) or any(row.sniff(source) for _, row in file_formats().items() if row.reads)
 
 
 WHOSE = (
-    "a script or YAML of Megatron-LM, NeMo, Megatron-Bridge, Primus, nanotron, MaxText, Lightning, axolotl, torchtune, "
-    "Accelerate or TrainingArguments, or a TOML of torchtitan"
+    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Lightning, axolotl, "
+    "torchtune, llm-foundry, OLMo, Accelerate or TrainingArguments, or a TOML of torchtitan"
 )
 
 
@@ -396,13 +416,40 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
     row = _format_of(source)
     if row is None or row.read is None:
-        raise ConfigError(f"{path} is of no kind that parsim knows: give {WHOSE}")
+        raise ConfigError(f"{path} {_other_kind(source)}")
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
         try:
             recipe: Recipe = row.read(source)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
     return recipe
+
+
+FOREIGN = (
+    (r"^actor_rollout_ref\s*:|adv_estimator\s*:", "verl, which generates by rollouts between steps", "its policy's training"),
+    (
+        r"^algorithm\s*:\s*(grpo|ppo)|^rollout\s*:|^reward_model\s*:",
+        "a reinforcement learning, with rollouts",
+        "its policy's step",
+    ),
+    (r"\bcolossalai run\b", "Colossal-AI, whose options hang on each program", "the training"),
+    (r"\baccelerate launch\b|\btorchrun\b|\bdeepspeed\b|\bpython3?\b|\bsrun\b", "a program of its own", "the training"),
+)
+"""Of files that no format reads: a mark, whose they are, and what a run file asks instead."""
+
+
+def _other_kind(source: SourceFile) -> str:
+    """Why a file that no format reads as a whole question is none, and what to give instead."""
+    for name, row in file_formats().items():
+        if row.reads not in (None, "recipe") and row.sniff(source):
+            return f"is {row.what}, and no whole question: `parsim import {source.path}` reads it (--kind {name})"
+    for mark, whose, what in FOREIGN:
+        if re.search(mark, source.text, re.MULTILINE):
+            return (
+                f"is of {whose}, which parsim does not read: ask for {what} as `parsim plan MODEL --on MACHINE --batch N`, "
+                "with --set plan.mesh.tp=N and the like for what the file fixes"
+            )
+    return f"is of no kind that parsim knows: give {WHOSE}"
 
 
 def _format_of(source: SourceFile) -> FileFormat | None:

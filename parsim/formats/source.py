@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import pkgutil
-import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any, Literal
 import parsim.formats
 from parsim.errors import ImportedFileError, first_few
 from parsim.files import parse_json
-from parsim.hardware.parts import GpuPart, load_gpu
 from parsim.registry import Registry
 from parsim.units import format_bytes, printable
 
@@ -180,49 +178,3 @@ def finite(value: object) -> float | None:
 def count(skipped: dict[str, int], why: str, number: int = 1) -> None:
     """Note that so many parts of a file were left out for a reason."""
     skipped[why] = skipped.get(why, 0) + number
-
-
-GPU_NAMES: tuple[tuple[str, str], ...] = (
-    (r"GB300", "gb300"),
-    (r"B300( SXM6)?( AC)?", "b300"),
-    (r"GB200", "gb200"),
-    (r"B200( SXM6?)?", "b200"),
-    (r"H200([ -]SXM5?)?( 141GB)?( HBM3e)?", "h200"),
-    (r"H800([ -]SXM5?)?([ -]80GB)?( HBM3)?", "h800-sxm"),
-    (r"H20( 96GB)?( HBM3)?", "h20"),
-    (r"H100[ -]PCIe([ -]80GB)?", "h100-pcie"),
-    (r"H100 80GB HBM3|H100[ -]SXM5?([ -]80GB)?", "h100-sxm"),
-    (r"A100 80GB PCIe|A100-PCI-?E-80GB", "a100-pcie-80gb"),
-    (r"A100( 40GB)? PCIe|A100-PCI-?E-40GB", "a100-pcie-40gb"),
-    (r"A100[ -]SXM4?[ -]80GB", "a100-sxm-80gb"),
-    (r"A100[ -]SXM4?[ -]40GB", "a100-sxm-40gb"),
-    (r"A800[ -]SXM4?[ -]80GB", "a800-sxm-80gb"),
-    (r"V100-SXM3-32GB(-H)?", "v100-sxm3-32gb"),
-    (r"V100-SXM2-32GB(-LS)?", "v100-sxm-32gb"),
-    (r"V100-SXM2-16GB(-LS|-N)?", "v100-sxm-16gb"),
-    (r"V100-PCI-?E-32GB", "v100-pcie-32gb"),
-    (r"V100-PCI-?E-16GB", "v100-pcie-16gb"),
-    (r"RTX 4090", "rtx-4090"),
-    (r"RTX 3090", "rtx-3090"),
-    (r"RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-    (r"RTX A6000", "rtx-a6000"),
-    (r"L40S", "l40s"),
-    (r"L4", "l4"),
-    (r"A40", "a40"),
-    (r"A30", "a30"),
-    (r"A10G", "a10g"),
-    (r"A10", "a10"),
-    (r"T4", "t4"),
-    (r"MI355X( OAM)?( VF)?", "mi355x"),
-    (r"MI325X( OAM)?( VF)?", "mi325x"),
-    (r"MI300X( OAM)?( VF)?", "mi300x"),
-)
-"""Whole names of GPUs without maker and line. Boards that share a name but for a word have other clocks, lanes or memory."""
-_MAKERS = re.compile(r"((NVIDIA|AMD|Tesla|GeForce|Instinct|Quadro) )*", re.IGNORECASE)
-
-
-def gpu_named(name: str) -> GpuPart | None:
-    """The shipped part of a GPU, by the name that the driver gives it: "NVIDIA H100 80GB HBM3" is h100-sxm. None: not known."""
-    own = _MAKERS.sub("", " ".join(name.split()), count=1)
-    part = next((part for pattern, part in GPU_NAMES if re.fullmatch(pattern, own, re.IGNORECASE)), None)
-    return None if part is None else load_gpu(part)

@@ -50,6 +50,8 @@ FLAVORS = {
     ("qwen3", "32B"): "qwen3-32b",
     ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
     ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+    ("llama4", "17bx16e"): "llama4-scout",
+    ("llama4", "17bx128e"): "llama4-maverick",
 }
 """By model.name and model.flavor."""
 
@@ -150,7 +152,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     if flat.get("training.global_batch_size", -1) != -1:
         recipe.training["global_batch"] = number("training.global_batch_size", 1)
     _read_pipeline(flat, number, recipe)
-    if recipe.pp > 1:
+    if recipe.pp > 1 and recipe.model:
         _read_cut(flat, number, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.args["kernels"] = "fused" if compiled else "eager"

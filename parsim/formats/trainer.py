@@ -1,4 +1,4 @@
-"""Hugging Face: TrainingArguments (JSON, and the YAML of TRL and LLaMA-Factory) and the YAML of Accelerate, read.
+"""Hugging Face: TrainingArguments (JSON, YAML of TRL and LLaMA-Factory, options of a script) and Accelerate's YAML, read.
 
 Key names are those of transformers' TrainingArguments, of TRL's and LLaMA-Factory's additions, and of `accelerate config`. The
 model comes by `model_name_or_path`; a DeepSpeed config is read where it lies beside the file, or inside it.
@@ -15,11 +15,14 @@ from typing import Any
 from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
-from parsim.formats.recipe import LARGEST_BYTES, YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.megatron import UNKNOWN, options_of
+from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, YAML, FileKeys, Recipe, plain_value, refuse_adapters, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
+from parsim.units import printable
 
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
 MARK = re.compile(r"(^|[\s\"'{,])per_device_train_batch_size[\"']?\s*:", re.MULTILINE)
+SCRIPT_MARK = re.compile(r"--per[-_]device[-_]train[-_]batch[-_]size\b")
 ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
 
 SAME_TIME = re.compile(
@@ -33,7 +36,11 @@ SAME_TIME = re.compile(
     r"tpu|use_cpu|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
     r"forward|state_dict|sync|transformer_layer|use_orig|limit)|fsdp_config\.(auto_wrap|backward|cpu_ram|forward|limit|"
     r"state_dict|sync|transformer_layer|use_orig|xla)|deepspeed_config\.(deepspeed_multinode|zero3_(init|save))|finetuning_type|"
-    r"max_length|torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
+    r"max_length|torch_empty|tf32|fsdp_transformer_layer|use_flash|use_slow|train_file|data_path|version$|lazy|dataset|nproc|"
+    r"nnodes|node_rank|master|num_machines|num_processes|use_deepspeed|use_fsdp|multi_gpu|num_gpus|hostfile|include$|split$|"
+    r"input_dir|fuse_|to_static|min_learning|distributed_dataloader|continue_training|unified_checkpoint|sharding_parallel_config|"
+    r"tensor_parallel_config|pipeline_parallel_config|amp_|scale_loss|lora_dropout|nodes$|ntasks|gres|freeze_vit|pref_|"
+    r"torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
 )
 LEFT_OUT = {
     "packing": "every sample has all its tokens",
@@ -48,6 +55,7 @@ LEFT_OUT = {
     "auto_find_batch_size": "the batch is the one of the file",
     "ddp_bucket_cap_mb": "buckets are those of the plan",
     "galore_target_modules": "the optimizer's state is that of AdamW",
+    "vision_tower": "the vision tower is not in the model: it trains the language model on text",
     "average_tokens_across_devices": "the loss is that of each replica",
 }
 STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
@@ -58,19 +66,30 @@ EIGHT_BITS = ("8bit", "bnb", "4bit")
 
 def read_arguments(source: SourceFile) -> Recipe:
     """TrainingArguments. Raises ConfigError for adapters, or for a DeepSpeed config that is not there."""
-    document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
+    script = source.path.suffix in SCRIPTS
+    if script:
+        document = _options_of_script(source)
+    else:
+        document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
     if not isinstance(document, Mapping):
         raise ConfigError("it holds no table of keys")
     config = document.get("deepspeed")
     inside = config if isinstance(config, Mapping) else None
     keys = FileKeys(NAME, {key: value for key, value in document.items() if not (key == "deepspeed" and inside)})
     recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
+    for key in keys.values.keys() & HANGING.keys():
+        if UNKNOWN in str(keys.values[key]):
+            del keys.values[key]
+            recipe.missing[HANGING[key]] = f"{key} hangs on what the script computes"
+    _refuse_other_losses(keys)
     refuse_adapters(NAME, "finetuning_type", keys.text("finetuning_type"))
     if keys.flag("use_peft") or keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
         refuse_adapters(NAME, "use_peft", "lora")
     recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
     if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
         recipe.args["seq"] = seq
+    elif recipe.model:
+        recipe.left_out["max_length"] = "no length of samples is in the file: they have as many tokens as the model by its name"
     recipe.micro_batch = keys.number("per_device_train_batch_size", default=8)
     recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
     recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
@@ -96,8 +115,90 @@ def read_arguments(source: SourceFile) -> Recipe:
         _take_deepspeed(json.dumps(inside), source.path, recipe)
     elif path := keys.text("deepspeed"):
         take_deepspeed_file(path, source.path, recipe)
+    _read_paddle(keys, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
+
+
+def _options_of_script(source: SourceFile) -> dict[str, Any]:
+    """Options of a script that starts a Trainer, by the names of TrainingArguments; what hangs on an environment is left out.
+
+    `accelerate launch` and `swift sft` have names of their own for some.
+    """
+    given = {key.replace("-", "_"): words[0] if words else "" for key, words in options_of(source.text).items()}
+    named = {SCRIPT_NAMES.get(key, key): text for key, text in given.items()}
+    found = {key: plain_value(text) if text else True for key, text in named.items() if UNKNOWN not in text or key in HANGING}
+    if "swift" in source.text and (kind := found.pop("train_type", found.pop("tuner_type", "lora"))) != "full":
+        found["finetuning_type"] = kind
+    if "swift" in source.text and found.get("torch_dtype") in SWIFT_TYPES:  # it trains in the type that it loads
+        found.setdefault(SWIFT_TYPES[str(found["torch_dtype"])], True)
+    if (mixed := found.pop("mixed_precision", "no")) in ("bf16", "fp16"):
+        found.setdefault(str(mixed), True)
+    if isinstance(config := found.get("deepspeed"), str) and re.fullmatch(r"zero\d(_offload)?", config):
+        found["deepspeed"] = f"{config}.json"  # swift's own files, by name
+    return found
+
+
+SWIFT_TYPES = {"bfloat16": "bf16", "float16": "fp16"}
+HANGING = {
+    "per_device_train_batch_size": "training.global_batch",
+    "gradient_accumulation_steps": "training.global_batch",
+    "max_length": "model.args.seq",
+    "max_seq_length": "model.args.seq",
+}
+"""Options whose value counts, and the key that supplies it where a script computes it."""
+SCRIPT_NAMES = {
+    "deepspeed_config_file": "deepspeed",
+    "model": "model_name_or_path",
+    "model_id_or_path": "model_name_or_path",
+    "output_router_logits": "include_router",
+    "model_max_length": "max_length",
+}
+"""Options of launchers and of ms-swift: TrainingArguments'."""
+OTHER_LOSSES = (
+    "reward_funcs",
+    "num_generations",
+    "reward_model",
+    "ref_model",
+    "max_completion_length",
+    "response_length",
+    "pref_loss",
+)
+"""Keys of trainings that generate, or that run a second model."""
+
+
+def _refuse_other_losses(keys: FileKeys) -> None:
+    """Raise ConfigError for a file whose step is more than a forward and a backward of one model."""
+    stage = str(keys.values.get("stage", keys.values.get("rlhf_type", "sft"))).lower()
+    found = next((key for key in OTHER_LOSSES if keys.values.get(key)), "" if stage in ("sft", "pt") else "stage")
+    if found:
+        raise ConfigError(
+            f"{NAME}: {found} = {printable(str(keys.values.get(found, stage)))} trains by rollouts or beside a second model, "
+            "which no plan of parsim has; drop it to price the supervised training of the model alone"
+        )
+
+
+def _read_paddle(keys: FileKeys, recipe: Recipe) -> None:
+    """What PaddleNLP's TrainingArguments have beyond the ones that they were made after."""
+    recipe.tp = keys.number("tensor_parallel_degree", default=recipe.tp)
+    recipe.pp = keys.number("pipeline_parallel_degree", default=recipe.pp)
+    recipe.cp = keys.number("context_parallel_degree", "sep_parallel_degree", default=recipe.cp)
+    recipe.ep = keys.number("expert_parallel_degree", default=recipe.ep)
+    if recipe.pp > 1:
+        recipe.chunks = keys.number("virtual_pp_degree", default=1) or 1
+    if stage := re.search(r"stage([123])", keys.text("sharding")):
+        recipe.zero = int(stage[1])
+    if keys.text("sequence_parallel"):
+        recipe.args["sequence_parallel"] = keys.flag("sequence_parallel")
+    if keys.flag("recompute"):
+        recipe.recompute = "full"
+        if (part := keys.text("recompute_granularity", default="full")) != "full":
+            recipe.left_out["recompute_granularity"] = f"{part} is not modelled: whole layers are computed again"
+    if keys.text("fp16_opt_level") == "O2" and recipe.training["precision"] == "amp_bf16":
+        recipe.training["precision"] = "bf16"
+    sharded = keys.number("sharding_parallel_degree", default=0)
+    if recipe.zero and sharded > 1:
+        recipe.missing["plan.dp_shard"] = f"states are divided over sharding_parallel_degree = {sharded} replicas"
 
 
 def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
@@ -185,7 +286,7 @@ def take_deepspeed_file(name: str, beside: Path, recipe: Recipe) -> None:
         recipe.missing["plan.zero_stage"] = f"the DeepSpeed config {name} is not beside it"
         return
     recipe.zero = int(stage[1])
-    recipe.optimizer_offload = "offload" in name
+    recipe.optimizer_offload = "offload" in name and "no_offload" not in name
     recipe.left_out["deepspeed"] = f"{name} is not beside it: taken as ZeRO {recipe.zero}, by its name"
 
 
@@ -215,7 +316,9 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def is_arguments(source: SourceFile) -> bool:
-    """Whether a file holds TrainingArguments."""
+    """Whether a file holds TrainingArguments, or starts a program that takes them."""
+    if source.path.suffix in SCRIPTS:
+        return bool(SCRIPT_MARK.search(source.text))
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
 
 
@@ -226,9 +329,11 @@ def is_accelerate(source: SourceFile) -> bool:
 
 FORMATS = {
     "hf-trainer": FileFormat(
-        layouts="JSON, YAML of TRL and of LLaMA-Factory, DeepSpeed configs beside or inside",
-        refuses="adapters; states divided within a node of unknown size; a DeepSpeed config that is not there",
-        what="TrainingArguments of Hugging Face, as JSON or YAML",
+        layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
+        "ms-swift), PaddleNLP's, DeepSpeed configs beside or inside",
+        refuses="adapters; rollouts and losses with a second model; states divided within a node of unknown size; a DeepSpeed "
+        "config that is not there",
+        what="TrainingArguments of Hugging Face, as JSON, YAML or options of a script",
         tool=NAME,
         reads="recipe",
         sniff=is_arguments,

@@ -65,6 +65,8 @@ def nodes_of(topology: Topology) -> Nodes:
 
     Raises ProfileError if the cards of one node reach several leaves.
     """
+    if isinstance(topology, CopiedTopology):
+        return topology.nodes
     inside, outside = _split(topology)
     groups = _groups(inside)
     cards: dict[str, list[Link]] = {}
@@ -180,7 +182,6 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
     }
     per_node = len(profile.devices)
     card, fabric = network.card, network.fabric
-    leaves = -(-nodes // fabric.nodes_per_leaf)
     links: list[Link] = []
     for node in range(nodes):
 
@@ -203,21 +204,73 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
                     latency_s=card.latency_s.value,
                 )
             )
-    if leaves > 1:
-        for leaf in range(leaves):
-            served = min(fabric.nodes_per_leaf, nodes - leaf * fabric.nodes_per_leaf)
-            cards = served * len(slots)
-            links.append(
-                Link(
-                    a=f"leaf{leaf}",
-                    b="spine0",
-                    kind=network.name,
-                    lanes=cards,
-                    bandwidth_bytes_per_s=card.bandwidth_bytes_per_s.value / fabric.oversubscription.value,
-                    latency_s=fabric.uplink_latency_s.value,
-                )
-            )
-    return tuple(links)
+    return (*links, *_uplinks(network, nodes, len(slots)))
+
+
+def _uplinks(network: Network, nodes: int, cards: int) -> list[Link]:
+    """The links from every leaf to spine0, for so many cards per node; none where one leaf reaches all nodes."""
+    card, fabric = network.card, network.fabric
+    leaves = -(-nodes // fabric.nodes_per_leaf)
+    if leaves == 1:
+        return []
+    return [
+        Link(
+            a=f"leaf{leaf}",
+            b="spine0",
+            kind=network.name,
+            lanes=min(fabric.nodes_per_leaf, nodes - leaf * fabric.nodes_per_leaf) * cards,
+            bandwidth_bytes_per_s=card.bandwidth_bytes_per_s.value / fabric.oversubscription.value,
+            latency_s=fabric.uplink_latency_s.value,
+        )
+        for leaf in range(leaves)
+    ]
+
+
+class CopiedTopology(Topology):
+    """Copies of a machine on a network. One copy tells its nodes; its links, hundreds of thousands, are made when asked for."""
+
+    def __init__(self, profile: Profile, copies: int, network: Network) -> None:
+        """Raises ProfileError as `cluster_links`."""
+        self.__dict__.update(_made_of=(profile, copies, network), _one=nodes_of(Topology(cluster_links(profile, 1, network))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CopiedTopology) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> object:
+        return CopiedTopology, self.__dict__["_made_of"]
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        """Equal where the links are: the copied links, how many copies, the network."""
+        _, copies, network = self.__dict__["_made_of"]
+        return self._shape.topology, self._shape.ports, copies, network.fabric
+
+    @property
+    def _shape(self) -> NodeShape:
+        shape: NodeShape = self.__dict__["_one"].shapes[0]
+        return shape
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:  # type: ignore[override]
+        return cluster_links(*self.__dict__["_made_of"])
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """As `nodes_of` finds them in the links."""
+        _, copies, network = self.__dict__["_made_of"]
+        fabric, per_node = network.fabric, len(self._shape.devices)
+        uplinks = _uplinks(network, copies, len(self._shape.ports))
+        leaf_of = tuple(f"leaf{node // fabric.nodes_per_leaf}" for node in range(copies))
+        own = [(role_of(name), index) for name, (_, index) in self.__dict__["_one"].place.items()]
+        return Nodes(
+            shapes=(self._shape,) * copies,
+            leaf=leaf_of,
+            leaves=_leaves(uplinks) if uplinks else {leaf_of[0]: Leaf(uplink_bytes_per_s=None, uplink_latency_s=0.0)},
+            place={f"{role}{node * per_node + index}": (node, index) for node in range(copies) for role, index in own},
+        )
 
 
 def _slots(profile: Profile, network: Network) -> Sequence[NicSlot]:
@@ -294,7 +347,7 @@ class Cluster:
             for rank, device in enumerate(self.devices[:world_size])
         )
 
-    @property
+    @cached_property
     def nodes(self) -> Nodes:
         """The nodes of the topology (of the whole machine, whatever devices are used)."""
         return nodes_of(self.topology)
@@ -319,6 +372,15 @@ class Cluster:
                 f"profile {self.profile.name} has no link to {', '.join(lost)}, but prices communication by links; list them"
             )
         return tuple(places[name] for name in names)
+
+    def host_path(self, device: Device) -> tuple[str | None, tuple[Link, ...]]:
+        """The nearest host memory of a device and the links from it, by the names of a node; None, () if no link tells."""
+        place = self.nodes.place.get(device_name(device.index, device.type.kind))
+        if place is None:
+            return None, ()
+        shape, number = self.nodes.shapes[place[0]], place[1]
+        host = shape.topology.socket_of(shape.devices[number])
+        return host, () if host is None else shape.topology.path(host, shape.devices[number])
 
     @cached_property
     def most_on_a_node(self) -> int:
@@ -369,9 +431,10 @@ def cluster_from_profile(
         raise ProfileError(f"nodes = {nodes} needs a network between them: one of {', '.join(shipped_networks())}")
     joined = load_network(network) if isinstance(network, str) else network
     if nodes > 1 and joined is not None:
-        links, name = cluster_links(profile, nodes, joined), f"{nodes} x {profile.name} on {joined.name}"
+        topology: Topology = CopiedTopology(profile, nodes, joined)
+        name = f"{nodes} x {profile.name} on {joined.name}"
     else:
-        links, name, joined = node_links(profile), profile.name, None
+        topology, name, joined = Topology(node_links(profile)), profile.name, None
     by_number = _devices(profile, nodes)
     per_node = len(profile.devices)
     if devices is None:
@@ -396,7 +459,7 @@ def cluster_from_profile(
     if profile.communication.link_model is not None:
         _check_connected(profile, Topology(links=node_links(profile)))
     chosen = tuple(by_number[number] for number in numbers)
-    return _first_equal(Cluster(name=name, devices=chosen, topology=Topology(links=links), profile=profile, network=joined))
+    return _first_equal(Cluster(name=name, devices=chosen, topology=topology, profile=profile, network=joined))
 
 
 @lru_cache(maxsize=8)

@@ -498,11 +498,8 @@ def mixed_cluster(
     nodes = sum(group.nodes for group in groups)
     merged = profile or _merged(profiles[slowest], profiles, parts)
     cluster = cluster_from_profile(merged, devices, nodes=nodes, network=network)
-    types = [
-        cluster_from_profile(node).devices[0].type
-        for node, group in zip(profiles, groups, strict=True)
-        for _ in range(group.nodes)
-    ]
+    kinds = [cluster_from_profile(node).devices[0].type for node in profiles]
+    types = [kind for kind, group in zip(kinds, groups, strict=True) for _ in range(group.nodes)]
     joined_by = "" if cluster.network is None else f" on {cluster.network.name}"
     mixed = tuple(replace(device, type=types[device.node]) for device in cluster.devices)
     return replace(cluster, name=f"{parts}{joined_by}{inside}", devices=mixed)

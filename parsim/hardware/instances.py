@@ -14,12 +14,12 @@ from datetime import date
 from functools import lru_cache
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import MissingDependencyError, ProfileError
-from parsim.files import cache_folder, parse_json, read_text, write_text_atomically
+from parsim.files import NO_CONTROL, cache_folder, control_character_in, parse_json, read_text, reading, write_text_atomically
 from parsim.hardware.profile import SourcedFile, SourceEntry
-from parsim.hardware.records import Count, Positive, ProfileRecord, parse_record, shipped, shipped_text
+from parsim.hardware.records import Count, Positive, ProfileRecord, parse_record, problems_text, shipped, shipped_text
 
 
 class InstanceSizes(ProfileRecord):
@@ -155,7 +155,7 @@ def instance_named(name: str) -> CloudInstance | None:
     refreshed = _refreshed().get(known)
     usd, source = sizes.usd_per_hour, f"{known}, on demand, {file.priced_as_of}"
     if refreshed is not None:
-        usd, source = float(refreshed["usd_per_hour"]), f"{known}, on demand in {refreshed['region']}, {refreshed['as_of']}"
+        usd, source = refreshed.usd_per_hour, f"{known}, on demand in {refreshed.region}, {refreshed.as_of}"
     return CloudInstance(
         name=known,
         cloud=cloud,
@@ -187,17 +187,27 @@ HOME = {"aws": "us-east-1", "azure": "eastus", "gcp": "us-central1"}
 """Regions whose price is taken where they have one; else the lowest."""
 
 
-def _refreshed() -> Mapping[str, Mapping[str, str]]:
+class RefreshedPrice(ProfileRecord):
+    """One type of `refresh`: dollars of an hour on demand, the region, who told it and when."""
+
+    usd_per_hour: Positive
+    region: str
+    as_of: str
+
+
+def _refreshed() -> Mapping[str, RefreshedPrice]:
     file = cache_folder("prices") / "clouds.json"
     if not file.is_file():
         return {}
-    try:
-        document = parse_json(read_text(file))
-        return {str(name): {"usd_per_hour": str(float(row["usd_per_hour"])), **row} for name, row in document.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProfileError(
-            f"{file} is damaged: {error}; remove it, or write it again with `parsim profile prices --refresh`"
-        ) from error
+    fix = "remove it, or write it again with `parsim profile prices --refresh`"
+    with reading(f"{file} is damaged", ProfileError, fix):
+        rows = parse_json(read_text(file))
+        if character := control_character_in(rows):
+            raise ValueError(f"{character}: {NO_CONTROL}")
+        try:
+            return {str(name): RefreshedPrice.model_validate(row) for name, row in rows.items()}
+        except ValidationError as error:
+            raise ValueError(problems_text(error, "price")) from error
 
 
 def refresh() -> int:

@@ -16,7 +16,17 @@ from pydantic import Field, model_validator
 from parsim.errors import ProfileError
 from parsim.hardware.instances import CloudInstance, check_covered, instances_of
 from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
-from parsim.hardware.records import Count, HeldOut, KernelFit, Positive, ProfileRecord, WholeModels, load_record, shipped
+from parsim.hardware.records import (
+    Count,
+    HeldOut,
+    KernelFit,
+    Positive,
+    ProfileRecord,
+    WholeModels,
+    is_path,
+    load_record,
+    shipped,
+)
 
 LinkForm = Literal["switch", "mesh", "pairs", "cube", "host"]
 """How the devices of a node are joined: each to one switch; each to each; two and two; the hybrid cube mesh of eight; over the
@@ -121,13 +131,13 @@ def shipped_links() -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_gpu(name_or_path: str) -> GpuPart:
-    """A GPU by name ("h100-sxm"), by alias ("h100") or by the path of a JSON file.
+    """A GPU by name ("h100-sxm"), by alias ("h100"), by the driver's name ("NVIDIA H100 PCIe") or by the path of a JSON file.
 
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
     try:
-        return load_record(GpuPart, ("parts", "gpus"), "GPU", name_or_path, ALIASES["gpus"])
+        return load_record(GpuPart, ("parts", "gpus"), "GPU", driver_name(name_or_path) or name_or_path, ALIASES["gpus"])
     except ProfileError:
         check_covered(name_or_path)
         raise
@@ -142,6 +152,7 @@ def load_link(name_or_path: str) -> LinkPart:
 ALIASES: dict[str, dict[str, str]] = {
     "gpus": {
         "h100": "h100-sxm",
+        "h100-80gb": "h100-sxm",
         "a100": "a100-sxm-80gb",
         "a100-40gb": "a100-sxm-40gb",
         "a100-80gb": "a100-sxm-80gb",
@@ -152,20 +163,73 @@ ALIASES: dict[str, dict[str, str]] = {
         "a6000": "rtx-a6000",
         "v100": "v100-sxm-32gb",
         "v100-sxm": "v100-sxm-32gb",
+        "v100-32gb": "v100-sxm-32gb",
+        "v100-16gb": "v100-sxm-16gb",
         "v100-pcie": "v100-pcie-32gb",
         "h200-sxm": "h200",
         "b200-sxm": "b200",
-        "rtx3090": "rtx-3090",
-        "rtx4090": "rtx-4090",
     },
     "links": {"nvlink-bridge": "nvlink-bridge-3", "nvswitch": "nvswitch-4"},
 }
 """Short names, and what they stand for: the form that most machines have."""
 
 
+GPU_NAMES: tuple[tuple[str, str], ...] = (
+    (r"GB300", "gb300"),
+    (r"B300( SXM6)?( AC)?", "b300"),
+    (r"GB200", "gb200"),
+    (r"B200( SXM6?)?", "b200"),
+    (r"H200([ -]SXM5?)?( 141GB)?( HBM3e)?", "h200"),
+    (r"H800([ -]SXM5?)?([ -]80GB)?( HBM3)?", "h800-sxm"),
+    (r"H20( 96GB)?( HBM3)?", "h20"),
+    (r"H100[ -]PCIe([ -]80GB)?", "h100-pcie"),
+    (r"H100 80GB HBM3|H100[ -]SXM5?([ -]80GB)?", "h100-sxm"),
+    (r"A100 80GB PCIe|A100-PCI-?E-80GB", "a100-pcie-80gb"),
+    (r"A100( 40GB)? PCIe|A100-PCI-?E-40GB", "a100-pcie-40gb"),
+    (r"A100[ -]SXM4?[ -]80GB", "a100-sxm-80gb"),
+    (r"A100[ -]SXM4?[ -]40GB", "a100-sxm-40gb"),
+    (r"A800[ -]SXM4?[ -]80GB", "a800-sxm-80gb"),
+    (r"V100-SXM3-32GB(-H)?", "v100-sxm3-32gb"),
+    (r"V100-SXM2-32GB(-LS)?", "v100-sxm-32gb"),
+    (r"V100-SXM2-16GB(-LS|-N)?", "v100-sxm-16gb"),
+    (r"V100-PCI-?E-32GB", "v100-pcie-32gb"),
+    (r"V100-PCI-?E-16GB", "v100-pcie-16gb"),
+    (r"(RTX[ -]?)?4090", "rtx-4090"),
+    (r"(RTX[ -]?)?3090", "rtx-3090"),
+    (r"RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    (r"RTX[ -]?A6000", "rtx-a6000"),
+    (r"L40S", "l40s"),
+    (r"L4", "l4"),
+    (r"A40", "a40"),
+    (r"A30", "a30"),
+    (r"A10G", "a10g"),
+    (r"A10", "a10"),
+    (r"T4", "t4"),
+    (r"MI355X( OAM)?( VF)?", "mi355x"),
+    (r"MI325X( OAM)?( VF)?", "mi325x"),
+    (r"MI300X( OAM)?( VF)?", "mi300x"),
+)
+"""Whole names of GPUs without maker and line. Boards that share a name but for a word have other clocks, lanes or memory."""
+_MAKERS = re.compile(r"((NVIDIA|AMD|Tesla|GeForce|Instinct|Quadro)[ -])*", re.IGNORECASE)
+
+
+def driver_name(name: str) -> str | None:
+    """The shipped part that a driver names so: "NVIDIA H100 80GB HBM3" is h100-sxm. None: not known."""
+    own = _MAKERS.sub("", " ".join(name.replace("_", " ").split()), count=1)
+    return next((part for pattern, part in GPU_NAMES if re.fullmatch(pattern, own, re.IGNORECASE)), None)
+
+
+def gpu_named(name: str) -> GpuPart | None:
+    """The shipped GPU of a name that a driver or a trace gives; None: not known."""
+    part = driver_name(name)
+    return None if part is None else load_gpu(part)
+
+
 # Machines in one word: `8xh100-sxm` is a node of eight, `8xa100-pcie-80gb@nvlink-bridge-3` names the link as well, and
 # `1024xh100-sxm` is as many whole nodes as it takes.
 
+MOST_ON_A_HOST = 8
+"""GPUs on the PCIe switches of one machine, however many are usual: "8x4090" means a server, not two workstations."""
 FORM = re.compile(r"\s*(?P<count>\d[\d_,]*)\s*x\s*(?P<gpu>[^@\s][^@]*)(@(?P<link>.+))?")
 
 
@@ -221,17 +285,20 @@ def machines_of(text: str, per_node: int | None = None) -> Machines:
             f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm, or an instance type such as p5.48xlarge"
         )
     count, gpu, link = parts
-    usual = per_node or load_gpu(gpu).gpus_per_node
+    part = load_gpu(gpu)
+    usual = per_node or part.gpus_per_node
+    if not is_path(gpu):
+        gpu = part.name
     if count < 1:
         raise ProfileError(f"{text!r}: at least one GPU is needed")
     if per_node is not None and count % per_node:
         raise ProfileError(f"{text!r} are no whole number of nodes of cluster.gpus_per_node = {per_node}; change one of them")
-    if count <= usual:
+    if count <= usual or (per_node is None and count <= MOST_ON_A_HOST and load_link(link or part.link).form == "host"):
         return Machines(gpu, count, 1, link)
     if count % usual:
         below = count // usual * usual
         raise ProfileError(
-            f"{text!r}: {load_gpu(gpu).name} comes in nodes of {usual}, and {count:,} are no whole number of them; ask for "
+            f"{text!r}: {part.name} comes in nodes of {usual}, and {count:,} are no whole number of them; ask for "
             f"{below:,} or {below + usual:,}, or set cluster.gpus_per_node and cluster.nodes"
         )
     return Machines(gpu, usual, count // usual, link)

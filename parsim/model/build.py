@@ -152,8 +152,7 @@ def _build_with_memory(spec: ModelSpec) -> nn.Module:
 
 def _has_fake_attributes(module: nn.Module) -> bool:
     """Whether a part has a fake tensor that is no parameter or buffer, such as a table of angles: a forward needs its data."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils._pytree import tree_leaves
+    from parsim.private import FakeTensor, tree_leaves
 
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return any(
@@ -174,7 +173,7 @@ def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
 
     One load asks several times. A module that has memory for its weights is not kept.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from parsim.private import FakeTensor
 
     if (spec, content) in _kept_fake:
         return _kept_fake[spec, content]

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parsim.model.model import ADDED_UP, COUPLED, MIXING
 from parsim.model.objective import Objective
 from parsim.model.total_loss import MEAN, total_loss
+from parsim.private import TorchDispatchMode
 
 MOST_ELEMENTS = 30_000_000
 SAMPLES = 4

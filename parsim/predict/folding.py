@@ -29,7 +29,6 @@ import numpy as np
 from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.devices import device_name
 from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -242,15 +241,7 @@ class RankKinds:
         return self._paths[key]
 
     def _path(self, rank: int) -> Hashable:
-        cluster = self._costs.cluster
-        device = cluster.devices[rank]
-        if self._linked:
-            node, number = cluster.places[rank]
-            name, topology = cluster.nodes.shapes[node].devices[number], cluster.nodes.shapes[node].topology
-        else:
-            name, topology = device_name(device.index, device.type.kind), cluster.topology
-        socket = topology.socket_of(name)
-        path = () if socket is None else topology.path(socket, name)
+        _, path = self._costs.cluster.host_path(self._costs.cluster.devices[rank])
         return tuple((link.lanes, link.bandwidth_bytes_per_s, link.latency_s) for link in path)
 
 

@@ -87,10 +87,14 @@ def estimated_s(
 
     def steps_s(again: Floats | float, slowest: Floats | float) -> Floats:
         """float64 [counts, orders, stages]"""
-        stage_s = np.maximum(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, longest_s + others_s)
+        whole_s = forward_s * (1 + again) + backward_s
+        stage_s = np.maximum(slowest * whole_s / mesh.pp, longest_s + others_s)
         hidden_s = np.where(stage < 2, backward_s / mesh.pp, count * stage_s)
         exposed_s = np.where(stage == 3, UNCOVERED * sums_s, np.maximum(0.0, sums_s - hidden_s) + late_s)
-        step_s: Floats = (count + (mesh.pp - 1) / chunks) * stage_s + passing_s + exposed_s + updates_s
+        # a place computes all its microbatches, or one microbatch passes all places, and the rest is filling and draining
+        busy_s = count * stage_s + np.maximum(0.0, whole_s - stage_s) / chunks
+        alone_s = whole_s + (count - 1) * stage_s / chunks
+        step_s: Floats = np.maximum(busy_s, alone_s) + passing_s + exposed_s + updates_s
         return step_s
 
     again = _recomputed_shares(problem, mesh, counts, orders, placed, held, stages)

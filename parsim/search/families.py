@@ -15,6 +15,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.registry import Registry
 from parsim.search.space import FEW_COMPONENTS, Node, inner_axes, is_large, is_small, meshes
+from parsim.search.tensor import ways_of
 from parsim.search.tree import Members
 
 
@@ -107,7 +108,8 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     if inner_axes(problem)[0] > 1 and not few and constraints.cp is None:
         return []
     most = problem.cluster.most_on_a_node if is_large(problem) else problem.cluster.size
-    return list(meshes(problem, lambda _pp, dp, tp: 1 < tp <= most and (few or dp == (constraints.dp or 1))))
+    widths = range(2, most + 1)
+    return list(meshes(problem, lambda _pp, dp, tp: tp in widths and (few or dp == (constraints.dp or 1)), widths))
 
 
 def _single(problem: PlanningProblem) -> list[Mesh]:
@@ -119,12 +121,12 @@ def _single(problem: PlanningProblem) -> list[Mesh]:
 
 def _dp(problem: PlanningProblem) -> list[Mesh]:
     """A replica per device, of all devices or of fewer."""
-    return _kept(problem, "dp", [mesh for mesh in meshes(problem, lambda pp, _, tp: pp == tp == 1) if mesh.size > 1])
+    return _kept(problem, "dp", [mesh for mesh in meshes(problem, lambda pp, _, tp: pp == tp == 1, ()) if mesh.size > 1])
 
 
 def _mp(problem: PlanningProblem) -> list[Mesh]:
     """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp)."""
-    some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1) if mesh.size > 1]
+    some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1, ways_of(problem)) if mesh.size > 1]
     whole = inner_axes(problem) == (1, 1)
     return _kept(problem, "mp", some or ([Mesh(pp=problem.cluster.size)] if whole else []))  # too few components: it says so
 
@@ -132,13 +134,14 @@ def _mp(problem: PlanningProblem) -> list[Mesh]:
 def _hp(problem: PlanningProblem) -> list[Mesh]:
     """Every pp x dp x tp mesh with dp above one and another axis above one."""
     batch = problem.global_batch
-    hybrid = list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1 and batch % dp == 0))
+    ways = ways_of(problem)
+    hybrid = list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1 and batch % dp == 0, ways))
     if not hybrid and not problem.constraints.axes:
         raise ScheduleError(
             f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp at most {problem.cluster.size} and dp dividing the batch "
             f"({problem.global_batch}); use another number of devices or another batch"
         )
-    return _kept(problem, "hp", hybrid or list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1)))
+    return _kept(problem, "hp", hybrid or list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1, ways)))
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:

@@ -134,8 +134,8 @@ def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[
     """
     constraints, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
     chosen: list[Mesh] = []
-    for mesh in meshes(problem):
-        if mesh.tp != (constraints.tp or 1) or problem.global_batch % mesh.dp:
+    for mesh in meshes(problem, lambda _pp, _dp, tp: tp == (constraints.tp or 1), ()):
+        if problem.global_batch % mesh.dp:
             continue
         suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (constraints.pp or 1)
         if suits and ("adaptive" in strategies or _family(mesh) in strategies):

@@ -49,29 +49,45 @@ FREE_CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank that are tried where their number is free."""
 
 
-def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | None = None) -> Iterator[Mesh]:
+def meshes(
+    problem: PlanningProblem,
+    wanted: Callable[[int, int, int], bool] | None = None,
+    shards: Sequence[int] | None = None,
+) -> Iterator[Mesh]:
     """Every mesh over the first devices of the cluster that keeps the constraints, most devices and fewest stages first.
 
     Those that leave devices idle are among them: the batch, or what shards divide by, may not divide over all, and one more
-    device must not make the answer slower.
+    device must not make the answer slower. Of these, only such whose replicas divide the batch.
 
     Args:
         wanted: of pp, dp and tp, whether to make the mesh; None: all.
+        shards: the values of tp above 1 that divide the model; those of meshes that leave devices idle. None: any.
     """
-    constraints, most = problem.constraints, len(problem.model.components)
+    asked, size, batch = problem.constraints, problem.cluster.size, problem.global_batch
     context, experts = inner_axes(problem)
-    for devices in range(problem.cluster.size, 0, -1):
-        if devices % context:
-            continue
-        for pp in divisors(devices // context):
-            if constraints.pp not in (None, pp) or (pp > most and not constraints.pp):
-                continue
-            for tp in divisors(devices // context // pp):
-                dp = devices // context // (pp * tp)
-                if wanted is not None and not wanted(pp, dp, tp):
-                    continue  # of 16,384 devices there are 377,000
-                if constraints.tp in (None, tp) and constraints.dp in (None, dp) and dp * context % experts == 0:
-                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=experts))
+    most = size // context
+
+    def kept(pp: int, dp: int, tp: int) -> bool:
+        return (
+            dp * context % experts == 0
+            and all(own in (None, axis) for own, axis in ((asked.pp, pp), (asked.dp, dp), (asked.tp, tp)))
+            and (asked.pp is not None or pp <= len(problem.model.components))
+            and (wanted is None or wanted(pp, dp, tp))
+        )
+
+    replicas = [asked.dp] if asked.dp else [dp for dp in divisors(batch) if dp <= most]
+    widths = [asked.tp] if asked.tp else range(1, most + 1) if shards is None else [1, *shards]
+    found = {
+        (pp, most // (pp * tp), tp) for pp in divisors(most) for tp in divisors(most // pp) if kept(pp, most // (pp * tp), tp)
+    }
+    for dp in replicas:
+        for tp in widths:
+            if dp * tp > most:
+                break
+            stages = [asked.pp] if asked.pp else range(1, min(len(problem.model.components), most // (dp * tp)) + 1)
+            found.update((pp, dp, tp) for pp in stages if pp * dp * tp <= most and kept(pp, dp, tp))
+    for pp, dp, tp in sorted(found, key=lambda axes: (-math.prod(axes), axes[0], axes[2])):
+        yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=experts))
 
 
 def inner_axes(problem: PlanningProblem) -> tuple[int, int]:

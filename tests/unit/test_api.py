@@ -65,6 +65,7 @@ import parsim as ps
 answer = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp")
 assert isinstance(answer, ps.Answer) and isinstance(answer.chosen, ps.Prediction) and isinstance(answer.chosen.plan, ps.Plan)
 assert isinstance(ps.simulate(answer), ps.Prediction)
+assert isinstance(ps.check("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp"), ps.Checked)
 from parsim.app.prices import CostTable
 assert isinstance(ps.cost("dgx1-v100-32gb", model="mlp", batch=4), CostTable)
 assert len(ps.sweep("mlp", {"cluster.devices": [1, 2]}, cluster="dgx1-v100-32gb", global_batch=8).rows) == 2
@@ -81,13 +82,13 @@ assert "measure 4 or more" in refused(lambda: ps.validate(answer.chosen, rounds=
 assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
 assert "cannot read nowhere" in refused(lambda: ps.import_file("nowhere"))
 assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
-called = {"plan", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
+called = {"plan", "check", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
 called |= {"import_file", "sweep"}
 functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
 assert functions == called, functions ^ called
 values = {"Answer", "Prediction", "Plan", "Cluster", "Model"}
 types = {name for name in ps.__all__ if isinstance(getattr(ps, name), type)}
-assert types == values | {"Calibration", "Measured", "ParsimError"}, types
+assert types == values | {"Calibration", "Checked", "Measured", "ParsimError"}, types
 print("all called")
 """
 

@@ -215,7 +215,7 @@ def test_a_table_of_a_run_file(text: str, parts: tuple[str, ...]) -> None:
 def test_several_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config("[model]\nnam = 'x'\n")
-    assert_says(str(refused.value), ("model.name is missing", "model.nam", "cluster is missing", "training is missing"))
+    assert_says(str(refused.value), ("model.name is missing", "model.nam", "cluster is missing"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

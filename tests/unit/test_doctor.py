@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from parsim.app.doctor import Found, Gpu, checks_of, commands_of, examine, tables
+from parsim.app.doctor import Found, Gpu, checks_of, commands_of, examine, sentence, tables
 from parsim.cli import COMMANDS
 from parsim.units import GIB
 
@@ -16,9 +16,9 @@ CPU_ONLY = replace(BARE, torch="2.13.0+cpu", backends=("gloo",))
 NO_GPU = replace(BARE, torch="2.11.0+cu130", cuda_build="13.0", backends=("gloo", "nccl"))
 GPUS = replace(NO_GPU, gpus=(H100, H100))
 
-ALWAYS = "plan, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import"
-ON_CPU = ("plan any other model", "calibrate --device cpu", "run, validate on CPU processes", "demo")
-ON_GPU = ("calibrate --device cuda", "run, validate on GPUs")
+ALWAYS = "plan, check, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import"
+ON_CPU = ("plan any other model", "calibrate --device cpu", "run and validate on CPU processes", "demo")
+ON_GPU = ("calibrate --device cuda", "run and validate on GPUs")
 
 
 def works(found: Found) -> dict[str, bool]:
@@ -74,3 +74,15 @@ def test_the_tables_show_every_command_of_this_machine() -> None:
     _, commands = tables(findings)
     assert [row[0] for row in commands.rows] == [entry["name"] for entry in findings["commands"]]
     assert {row[1] for row in commands.rows} <= {"yes", "NO"}
+
+
+def test_the_first_sentence_names_each_reason_once() -> None:
+    def said(found: Found) -> str:
+        return sentence({"commands": [asdict(check) for check in commands_of(found)]})
+
+    assert said(GPUS) == "All commands of parsim work on this machine."
+    assert said(CPU_ONLY) == (
+        "All commands of parsim work on this machine, except calibrate --device cuda and run and validate on GPUs (torch "
+        "2.13.0+cpu was built without CUDA)."
+    )
+    assert said(BARE).count("torch is not installed") == 1

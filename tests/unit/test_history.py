@@ -83,6 +83,13 @@ def test_a_record_a_hundred_times_off_its_prediction_is_kept_apart_and_told(tmp_
     assert alone.correction.factor < 2
 
 
+def test_a_history_that_makes_intervals_say_nothing_is_told(tmp_path: Path) -> None:
+    """Each record is less than a hundred times off, so none is kept apart."""
+    known = history_of(tmp_path / "p.history.jsonl", [record(number, ratio=90) for number in range(12)])
+    assert len(known.records) == 12
+    assert any("times as wide, on the log scale" in note and "parsim history" in note for note in known.notes)
+
+
 def test_lines_are_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, profile = tmp_path / "p.history.jsonl", tmp_path / "p.json"
     save_profile(PROFILE, profile)

@@ -139,3 +139,21 @@ def test_newer_prices_are_kept_with_their_date(monkeypatch: pytest.MonkeyPatch, 
     assert "us-east-1" in found.price_source
     kept = json.loads((tmp_path / "prices" / "clouds.json").read_text())
     assert set(kept) == {"p5.48xlarge"}
+
+
+PRICE = {"usd_per_hour": 1.0, "region": "r", "as_of": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({"usd_per_hour": 1.0}, PRICE | {"usd_per_hour": "inf"}, PRICE | {"usd_per_hour": -1}),
+        *([], None, PRICE | {"region": "\x1b[2J"}),
+    ],
+)
+def test_damaged_newer_prices_are_refused(row: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARSIM_HOME", str(tmp_path))
+    (tmp_path / "prices").mkdir()
+    (tmp_path / "prices" / "clouds.json").write_text(json.dumps({"p5.48xlarge": row}))
+    with pytest.raises(ProfileError, match=r"clouds\.json is damaged: .*--refresh"):
+        instance_named("p5.48xlarge")

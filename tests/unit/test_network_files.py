@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ProfileError
-from parsim.hardware.cluster import cluster_from_profile, cluster_links
+from parsim.hardware.cluster import cluster_from_profile, cluster_links, nodes_of
 from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network, parse_network, shipped_networks
 from parsim.hardware.profile import shipped_profiles
@@ -216,3 +217,18 @@ def test_cost_over_several_nodes(said: Said) -> None:
     assert "unknown network 'ethernet-26g'; did you mean ethernet-25g" in err
     _, out, _ = said(*ask, "--nodes", "2", "--network", "ethernet-25g")
     assert "0-15" in out
+
+
+@pytest.mark.parametrize(("nodes", "per_leaf"), [(2, 4), (5, 2), (8, 4)])
+def test_nodes_of_copies_are_those_that_their_links_tell(nodes: int, per_leaf: int) -> None:
+    joined = network(nodes_per_leaf=per_leaf, oversubscription=2.0)
+    copied = cluster_from_profile(pair_machine(), nodes=nodes, network=joined)
+    listed = nodes_of(Topology(cluster_links(pair_machine(), nodes, joined)))
+    assert "links" not in vars(copied.topology)  # nobody has asked for them
+    assert (copied.nodes.shapes, copied.nodes.leaf) == (listed.shapes, listed.leaf)
+    assert copied.nodes.place == listed.place
+    assert copied.nodes.leaves == listed.leaves
+    assert copied.topology.links == cluster_links(pair_machine(), nodes, joined)
+    again = pickle.loads(pickle.dumps(copied))
+    assert (again, hash(again)) == (copied, hash(copied))
+    assert copied != cluster_from_profile(pair_machine(), nodes=nodes + 1, network=joined)

@@ -127,10 +127,9 @@ WRONG = {
     "plan resnt50 --on dgx2-v100 --batch 8": ("unknown model 'resnt50'; did you mean resnet50", "or a run file (RUN.toml)"),
     "validate nowhere": ("no run file",),
     "plan resnet50": (
-        "--on CLUSTER (cluster=) and --batch N (global_batch=) are missing",
+        "--gpus COUNTxGPU or --on CLUSTER (cluster=) is missing",
         "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024",
     ),
-    "simulate resnet50 --on dgx2-v100": ("--batch N (global_batch=) is missing",),
     "plan none.toml": ("no run file",),
     "plan nothere.toml --on 8xh100-sxm --batch 8": ("no run file nothere.toml",),
     "plan resnet50 --on dgx3 --batch 8": ("unknown profile 'dgx3'",),

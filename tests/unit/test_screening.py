@@ -48,6 +48,13 @@ def test_one_replica_without_a_pipeline_is_as_estimated(problem: PlanningProblem
     assert outline.promise_s == pytest.approx(best_s(problem, outline), rel=0.02)
 
 
+@pytest.mark.parametrize("doublings", [0, 2, 4])
+def test_one_stage_that_is_longer_than_the_others_sets_the_pace_of_a_pipeline(problem: PlanningProblem, doublings: int) -> None:
+    """The head takes longer than a sixteenth of the model: the others fill and drain with what they take, and not with that."""
+    outline = Members(problem, "mp").of_mesh(Mesh(pp=16))[doublings]
+    assert outline.promise_s == pytest.approx(best_s(problem, outline), rel=0.03)
+
+
 @pytest.mark.slow
 def test_outlines_are_estimated_in_the_order_of_their_best_plans(problem: PlanningProblem) -> None:
     members = Members(problem, "hp")
@@ -55,7 +62,7 @@ def test_outlines_are_estimated_in_the_order_of_their_best_plans(problem: Planni
     outlines = [node for mesh in meshes for node in members.of_mesh(mesh) if not node.late and node.promise_s < float("inf")]
     some = outlines[::3]
     found = [best_s(problem, outline) for outline in some]
-    assert spearmanr([outline.promise_s for outline in some], found).statistic >= 0.94
+    assert spearmanr([outline.promise_s for outline in some], found).statistic >= 0.97
 
 
 def test_a_search_goes_on_for_longer_until_a_plan_fits(problem: PlanningProblem) -> None:

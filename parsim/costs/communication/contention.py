@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import CostError
-from parsim.hardware.cluster import Cluster, NodeShape, Port
+from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
 
 MAX_RING_DEVICES = 8
@@ -309,14 +309,13 @@ def group_pace(
     others = shares_of_others(cluster, group, way, concurrent)
     inside = outside = port_latency = 0.0
     relayed = False
-    for node, members in spread:
+    for shape, members, there in _kinds_of_nodes(nodes, spread, others):
         part = NodeShare(members, way, len(group))
-        there = others.get(node, ())
-        seconds = part_pace(nodes.shapes[node], link_kind, part, there)
+        seconds = part_pace(shape, link_kind, part, there)
         inside, outside = max(inside, seconds[0]), max(outside, seconds[1])
-        relayed = relayed or (len(members) > 1 and _leaves_direct_links(nodes.shapes[node], link_kind, part))
+        relayed = relayed or (len(members) > 1 and _leaves_direct_links(shape, link_kind, part))
         if len(spread) > 1:
-            ports = (port for member in members for port in ports_of(nodes.shapes[node], member))
+            ports = (port for member in members for port in ports_of(shape, member))
             port_latency = max(port_latency, max(port.latency_s for port in ports))
     own, total = leaf_shares(cluster, group, way, concurrent)
     crossing = 0.0  # a ring or tree in node order leaves every leaf once; pairs with all that is meant for elsewhere
@@ -340,12 +339,21 @@ def inside_pace(
     """The rings of the slowest node, and their seconds per byte while the `concurrent` groups do the same in their nodes."""
     others = shares_of_others(cluster, group, "inside", concurrent)
     paces = []
-    for node, members in cluster.spread(group):
-        shape = cluster.nodes.shapes[node]
-        seconds, _ = part_pace(shape, link_kind, NodeShare(members, "inside", len(group)), others.get(node, ()))
+    for shape, members, there in _kinds_of_nodes(cluster.nodes, cluster.spread(group), others):
+        seconds, _ = part_pace(shape, link_kind, NodeShare(members, "inside", len(group)), there)
         paces.append((seconds, rings_of(shape, link_kind, members)))
     seconds, rings = max(paces, key=lambda pair: pair[0])
     return rings, seconds
+
+
+def _kinds_of_nodes(
+    nodes: Nodes, spread: NodeSpread, others: Mapping[int, tuple[NodeShare, ...]]
+) -> list[tuple[NodeShape, tuple[int, ...], tuple[NodeShare, ...]]]:
+    """The nodes of a group that differ: their shape, the members there, and the parts of other groups."""
+    kinds: dict[tuple[int, tuple[int, ...], tuple[NodeShare, ...]], int] = {}
+    for node, members in spread:
+        kinds.setdefault((id(nodes.shapes[node]), members, others.get(node, ())), node)
+    return [(nodes.shapes[node], members, there) for (_, members, there), node in kinds.items()]
 
 
 def uplink_rate(cluster: Cluster, leaf: str) -> float:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
+from parsim.private import _DisableTorchDispatch, gpu_sleep
+
 S = TypeVar("S")
 E = TypeVar("E")
 
@@ -119,7 +121,7 @@ class TorchCudaDriver:
         return alias_of(tensor) if tensor.is_cuda else tensor
 
     def hold(self, seconds: float) -> None:
-        torch.cuda._sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
+        gpu_sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
         return self.record(self.current())
@@ -143,7 +145,7 @@ class TorchCudaDriver:
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    return steady_cycles_per_s(TorchCudaDriver(device), torch.cuda._sleep)
+    return steady_cycles_per_s(TorchCudaDriver(device), gpu_sleep)
 
 
 def alias_of(tensor: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def alias_of(tensor: Tensor) -> Tensor:
 
     Modes that count memory would take it for the first reader of what has just arrived.
     """
-    with torch._C._DisableTorchDispatch():
+    with _DisableTorchDispatch():
         return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 

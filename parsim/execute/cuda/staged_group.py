@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BarrierOptions
 
 from parsim.execute.cuda.gpu import STAGED
+from parsim.private import c10d
 
 Copies = list[Tensor]
 
@@ -46,13 +46,13 @@ class StagedGroup(_Base):  # type: ignore[misc]
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> Any:
         parts = list(output.view(-1).chunk(self.size()))
         return _staged(
-            [own.reshape(-1)], parts, lambda read, written: self._gloo.allgather([written], read, AllgatherOptions())
+            [own.reshape(-1)], parts, lambda read, written: self._gloo.allgather([written], read, c10d.AllgatherOptions())
         )
 
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Any:
         """Gloo sums the whole on every rank, of which each keeps its part."""
         summed = whole.detach().to("cpu", copy=True)
-        options = AllreduceOptions()
+        options = c10d.AllreduceOptions()
         options.reduceOp = opts.reduceOp
         self._gloo.allreduce([summed], options).wait()
         own.copy_(summed.view(-1).chunk(self.size())[self.rank()].view(own.shape))
@@ -75,7 +75,7 @@ class StagedGroup(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any) -> Any:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-        self._gloo.barrier(BarrierOptions()).wait()
+        self._gloo.barrier(c10d.BarrierOptions()).wait()
         return _ended([])
 
     _allgather_base = all_gather_single  # torch 2.11's names of the same
@@ -101,7 +101,6 @@ def _staged(read: Sequence[Tensor], written: Sequence[Tensor], call: Callable[[C
 
 def _ended(tensors: list[Tensor]) -> Any:
     """Work that has ended."""
-    c10d: Any = torch._C._distributed_c10d
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tensors)
     return c10d._create_work_from_future(done)

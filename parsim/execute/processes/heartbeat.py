@@ -43,6 +43,9 @@ class Doing(enum.IntEnum):
     WAITING = 3
 
 
+_DOINGS = frozenset(Doing)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """One rank's entry: `count` beats so far, the step it is in, and what it does in words."""
@@ -120,7 +123,7 @@ def read_beats(path: Path, nproc: int) -> list[Beat]:
     """The entries of all ranks."""
     beats = []
     for time_s, count, step, number, text in _ENTRY.iter_unpack(path.read_bytes()[: nproc * _ENTRY.size]):
-        doing = Doing(number) if number in Doing._value2member_map_ else Doing.NOTHING
+        doing = Doing(number) if number in _DOINGS else Doing.NOTHING
         words = text.rstrip(b"\0").decode(errors="replace")
         beats.append(Beat(doing=doing, count=count, step=step, text=words, time_s=time_s))
     return beats

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 FILE_VARIABLE = "PARSIM_STORE_FILE"
 ADDRESS_VARIABLE = "PARSIM_RENDEZVOUS"
@@ -40,7 +40,7 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Store:
     """The store of this run, whichever way its ranks were started. Waits until it is there. Raises as `bound_store`."""
-    from torch._C._distributed_c10d import FileStore
+    from torch.distributed import FileStore
     from torch.distributed.rendezvous import rendezvous
 
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -60,7 +60,7 @@ def bound_store(address: str, token: str, rank: int, world_size: int, timeout: d
 
     Raises ExecutionError: an address without a port or a token, or one that is not of this machine.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or not host:
@@ -104,7 +104,7 @@ def sealed(store: Store, token: str) -> Store:
     value), with a new nonce each time. Reading a value that somebody else wrote raises ExecutionError. Leaves out: an earlier
     value of the same key, written again.
     """
-    from torch._C._distributed_c10d import Store as AnyStore
+    from torch.distributed import Store as AnyStore
 
     secret = token.encode()
 

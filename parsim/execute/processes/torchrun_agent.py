@@ -29,7 +29,7 @@ def rendezvous_of(parameters: RendezvousParameters) -> RendezvousHandler:
     """Where the agents of a launch meet: --rdzv-endpoint HOST:PORT, --nnodes, and in --rdzv-conf `rank`, the number of this
     machine. Raises ExecutionError as `bound_store`.
     """
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 

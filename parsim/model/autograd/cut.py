@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parsim.errors import TraceError
+from parsim.private import _FunctionBase
 
 
 class Forward(Protocol):
@@ -124,7 +125,7 @@ def backward_component(
 def _edge(value: Tensor) -> GradientEdge:
     """torch's `get_gradient_edge`, at a third of its cost where an operator of torch made the value."""
     node = value.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, _FunctionBase):
         return get_gradient_edge(value)
     return GradientEdge(node, value.output_nr)
 

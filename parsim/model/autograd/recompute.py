@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parsim.errors import TraceError
 from parsim.model.autograd.cut import Forward, Saved, StorageRef, forward_component, tensors_among
 from parsim.model.runnable import Runnable
 from parsim.model.trace.fakes import CallWatch, NextCall
+from parsim.private import FakeTensor, tree_flatten, tree_unflatten
 
 # Which operators are kept where a component is recomputed by operator, and what their schemas say of them.
 

@@ -3,7 +3,9 @@
 Sources, each read: `nemo:` NVIDIA/NeMo nemo/collections/llm/gpt/model/FILE; `titan:` pytorch/torchtitan torchtitan/models/NAME;
 `hf:` a class of transformers 5.23 and its defaults; `calculon:` calculon-ai/calculon models/FILE; `foundry:`
 mosaicml/llm-foundry scripts/train/yamls/pretrain/FILE; `bigscience:` bigscience-workshop/bigscience train/FILE; `rows:` the
-shapes that published measurements state. `parameters` counts every array once, as transformers builds the model.
+shapes that published measurements state; `count:` sizes that were not read but hold, since their arrays add up to the
+published count (of Llama 4 those of the text model; Maverick has its dense layers first here, which alternate with the others).
+`parameters` counts every array once, as transformers builds the model.
 """
 
 from __future__ import annotations
@@ -56,6 +58,10 @@ def _row(shape: Shape, seq: int, source: str, parameters: int = 0) -> NamedModel
 
 def _megatron(name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 51200) -> NamedModel:
     return _row(gpt(name, layers, hidden, heads, vocab), 2048, source)
+
+
+def _counted(name: str, sizes: tuple[int, ...], parameters: int, **rest: Any) -> NamedModel:
+    return _row(llama(name, *sizes, **rest), 4096, "count: its own config.json", parameters)
 
 
 def _qwen(name: str, *sizes: int, **rest: Any) -> Shape:
@@ -285,6 +291,75 @@ NAMED: dict[str, NamedModel] = {
         _latent("Kimi K2", 61, 7168, 64, 64, 18432, 163840, dense_layers=1, shared_ffn=2048, **_experts(384, 8, 2048)),
         4096,
         KIMI_K2,
+        1_026_408_209_408,  # 23,040 fewer than published: the corrections of its router are no parameters
+    ),
+    "ministral-8b": _counted("Ministral 8B", (36, 4096, 32, 8, 12288, 131072), 8_019_808_256),
+    "mistral-large-123b": _counted("Mistral Large 123B", (88, 12288, 96, 8, 28672, 32768), 122_610_069_504),
+    "codestral-22b": _counted("Codestral 22B", (56, 6144, 48, 8, 16384, 32768), 22_247_282_688),
+    "smollm2-135m": _counted("SmolLM2 135M", (30, 576, 9, 3, 1536, 49152), 134_515_008, tied=True),
+    "smollm2-360m": _counted("SmolLM2 360M", (32, 960, 15, 5, 2560, 49152), 361_821_120, tied=True),
+    "smollm3-3b": _counted("SmolLM3 3B", (36, 2048, 16, 4, 11008, 128256), 3_075_098_624, tied=True),
+    "phi4": _counted("Phi-4", (40, 5120, 40, 10, 17920, 100352), 14_659_507_200),
+    "phi4-mini": _counted("Phi-4 Mini", (32, 3072, 24, 8, 8192, 200064), 3_836_021_760, tied=True),
+    "falcon3-1b": _counted("Falcon3 1B", (18, 2048, 8, 4, 8192, 131072), 1_669_408_768, head_dim=256),
+    "falcon3-3b": _counted("Falcon3 3B", (22, 3072, 12, 4, 9216, 131072), 3_227_655_168, head_dim=256),
+    "falcon3-7b": _counted("Falcon3 7B", (28, 3072, 12, 4, 23040, 131072), 7_455_550_464, head_dim=256),
+    "falcon3-10b": _counted("Falcon3 10B", (40, 3072, 12, 4, 23040, 131072), 10_305_653_760, head_dim=256),
+    "granite3.1-2b": _counted("Granite 3.1 2B", (40, 2048, 32, 8, 8192, 49155), 2_533_531_648, tied=True),
+    "granite3.1-8b": _counted("Granite 3.1 8B", (40, 4096, 32, 8, 12800, 49155), 8_170_848_256, tied=True),
+    "internlm2.5-7b": _counted("InternLM2.5 7B", (32, 4096, 32, 8, 14336, 92544), 7_737_708_544),
+    "internlm2.5-20b": _counted("InternLM2.5 20B", (48, 6144, 48, 8, 16384, 92544), 19_861_149_696),
+    "exaone3.5-7.8b": _counted("EXAONE 3.5 7.8B", (32, 4096, 32, 8, 14336, 102400), 7_818_448_896),
+    "exaone3.5-32b": _counted("EXAONE 3.5 32B", (64, 5120, 40, 8, 27392, 102400), 32_003_200_000),
+    "yi1.5-6b": _counted("Yi 1.5 6B", (32, 4096, 32, 4, 11008, 64000), 6_061_035_520),
+    "yi1.5-9b": _counted("Yi 1.5 9B", (48, 4096, 32, 4, 11008, 64000), 8_829_407_232),
+    "deepseek-llm-7b": _counted("DeepSeek LLM 7B", (30, 4096, 32, 32, 11008, 102400), 6_910_365_696),
+    "deepseek-coder-33b": _counted("DeepSeek Coder 33B", (62, 7168, 56, 8, 19200, 32256), 33_342_991_360),
+    "seed-oss-36b": _counted("Seed-OSS 36B", (64, 5120, 80, 8, 27648, 155136), 36_151_104_512, qkv_bias=True, head_dim=128),
+    "qwen3-coder-480b-a35b": _counted(
+        "Qwen3 Coder 480B A35B",
+        (62, 6144, 96, 8, 8192, 151936),
+        480_154_875_392,
+        qk_norm=True,
+        head_dim=128,
+        **_experts(160, 8, 2560),
+    ),
+    "glm4.5-air": _counted(
+        "GLM-4.5 Air",
+        (46, 4096, 96, 8, 10944, 151552),
+        106_852_245_504,
+        qkv_bias=True,
+        head_dim=128,
+        dense_layers=1,
+        shared_ffn=1408,
+        **_experts(128, 8, 1408),
+    ),
+    "dots.llm1": _counted(
+        "dots.llm1",
+        (62, 4096, 32, 32, 10944, 152064),
+        142_774_373_888,
+        qk_norm=True,
+        head_dim=128,
+        dense_layers=1,
+        shared_ffn=2816,
+        **_experts(128, 6, 1408),
+    ),
+    "llama4-scout": _counted(
+        "Llama 4 Scout",
+        (48, 5120, 40, 8, 16384, 202048),
+        107_769_861_120,
+        head_dim=128,
+        shared_ffn=8192,
+        **_experts(16, 1, 8192),
+    ),
+    "llama4-maverick": _counted(
+        "Llama 4 Maverick",
+        (48, 5120, 40, 8, 16384, 202048),
+        0,
+        head_dim=128,
+        dense_layers=24,
+        shared_ffn=8192,
+        **_experts(128, 1, 8192),
     ),
     "bert-110m": _row(_bert("BERT 110M", 12, 768, 12), 512, "hf:BertConfig"),
     "bert-4b": _row(_bert("BERT 4B", 48, 2560, 40), 512, "rows: NeMo-Framework-Launcher"),
@@ -343,6 +418,19 @@ ALIASES: dict[str, str] = {
     "mistral-small-24b-2501": "mistral-small-24b",
     "phi-3-mini-4k": "phi3-mini",
     "phi-3-mini": "phi3-mini",
+    "yi-6b": "yi1.5-6b",
+    "yi-9b": "yi1.5-9b",
+    "llama4-scout-17b-16e": "llama4-scout",
+    "llama4-maverick-17b-128e": "llama4-maverick",
+    "mistral-large": "mistral-large-123b",
+    "internlm2-5-7b": "internlm2.5-7b",
+    "internlm2-5-20b": "internlm2.5-20b",
+    "phi-4": "phi4",
+    "phi-4-mini": "phi4-mini",
+    "devstral-small-2505": "mistral-small-24b",
+    "tiny-llama-1.1b": "tinyllama-1.1b",
+    "vicuna-7b-v1.5": "llama2-7b",
+    "vicuna-13b-v1.5": "llama2-13b",
     "vit-l/16": "vit-l-16",
     "vit-h/14": "vit-h-14",
 }
@@ -393,6 +481,7 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
+    text = re.sub(r"^(granite|yi|exaone|glm)-(?=\d\.\d)", r"\1", text)
     text = re.sub(r"(-(lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
     return ALIASES.get(text, text)
 

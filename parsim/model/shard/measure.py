@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.model.component import DividedSize, Footprint, Operator, OperatorShard, ParameterShard, Sharding, Share, Size
 from parsim.model.runnable import CallProgram, environment_of, run_op
@@ -22,6 +21,7 @@ from parsim.model.shard.propagate import Variant, propagate, variants, vocabular
 from parsim.model.trace.memory import autocast_as, like, local_program, state_of, with_local_tensors
 from parsim.model.trace.operators import OperatorMode, RawOperator, SavedTensors, grow
 from parsim.model.trace.recorder import storage_key
+from parsim.private import FakeTensorMode
 from parsim.units import divisors
 
 Split = Callable[[int, int, str], tuple[int, int]]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parsim.model.component import FULL, MAXIMUM, PARTIAL, ParameterShard
 from parsim.model.runnable import CallProgram, Nested, Op, Ref, run_op
@@ -34,6 +33,7 @@ from parsim.model.shard.content import (
 )
 from parsim.model.shard.rules import DROPOUTS, PRODUCTS, QUOTIENTS, SAME, Functions, grouped_product, rule_of
 from parsim.model.total_loss import class_sums
+from parsim.private import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

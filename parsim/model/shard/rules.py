@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
 
 from parsim.model.component import FULL, PARTIAL
 from parsim.model.runnable import Ref
@@ -57,6 +55,7 @@ from parsim.model.shard.moves import (
     unbound,
 )
 from parsim.model.total_loss import class_sums
+from parsim.private import FakeTensor, OpOverload, OpOverloadPacket
 
 # --- random numbers of a shard ----------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError, first_few
 from parsim.model.component import (
@@ -64,6 +63,7 @@ from parsim.model.trace.memory import (
 from parsim.model.trace.operators import RawOperator, Watch, grow
 from parsim.model.trace.record import run_recorded
 from parsim.model.trace.recorder import Recording, storage_key
+from parsim.private import FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

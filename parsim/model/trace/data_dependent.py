@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path
 
 from parsim.errors import TraceError
 from parsim.model.runnable import Nested, Ref, StateKey
 from parsim.model.trace.checks import change_note
 from parsim.model.trace.recorder import RecordedOp, Recording, template_of, tensors_in
+from parsim.private import tree_flatten_with_path
 
 MODULE = "module"
 """Kind of a StateKey that stands for a whole module."""

@@ -16,16 +16,20 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
+
+from parsim.private import (
     _DISPATCH_HANDLE_DIRECTLY,
     _DISPATCH_META_HANDLERS,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     _BypassDispatchCache,
     _CacheKeyState,
+    _get_current_dispatch_mode,
+    default_device,
+    mutable_data_ptr_guard,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 # Watching every call below autograd: as a mode of torch, or inside a mode that takes such watches in.
 #
@@ -319,7 +323,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         unsafe = self._allow_unsafe_data_ptr_access
-        self._guard = torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr
+        self._guard = mutable_data_ptr_guard(warns=unsafe)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuickFakeMode:
         return self
@@ -400,7 +404,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         if torch.is_inference_mode_enabled():
             return None
         _, number, offsets = _OPERATORS.get(id(func)) or _operator(func)
-        parts: list[Any] = [number, torch.get_default_dtype(), torch._C._get_default_device()]
+        parts: list[Any] = [number, torch.get_default_dtype(), default_device()]
         if self._add(parts, args, offsets) and (not kwargs or self._add(parts, kwargs.items(), offsets)):
             return tuple(parts)
         return None

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from parsim.errors import TraceError
 from parsim.model.autograd.cut import InputEdge, Saved, StorageRef, backward_component, backward_inputs, enter, tensors_among
@@ -48,6 +47,7 @@ from parsim.model.shard.content import SHARD, Content
 from parsim.model.shard.narrow import ways_of
 from parsim.model.trace.fakes import CallWatch, NextCall, with_workspace
 from parsim.model.trace.operators import OperatorMode, RawOperator
+from parsim.private import FakeTensor, FakeTensorMode
 
 # Peak bytes of live tensors of this process, by watching every operator; an allocator calls these allocated.
 

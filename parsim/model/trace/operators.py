@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.autograd.cut import tensors_among
@@ -22,6 +20,7 @@ from parsim.model.component import Operator
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
 from parsim.model.trace.fakes import DEVICE, paged_arrays, with_workspace
 from parsim.model.trace.recorder import Recorder, storage_key
+from parsim.private import FakeTensorMode, TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 
 from parsim.errors import ModelError, TraceError, first_few
 from parsim.model.inputs import ModelInput
@@ -40,6 +37,7 @@ from parsim.model.trace.checks import (
 from parsim.model.trace.fakes import QuickFakeMode
 from parsim.model.trace.operators import Watch
 from parsim.model.trace.recorder import SET_DATA, RecordedOp, Recorder, Recording, storage_key, tensors_in
+from parsim.private import FakeTensor, TreeSpec, detect_fake_mode, register_dataclass, tree_flatten
 
 # What a forward hands on to the next one: buffers, frozen parameters and attributes that it writes and that its loss reads.
 #

@@ -15,21 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec
 
 from parsim.errors import TraceError
 from parsim.model.objective import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey
 from parsim.model.trace.checks import at_line, gradient_message, hint, hook_message, value_message, weight_message
+from parsim.private import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TreeSpec,
+    _disable_current_modes,
+    unset_fake_temporarily,
+)
 
 # The values of tensors of a recording, where they can be known although the recording runs on fake tensors.
 #
@@ -106,7 +107,7 @@ class KnownValues:
         fresh = sorted(needed - self._done)
         if fresh and fresh[0] < last:  # something later has run: a storage may have changed since
             self._values, self._done, fresh = {}, set(), sorted(needed)
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             for place in fresh:
                 self._run(place)
                 self._done.add(place)

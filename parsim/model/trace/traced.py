@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
@@ -35,6 +33,7 @@ from parsim.model.trace.data_dependent import collapse
 from parsim.model.trace.record import carried, flatten_inputs, kept_note, run_recorded
 from parsim.model.trace.recorder import RecordedOp, Recording, storage_key
 from parsim.numeric import rare_collections
+from parsim.private import FakeTensor, tree_unflatten
 
 # Declared integers that a table has no row for: an input, as it was given, is an index beyond what it looks up.
 #

@@ -1,0 +1,1 @@
+python3 -m MaxText.train MaxText/configs/base.yml run_name=llama2-7b model_name=llama2-7b hardware=gpu per_device_batch_size=4 ici_fsdp_parallelism=8 max_target_length=4096 remat_policy=minimal attention=cudnn_flash_te
