@@ -84,6 +84,7 @@ def _problem(asked: Asked) -> PlanningProblem:
             optimizer=asked.optimizer,
             master_weights=asked.kept.master_weights,
             state_dtype=asked.kept.state_dtype,
+            weight_dtype=asked.kept.weight_dtype,
             gradient_dtype="fp32" if asked.full_gradients else "",
         ),
         learnt=RAW,

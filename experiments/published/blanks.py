@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
@@ -13,6 +14,7 @@ from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.names import NAMED
 from parsim.model.catalogue.names import named as model_named
 from parsim.model.catalogue.sublayers import LLAMA, Shape
+from parsim.model.tuning import Tuning
 
 BERT_SEQ = 512
 BINNED = re.compile(r"binned lengths", re.IGNORECASE)
@@ -145,10 +147,6 @@ def shape_of(row: Row, framework: Rule, notes: Notes) -> Shape:
         CannotExpressError: if it does neither, or is no decoder-only transformer.
     """
     named = shape_of_name(row.model)
-    if PART_TUNED.search(row.model) or PART_TUNED.search(row.notes):
-        raise CannotExpressError(
-            f"{row.model}: fine-tuning of a part of the parameters is not expressed: adapters beside frozen weights"
-        )
     other = next((kind for pattern, kind in OTHER_MODELS if pattern.search(row.model)), "")
     if other and (named is None or not named.causal):
         raise CannotExpressError(f"{row.model} is {other}, no decoder-only transformer; parsim has no shape of it")
@@ -258,7 +256,7 @@ def split_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: N
     Raises:
         CannotExpressError: if the stated axes do not multiply to the stated GPUs, nor to a part of them.
     """
-    cp = row.cp or 1
+    cp = row.cp or _context_ways(row, framework, machine, notes)
     if row.tp is not None and row.pp is not None:
         tp, pp = row.tp, row.pp
     else:
@@ -281,6 +279,25 @@ def split_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: N
     return Split(tp=tp, pp=pp, dp=dp, cp=cp, gpus=gpus)
 
 
+def _context_ways(row: Row, framework: Rule, machine: Machine, notes: Notes) -> int:
+    """Pieces of a sample that are not stated: as many as there are GPUs for each sample, where the framework divides so."""
+    if not framework.context or not (row.gpus and row.global_batch):
+        return 1
+    tp, memory = row.tp or _tensor_ways_of_adapters(machine), load_gpu(machine.gpu).memory_bytes.value
+    each = max(row.gpus // (tp * row.global_batch), 2 if tp == 1 and memory < ROOMY_BYTES else 1)
+    return 1 if each == 1 else notes.assume("cp", each)
+
+
+ROOMY_BYTES = 160e9
+"""Of a GPU that holds Llama 2 70B in 8 bits and all that a sample of 8,192 tokens keeps. With less, the sample is cut in two;
+with less than three quarters of it, the weights are cut in four. So do NVIDIA's configs DGXB200_1x8x1xtp1pp1cp1,
+DGXH200_1x8x2xtp1pp1cp2 and DGXH100_1x8x4xtp4pp1cp1 of MLPerf's llama2_70b_lora."""
+
+
+def _tensor_ways_of_adapters(machine: Machine) -> int:
+    return 1 if load_gpu(machine.gpu).memory_bytes.value > ROOMY_BYTES * 0.75 else 4
+
+
 MOST_TENSOR_WAYS = 8
 
 
@@ -292,8 +309,10 @@ def _ways_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: N
         while not (row.tp or row.pp) and _may_double(tp, shape, machine.per_node) and left % (2 * tp) == 0:
             tp *= 2
         pp = row.pp or max(1, left // tp)
-    elif stage_of(row.zero) == 3:  # parameters are divided already
+    elif stage_of(row.zero) == 3 or framework.name == "torchtune":  # parameters are divided already
         tp, pp = row.tp or 1, row.pp or 1
+    elif framework.context:
+        tp, pp = row.tp or _tensor_ways_of_adapters(machine), row.pp or 1
     elif framework.tp and row.tp is None and row.pp is None:
         tp, pp = framework.tp, framework.pp
     else:
@@ -332,6 +351,8 @@ def batch_of(row: Row, framework: Rule, shape: Shape, split: Split, seq: int, no
     """
     dp = split.dp
     batch = row.global_batch or framework.batch or _batch_by_rule(row, dp, seq, notes)
+    if framework.name == "torchtune" and row.micro_batch == batch and dp > 1:
+        batch = notes.assume("batch_size of each GPU, together", batch * dp)
     if batch < dp and row.dp is None:
         raise CannotExpressError(f"batch {batch} does not reach dp {dp}, and the split is not stated")
     if batch % dp:
@@ -371,28 +392,45 @@ EIGHT_BIT = re.compile(r"8[- ]?bit(?: paged)?[- ](?:adam|optimi[sz]er|states?)|a
 IN_BACKWARD = re.compile(r"(?:optimi[sz]er|step|update)s? in (?:the )?backward", re.IGNORECASE)
 
 
+def tuning_of(row: Row, framework: Rule, notes: Notes) -> Tuning | None:
+    """What a row trains whose model or notes name LoRA; targets and dropout are the framework's, and a rank it does not say."""
+    text = f"{row.model} {row.notes}"
+    if not PART_TUNED.search(text):
+        return None
+    rank = re.search(r"\b(?:rank|r)\s*[= ]\s*(\d+)", row.notes)
+    method = "qlora" if re.search(r"qlora|4[- ]bit base|nf4", text, re.IGNORECASE) else "lora"
+    values: dict[str, Any] = {"method": method} | framework.adapters
+    if rank is not None:
+        values["r"] = int(rank[1])
+    tuning = Tuning.model_validate(values)
+    notes.assumed.append(f"adapters: {tuning.text()}")
+    return tuning
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a run keeps of its weights. master_weights, state_dtype: as in `parsim.model.formats.Numerics`.
+    """What a run keeps of its weights. master_weights, state_dtype, weight_dtype: as in `parsim.model.formats.Numerics`.
 
     in_backward: weights are updated as soon as their gradients are there, so no gradients are kept.
     """
 
     master_weights: bool = True
     state_dtype: str = ""
+    weight_dtype: str = ""
     in_backward: bool = False
 
 
 AS_USUAL = Kept()
 
 
-def kept_of(row: Row, precision: str, notes: Notes) -> Kept:
+def kept_of(row: Row, framework: Rule, precision: str, notes: Notes) -> Kept:
     """What the row's notes say that its optimizer keeps; offload is noted, and not expressed."""
     if OFFLOADED.search(row.notes) or OFFLOADED.search(row.zero):
         notes.lacks.append("offload to the host: neither its time nor what it spares")
     return Kept(
         master_weights=not (precision == "bf16" and PURE_HALF.search(row.notes)),
         state_dtype="int8" if EIGHT_BIT.search(row.notes) else "",
+        weight_dtype="fp8" if precision == "fp8" and framework.context else "",
         in_backward=IN_BACKWARD.search(row.notes) is not None,
     )
 

@@ -28,6 +28,7 @@ from experiments.published.blanks import (
     shape_of,
     split_of,
     states_of,
+    tuning_of,
 )
 from experiments.published.machines import chip_of, cluster_of, machine_of
 from experiments.published.rows import Row
@@ -39,6 +40,7 @@ from parsim.model.catalogue.sublayers import TORCH_SOFTMAX_ARRAYS, SamplePart, S
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.formats import number_format
 from parsim.model.model import Model
+from parsim.model.tuning import tuned
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import BY_OPERATOR, Plan
@@ -273,13 +275,14 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
     part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision in ("tf32", "fp32") else 2)
-    model = transformer(shape, software, part, granularity)
+    tuning = tuning_of(row, framework, notes)
+    model = tuned(transformer(shape, software, part, granularity, tuning), tuning)
     chunks = chunks_of(row, framework, shape, split, batch, notes)
     given = Given(
         row=row, framework=framework, shape=shape, split=split, batch=batch, states=states, ep=expert_ways, chunks=chunks
     )
     plan = plan_of(model, given)
-    kept = kept_of(row, precision, notes)
+    kept = kept_of(row, framework, precision, notes)
     launches = 0.0 if framework.graphs else framework.launches
     return Asked(
         row=row,

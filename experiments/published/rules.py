@@ -7,14 +7,14 @@ its notes, its source or its zero_stage; else it is unknown. README.md shows the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from experiments.published.rows import Row
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.frameworks import KERNELS, Framework, framework_of, plausible_frameworks
-from parsim.model.catalogue.sublayers import Shape, Software
+from parsim.model.catalogue.sublayers import LOSSES, Shape, Software
 
 INTERLEAVED_CHUNKS = 2
 """Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
@@ -38,7 +38,8 @@ class Rule(Framework):
         precision: where the row says nothing, or doubts what it says: "bf16" (or fp16), "tf32" (fp32).
         micro: samples of a microbatch; 0: `micro_of`. seq: tokens of a sample.
         batch, tp, pp, heads: of a row that does not state them; 0: by size, or by its notes. pp counts with tp.
-        depth: chunks per rank of an interleaved schedule.
+        depth: chunks per rank of an interleaved schedule. adapters: keys of training.tune of rows that train adapters. context:
+            samples are cut where there are more GPUs than samples, and frozen weights are in 8 bits.
     """
 
     software: Software
@@ -51,18 +52,31 @@ class Rule(Framework):
     pp: int = 1
     heads: int = 0
     depth: int = INTERLEAVED_CHUNKS
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    context: bool = False
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "nemo": {"r": 32, "targets": ("qkv",)},
+    "torchtune": {"r": 8, "targets": ("q_proj", "v_proj", "output_proj", "mlp")},
+}
+"""Keys of training.tune that a framework's recipes have: NeMo's megatron_gpt_finetuning_config.yaml (attention_qkv with
+adapter_dim 32) and torchtune's recipes/configs/llama3_1/8B_lora_single_device.yaml."""
 
 
 def rule(name: str, year: int = 0, *, compiled: bool = True, kernels: str = "", **values: Any) -> Rule:
     """The rule of a framework in the version of a year; `kernels`: others than its own, `values`: other fields."""
     row = NO_FRAMEWORK if name == UNKNOWN else framework_of(name, year or None)
     software = KERNELS[kernels or row.kernels_of(compiled)]
-    own = {field.name: getattr(row, field.name) for field in fields(row)} | {"year": year} | values
+    own = {entry.name: getattr(row, entry.name) for entry in fields(row)} | {"year": year, "adapters": ADAPTERS.get(name, {})}
+    own |= values
     return Rule(**own, software=replace(software, early_stop=bool(own["early_stop"])))
 
 
 NO_FRAMEWORK = Framework(name=UNKNOWN, source="what parsim assumes without [software]", sequence=True)
 
+MLPERF_ADAPTERS = {"r": 16, "alpha": 32.0, "dropout": 0.1, "targets": ("qkv", "o")}
+"""mlcommons/training llama2_70b_lora: lora_target_modules "qkv_proj,o_proj"."""
 CORE: dict[str, Any] = {"micro": 1, "seq": 4096, "depth": LAYER_PER_CHUNK}
 PREFIXES: dict[str, Callable[[], Rule]] = {
     "vtrain-multi": lambda: rule("megatron", 2021),
@@ -91,6 +105,7 @@ PREFIXES: dict[str, Callable[[], Rule]] = {
     "simumax": lambda: rule("megatron", tensor_overlap=False, **CORE),
     "flashattn": lambda: rule("ddp", compiled=False, micro=8),
     "mlperf-bert": lambda: rule("mlperf"),
+    "mlperf-lora": lambda: rule("nemo", seq=8192, micro=1, context=True, adapters=MLPERF_ADAPTERS),
     "dle-pt": lambda: rule("deeplearningexamples"),
     "dle-tf": lambda: rule("tensorflow"),
 }
@@ -250,6 +265,9 @@ def rule_of(row: Row) -> Rule:
         found = replace(found, **recipe)
     if found.uncompiled and not is_compiled(row):
         found = replace(found, software=replace(KERNELS[found.uncompiled], early_stop=found.early_stop))
+    if found.name == "torchtune":  # its README: torch.compile, and the loss in parts unless a row lists what it turned on
+        chunked = "chunk" in row.notes.lower() or not is_compiled(row)
+        found = replace(found, software=replace(KERNELS[found.kernels], **(LOSSES["chunked"] if chunked else {})))
     if found.name == "torchtitan" and ASYNC_TP.search(row.notes):
         found = replace(found, tensor_overlap=True)
     if found.name == "composer" and STOPS_EARLY in row.notes.lower():

@@ -38,7 +38,7 @@ from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
-from parsim.model.spec import ModelSpec, takes_usual
+from parsim.model.spec import ModelKeys, ModelSpec, takes_usual
 from parsim.plans.constraints import Layers, PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
@@ -53,6 +53,8 @@ from parsim.units import nearest_divisors
 Tables = TypeVar("Tables", bound=ConfigSection)
 
 Granularity = Literal["block", "sublayer", "layer"]
+LargestOf = Literal["batch", "seq", "model"]
+THIS_MACHINE = "this-machine"
 
 CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "stage_layers", "bucket_bytes")
 """Keys that constrain a search, and with strategy = "custom" fix the plan by hand."""
@@ -61,7 +63,7 @@ ADAPTIVE_KEYS = ("pin", "forbid")
 """Keys that steer the search of strategy = "adaptive"."""
 
 
-class ModelSection(ModelSpec):
+class ModelSection(ModelKeys):
     """[model]: what is trained."""
 
     input_shape: tuple[Count, ...] | None = None
@@ -220,14 +222,14 @@ class Question(ConfigSection):
     @property
     def model_spec(self) -> ModelSpec:
         """The model as it is built: with plan.sequence_parallel and the kernels of [software] among its arguments."""
-        keys = {key: getattr(self.model, key) for key in ModelSpec.model_fields}
+        keys = {key: getattr(self.model, key) for key in ModelKeys.model_fields}
         args = dict(self.model.args)
         if self.plan.sequence_parallel is not None:
             args[SEQUENCE_PARALLEL] = self.plan.sequence_parallel
         if is_transformer(self.model.name):
             args = self.software.kernels | args
         keys["args"] = tuple(sorted(args.items()))
-        return ModelSpec.model_construct(**keys)
+        return ModelSpec.model_construct(**keys, tune=self.training.tune)
 
     @property
     def devices(self) -> int | list[int] | None:

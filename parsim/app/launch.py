@@ -109,6 +109,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"training.{key} = {getattr(training, key)!r} can be planned, and not run: torch's optimizers keep state and "
             f"gradients in the width of the weights; drop {key} to train"
         )
+    if training.tune is not None and training.tune.storage is not None:
+        raise PlanError(
+            f"training.tune keeps frozen weights in {training.tune.storage}, which can be planned, and not run: torch has no "
+            f'such layers of its own; set training.tune = "lora:r={training.tune.rank}" to train'
+        )
     if asked.question.software.convolution is not None:
         raise PlanError(
             "[software] says how other software would run this model, and parsim runs it as eager PyTorch does; drop the table "

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
-from parsim.app.config import MeshTable, Question, check_axes, constraints_of, mesh_of
+from parsim.app.config import THIS_MACHINE, MeshTable, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
@@ -35,6 +35,7 @@ from parsim.model.layers import all_layers_of
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
+from parsim.model.tuning import check_storage
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -69,6 +70,8 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     """
     plan, training = config.plan, config.training
     cluster = with_launches(cluster or config.source.cluster or cluster_of(config.cluster), config)
+    for device in {device.type.name: device.type for device in cluster.devices}.values():
+        check_storage(training.tune, device)
     model = as_software_runs(model or config.source.model or model_of(config), config)
     model = with_update_groups(with_routing(model, routing_of(config)), training.recipe.update_groups)
     if training.tokens is not None and not tokens_per_sample(model):
@@ -262,6 +265,7 @@ def model_of(config: Question) -> Model:
             f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it (nor can "
             "inputs, output, classes_dim, target and control_flow); drop them"
         )
+    check_untuned(config)
     model = Model.load(path)
     if config.model.granularity not in ("block", model.granularity):
         raise ConfigError(
@@ -269,6 +273,15 @@ def model_of(config: Question) -> Model:
             f"{config.model.granularity!r} cannot change it; drop it"
         )
     return model
+
+
+def check_untuned(config: Question) -> None:
+    """Raise ConfigError where a finished Model is to be fine-tuned: adapters are put into a module before it is recorded."""
+    if config.training.tune is not None:
+        raise ConfigError(
+            f"training.tune: {config.model.name} is a finished Model, whose trained parameters stand in it; name the model "
+            "(llama3-8b), a config.json or package.module:factory, or drop training.tune"
+        )
 
 
 def is_saved_model(path: Path) -> bool:
@@ -335,9 +348,6 @@ def search_plans(
 # GPUs), with as many cores, this version of torch and the same priority for communication. And it holds the question's
 # model at its local batches, and its optimizer. The newest that serves is taken. Otherwise the question's model is
 # calibrated quickly, in about a minute.
-
-
-THIS_MACHINE = "this-machine"
 
 
 def profiles_folder() -> Path:

@@ -12,15 +12,25 @@ have no tensor parallelism, or where the question names components.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
+from parsim.app.config import (
+    INNER_AXES,
+    THIS_MACHINE,
+    ModelSection,
+    PlanSection,
+    Question,
+    cluster_section,
+    load_config,
+    question_from,
+)
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
-from parsim.app.load import THIS_MACHINE, cluster_of, is_saved_model
+from parsim.app.load import check_untuned, cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
@@ -33,6 +43,7 @@ from parsim.model.formats import recorded_weights
 from parsim.model.load import model_from_module
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, SUBLAYER, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
+from parsim.model.tuning import tuned
 from parsim.plans.plan import ZERO_STAGES
 from parsim.units import nearest_divisors
 
@@ -213,6 +224,7 @@ def question_of(
         return with_components(with_usual(question))
     if isinstance(model, Model):
         _check_untouched("model", question.model.model_fields_set - {"name"}, "was given as a finished Model")
+        check_untuned(question)
         return question.sourced(model=model)
     _check_untouched("model", question.model.model_fields_set - MODULE_KEYS, "was given as a module")
     question = with_components(question)
@@ -298,6 +310,10 @@ def _traced_model(module: Any, example_inputs: Any, question: Question) -> Model
     Raises ModelError, TraceError; ConfigError for weights of another type than the precision has, as they are recorded.
     """
     spec, precision = question.model_spec, question.training.precision
+    if spec.tune is not None:
+        from parsim.model.adapters import adapt
+
+        module = adapt(copy.deepcopy(module), spec.tune)
     model = model_from_module(
         module,
         example_inputs,
@@ -315,7 +331,7 @@ def _traced_model(module: Any, example_inputs: Any, question: Question) -> Model
             f"training.precision = {precision!r} keeps weights in {weights}, and the module has them in "
             f"{', '.join(sorted(dtypes - {weights}))}; give module.to(torch.{weights}), or another precision"
         )
-    return model
+    return tuned(model, spec.tune)
 
 
 def taken_defaults(question: Question, devices: int | None = None) -> dict[str, Any]:

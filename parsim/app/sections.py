@@ -32,6 +32,7 @@ from parsim.model.catalogue.names import ATTENTION, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.routing import Dispatcher, ExpertRouting
+from parsim.model.tuning import TuningKey
 from parsim.registry import RowOf, as_key_error
 
 MOST_SAMPLES = 10**9
@@ -100,6 +101,8 @@ class TrainingSection(TrainingRecipe):
     width of the weights. For memory."""
     weight_dtype: Literal["fp8"] | None = None
     """With precision = "fp8": products keep their weights in 8 bits alone; left out: in 16 bits. For memory."""
+    tune: TuningKey | None = None
+    """What is trained of a model that was trained before: a table, or its text ("lora:r=16"); left out: every parameter."""
     groups: dict[
         GroupName,
         Annotated[

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from parsim.app.answer import LargestOf
-from parsim.app.config import Granularity
+from parsim.app.config import Granularity, LargestOf
 from parsim.app.config_text import parse_numbers, scalar_pairs
 from parsim.app.run_folder import new_folder, write_json
 from parsim.commands.output import (
@@ -24,6 +23,7 @@ from parsim.commands.output import (
     SamplesOption,
     SeqOption,
     TokensOption,
+    TuneOption,
     complete_model,
     on_gpus,
     print_json,
@@ -47,6 +47,7 @@ def plan(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -105,7 +106,7 @@ def plan(
         from parsim.app.to_target import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     if (config is None) == (not asked):
         raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
     answer = find_plan(
@@ -200,6 +201,7 @@ def simulate(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     samples: SamplesOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Strategy, or a plan.json: the same as --set plan.strategy=...")] = None,
@@ -223,7 +225,7 @@ def simulate(
     from parsim.app.write_folder import write_prediction
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     prediction = predict(
         asked,
         cluster=where,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.app.config import THIS_MACHINE
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
-from parsim.app.load import THIS_MACHINE
 from parsim.errors import ConfigError
 from parsim.files import finite
 from parsim.hardware.network import shipped_networks
@@ -134,6 +134,10 @@ SeqOption = Annotated[
         "--seq", metavar="N", parser=_count("model.args.seq"), help="Tokens per sample of a language model, e.g. 4096 or 64k."
     ),
 ]
+TuneOption = Annotated[
+    str | None,
+    typer.Option("--tune", metavar="METHOD", help="Fine-tune: lora:r=16,targets=attention+mlp, qlora:r=16, full, head."),
+]
 TokensOption = Annotated[
     float | None,
     typer.Option(
@@ -164,8 +168,9 @@ def on_gpus(
     seq: int | None = None,
     tokens: float | None = None,
     samples: float | None = None,
+    tune: str | None = None,
 ) -> tuple[str | None, list[str]]:
-    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples and --set mean together.
+    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples, --tune and --set mean together.
 
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
@@ -177,6 +182,7 @@ def on_gpus(
         *([] if seq is None else [f"model.args.seq={seq}"]),
         *([] if tokens is None else [f"training.tokens={tokens!r}"]),
         *([] if samples is None else [f"training.samples={samples!r}"]),
+        *([] if tune is None else [f"training.tune={json.dumps(tune)}"]),
         *(overrides or []),
     ]
     if gpus is None:

@@ -18,6 +18,7 @@ from parsim.commands.output import (
     Overrides,
     SeqOption,
     TokensOption,
+    TuneOption,
     on_gpus,
     print_json,
     print_lines,
@@ -47,6 +48,7 @@ def sweep(
     network: NetworkOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    tune: TuneOption = None,
     tokens: TokensOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
@@ -82,7 +84,7 @@ def sweep(
     if len(addresses) > 1 or len(clusters) > 1:
         raise typer.BadParameter("give --on once for the cluster of a MODEL, and once for a Dask scheduler (tcp://HOST:PORT)")
     cluster = next(iter(clusters), None)
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, tune=tune)
     folder = out or Path("runs") / f"{Path(asked).stem or 'model'}-sweep"
     answers = sweep_over(
         asked,

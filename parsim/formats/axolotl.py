@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parsim.formats.recipe import YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.recipe import YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
 
@@ -34,10 +34,9 @@ LEFT_OUT = {
 
 
 def read_axolotl(source: SourceFile) -> Recipe:
-    """A file of axolotl. Raises ConfigError for adapters, or a model that must be named beside it."""
+    """A file of axolotl. Raises ConfigError for adapters that are not LoRA's, or a model that must be named beside it."""
     keys = FileKeys(NAME, yaml_table(source))
     recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
-    refuse_adapters(NAME, "adapter", keys.text("adapter"))
     recipe.name_model("base_model", keys.text("base_model"))
     if seq := keys.number("sequence_len", default=0):
         recipe.args["seq"] = seq
@@ -55,6 +54,19 @@ def read_axolotl(source: SourceFile) -> Recipe:
     if keys.flag("fp8"):
         recipe.training["precision"] = "fp8"
     keys.flag("tf32")
+    if adapter := keys.text("adapter"):
+        linear = ["all"] if keys.flag("lora_target_linear") else None
+        base = stored_base(keys, nested=True)  # axolotl/loaders/model.py sets bnb_4bit_use_double_quant
+        if adapter == "qlora" and base.get("base") == "int8":
+            adapter = "lora"
+        take_adapters(
+            *(recipe, keys, "adapter", adapter),
+            r=keys.number("lora_r", default=8),
+            alpha=keys.rate("lora_alpha"),
+            dropout=keys.rate("lora_dropout"),
+            targets=linear or keys.words("lora_target_modules"),
+            **base,
+        )
     take_optimizer(keys.text("optimizer", default="adamw_torch_fused"), recipe)
     recipe.software["compiled"] = keys.flag("torch_compile")
     fsdp = keys.text("fsdp").strip("[]").replace("'", "").replace(",", " ").split()
@@ -85,7 +97,7 @@ def is_axolotl(source: SourceFile) -> bool:
 FORMATS = {
     "axolotl": FileFormat(
         layouts="fsdp and fsdp_config, DeepSpeed by file or name, parallel sizes",
-        refuses="adapters (LoRA, QLoRA); a model that does not ship, until --set model.name",
+        refuses="other adapters than LoRA; a model that does not ship, until --set model.name",
         what="a YAML file of axolotl",
         tool=NAME,
         reads="recipe",

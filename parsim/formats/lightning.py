@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.recipe import YAML, FileKeys, Recipe, take_adapters, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.trainer import take_optimizer
 
@@ -46,14 +46,13 @@ LEFT_OUT = {"trainer.strategy.init_args.cpu_offload": "parameters and states sta
 
 
 def read_lightning(source: SourceFile) -> Recipe:
-    """A file of Lightning, whose model is a class of the user's, or of LitGPT. Raises ConfigError for adapters."""
+    """A file of Lightning, whose model is a class of the user's, or of LitGPT.
+
+    Raises ConfigError for adapters that are not LoRA's."""
     litgpt = not MARK.search(source.text)
     keys = FileKeys(LITGPT if litgpt else NAME, yaml_table(source))
     where = "" if litgpt else "trainer."
     recipe = Recipe(framework=keys.framework, model="")
-    for key in ("lora_r", "adapter", "lora"):
-        if litgpt and keys.text(key):
-            refuse_adapters(LITGPT, key, "lora")
     name = keys.text(
         "model_name", "checkpoint_dir", "model.init_args.model_name", "model.init_args.pretrained_model_name_or_path"
     )
@@ -67,6 +66,8 @@ def read_lightning(source: SourceFile) -> Recipe:
     if precision not in FORMS:
         raise ConfigError(f"{keys.framework}: precision = {precision!r} must be one of {', '.join(FORMS)}")
     recipe.training["precision"] = FORMS[precision]
+    if litgpt:
+        _take_adapters(recipe, keys)
     strategy = keys.text(f"{where}strategy.class_path", f"{where}strategy", default="fsdp" if litgpt else "auto")
     word = strategy.rpartition(".")[2].lower()
     stage = re.search(r"stage_?(\d)", word)
@@ -97,6 +98,34 @@ def read_lightning(source: SourceFile) -> Recipe:
     return recipe
 
 
+LORA_PARTS = {
+    "lora_query": ("q_proj", True),
+    "lora_key": ("k_proj", False),
+    "lora_value": ("v_proj", True),
+    "lora_projection": ("o_proj", False),
+    "lora_mlp": ("mlp", False),
+    "lora_head": ("lm_head", False),
+}
+"""Switches of `litgpt finetune_lora` with their defaults."""
+
+
+def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
+    if keys.text("adapter"):
+        take_adapters(recipe, keys, "adapter", "adapter")
+    if not keys.text("lora_r", "lora", "lora_query", "lora_alpha"):
+        return
+    quantize = keys.text("quantize").lower()
+    take_adapters(
+        *(recipe, keys, "lora_r", "lora"),
+        r=keys.number("lora_r", default=8),
+        alpha=keys.rate("lora_alpha"),
+        dropout=keys.rate("lora_dropout"),
+        targets=[part for key, (part, usual) in LORA_PARTS.items() if keys.flag(key, default=usual)],
+        base="nf4" if "nf4" in quantize else "int8" if "int8" in quantize else None,
+        double_quantisation=quantize.endswith("dq") if "nf4" in quantize else None,
+    )
+
+
 def is_lightning(source: SourceFile) -> bool:
     """Whether a file is one of Lightning or LitGPT; NeMo's have a table `trainer` too, and options of Megatron."""
     text = source.text
@@ -108,7 +137,7 @@ def is_lightning(source: SourceFile) -> bool:
 FORMATS = {
     "lightning": FileFormat(
         layouts="Lightning's command line, LitGPT",
-        refuses="adapters; strategies of other devices; a model class of one's own, until --set model.name",
+        refuses="other adapters than LoRA; strategies of other devices; a model class of one's own, until --set model.name",
         what="a YAML file of Lightning or LitGPT",
         tool=NAME,
         reads="recipe",

@@ -244,6 +244,19 @@ class FileKeys:
     def flag(self, *keys: str, default: bool = False) -> bool:
         return self.text(*keys, default=str(default)).lower() in ("true", "1", "yes", "on")
 
+    def words(self, *keys: str) -> list[str] | None:
+        """A list, or a text with commas or spaces between; None: no such key."""
+        text = self.text(*keys)
+        return re.sub(r"[\[\]'\",]", " ", text).split() or None
+
+    def rate(self, *keys: str) -> float | None:
+        """A number; None: no such key. Raises ConfigError for another value."""
+        text = self.text(*keys)
+        try:
+            return float(text) if text else None
+        except ValueError as error:
+            raise ConfigError(f"{self.framework}: {keys[0]} = {text!r} must be a number") from error
+
     def sort(self, recipe: Recipe, *, left_out: Mapping[str, str], ignored: re.Pattern[str]) -> None:
         """Say in the recipe what became of every key.
 
@@ -297,13 +310,40 @@ def plain_value(text: str) -> bool | int | str:
     return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
-def refuse_adapters(framework: str, key: str, value: str) -> None:
-    """Raise ConfigError for a file that trains a few added weights: priced as full training it would be wrong."""
-    if value.lower() not in ("", "none", "full", "false"):
+ADAPTERS = ("lora", "qlora")
+
+
+def take_adapters(recipe: Recipe, keys: FileKeys, key: str, method: str, **found: Any) -> None:
+    """Sets training.tune by what a file says of adapters, and the precision of frozen weights that it loads in 16 bits.
+
+    Trained weights are in fp32 beside 16 bits, or in 16 bits with a copy in fp32: both take 16 bytes each with AdamW.
+
+    Args:
+        key, method: of the file. found: keys of training.tune; those that are None are left out.
+
+    Raises:
+        ConfigError: another way of training a few added weights: priced as LoRA or as full training it would be wrong.
+    """
+    if method.lower() not in ADAPTERS:
         raise ConfigError(
-            f"{framework}: {key} = {value} trains adapters, which no model by name has; drop the key to price full training, "
-            "or give an nn.Module with its frozen parameters"
+            f"{recipe.framework}: {key} = {method} trains weights that are not those of LoRA; set lora or qlora, drop the key "
+            "to price full training, or give an nn.Module with its frozen parameters"
         )
+    for variant in ("use_dora", "use_rslora", "peft_use_dora", "peft_use_rslora"):
+        if keys.flag(variant):
+            recipe.left_out[variant] = "adapters are priced as those of LoRA"
+    recipe.training["tune"] = {"method": method.lower()} | {name: value for name, value in found.items() if value is not None}
+    wide = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
+    precision = recipe.training.get("precision", "")
+    recipe.training["precision"] = wide.get(precision, precision)
+
+
+def stored_base(keys: FileKeys, *, nested: bool = False) -> dict[str, Any]:
+    """`base` and `double_quantisation` of training.tune by the keys of bitsandbytes; `nested`: scales are kept in 8 bits."""
+    bits = keys.text("quantization_bit")
+    if keys.flag("load_in_4bit") or bits == "4":
+        return {"base": "nf4", "double_quantisation": nested}
+    return {"base": "int8"} if keys.flag("load_in_8bit") or bits == "8" else {}
 
 
 LARGEST_COUNT = 10**12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import YAML, FileKeys, Recipe, refuse_adapters, yaml_table
+from parsim.formats.recipe import YAML, FileKeys, Recipe, take_adapters, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.trainer import take_optimizer
 
@@ -29,12 +29,12 @@ LEFT_OUT = {
 
 
 def read_torchtune(source: SourceFile) -> Recipe:
-    """A file of torchtune. Raises ConfigError for adapters, distillation, or a model that must be named beside it."""
+    """A file of torchtune. Raises ConfigError for DoRA, distillation, or a model that must be named beside it."""
     keys = FileKeys(NAME, yaml_table(source))
     recipe = Recipe(framework=NAME, software={"framework": "torchtune"})
     component = keys.text("model._component_", default="(none)").rpartition(".")[2]
-    if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
-        refuse_adapters(NAME, "model._component_", component)
+    adapted = re.match(r"(q?[ld]ora)_", component)
+    component = component.removeprefix(adapted[0] if adapted else "")
     if "teacher_model._component_" in keys.values or "ref_checkpointer._component_" in keys.values:
         raise ConfigError(f"{NAME}: it runs a second model beside the first, which is not priced")
     recipe.name_model("model._component_", re.sub(r"(?<=\d)_(?=\d_)", ".", component))
@@ -53,6 +53,19 @@ def read_torchtune(source: SourceFile) -> Recipe:
     if dtype not in ("bf16", "fp32", "fp16"):
         raise ConfigError(f"{NAME}: dtype = {dtype!r} must be bf16, fp16 or fp32")
     recipe.training["precision"] = {"fp16": "amp_fp16"}.get(dtype, dtype)
+    if dtype == "bf16":  # weights, gradients and states alike, without copies in fp32
+        recipe.training["master_weights"] = False
+    if adapted is not None:
+        targets = keys.words("model.lora_attn_modules") or []
+        targets += ["mlp"] * keys.flag("model.apply_lora_to_mlp") + ["lm_head"] * keys.flag("model.apply_lora_to_output")
+        method = "qlora" if keys.flag("model.quantize_base") else adapted[1]
+        take_adapters(
+            *(recipe, keys, "model._component_", method),
+            r=keys.number("model.lora_rank", default=8),
+            alpha=keys.rate("model.lora_alpha"),
+            dropout=keys.rate("model.lora_dropout"),
+            targets=targets or ["q_proj", "v_proj"],
+        )
     name = keys.text("optimizer._component_", default="torch.optim.AdamW").rpartition(".")[2]
     take_optimizer(f"{name}_fused" if keys.flag("optimizer.fused") else name, recipe)
     recipe.software["compiled"] = keys.flag("compile")
@@ -71,7 +84,7 @@ def read_torchtune(source: SourceFile) -> Recipe:
 FORMATS = {
     "torchtune": FileFormat(
         layouts="recipes for one and for several GPUs",
-        refuses="adapters; distillation, which runs a second model",
+        refuses="DoRA; distillation, which runs a second model",
         what="a YAML file of torchtune",
         tool=NAME,
         reads="recipe",

@@ -16,7 +16,17 @@ from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
 from parsim.formats.megatron import UNKNOWN, options_of
-from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, YAML, FileKeys, Recipe, plain_value, refuse_adapters, yaml_table
+from parsim.formats.recipe import (
+    LARGEST_BYTES,
+    SCRIPTS,
+    YAML,
+    FileKeys,
+    Recipe,
+    plain_value,
+    stored_base,
+    take_adapters,
+    yaml_table,
+)
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.units import printable
 
@@ -65,7 +75,7 @@ EIGHT_BITS = ("8bit", "bnb", "4bit")
 
 
 def read_arguments(source: SourceFile) -> Recipe:
-    """TrainingArguments. Raises ConfigError for adapters, or for a DeepSpeed config that is not there."""
+    """TrainingArguments. Raises ConfigError for adapters that are not LoRA's, or for a DeepSpeed config that is not there."""
     script = source.path.suffix in SCRIPTS
     if script:
         document = _options_of_script(source)
@@ -82,9 +92,6 @@ def read_arguments(source: SourceFile) -> Recipe:
             del keys.values[key]
             recipe.missing[HANGING[key]] = f"{key} hangs on what the script computes"
     _refuse_other_losses(keys)
-    refuse_adapters(NAME, "finetuning_type", keys.text("finetuning_type"))
-    if keys.flag("use_peft") or keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
-        refuse_adapters(NAME, "use_peft", "lora")
     recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
     if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
         recipe.args["seq"] = seq
@@ -100,6 +107,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     else:
         half = "amp_bf16" if keys.flag("bf16") else "amp_fp16" if keys.flag("fp16") else ""
         recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
+    _take_adapters(recipe, keys)
     take_optimizer(keys.text("optim", default="adamw_torch_fused"), recipe)
     fsdp = keys.text("fsdp").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
     if stage := next((word for word in fsdp if word in STAGES), None):
@@ -118,6 +126,24 @@ def read_arguments(source: SourceFile) -> Recipe:
     _read_paddle(keys, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
+
+
+def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
+    """What TRL's ModelConfig or LLaMA-Factory's finetuning arguments say, with the defaults of each."""
+    method = keys.text("finetuning_type").lower()
+    factory = method not in ("", "full")
+    if not factory and not keys.flag("use_peft") and not keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
+        return
+    nested = keys.flag("double_quantization", default=True) if factory else keys.flag("use_bnb_nested_quant")
+    take_adapters(
+        *(recipe, keys, "finetuning_type" if factory else "use_peft", method if factory else "lora"),
+        r=keys.number("lora_rank", "lora_r", default=8 if factory else 16),
+        alpha=keys.rate("lora_alpha"),
+        dropout=keys.rate("lora_dropout"),
+        targets=keys.words("lora_target", "lora_target_modules", "target_modules")
+        or (["all"] if factory else ["q_proj", "v_proj"]),
+        **stored_base(keys, nested=nested),
+    )
 
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
@@ -331,8 +357,8 @@ FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
         "ms-swift), PaddleNLP's, DeepSpeed configs beside or inside",
-        refuses="adapters; rollouts and losses with a second model; states divided within a node of unknown size; a DeepSpeed "
-        "config that is not there",
+        refuses="other adapters than LoRA; rollouts and losses with a second model; states divided within a node of unknown "
+        "size; a DeepSpeed config that is not there",
         what="TrainingArguments of Hugging Face, as JSON, YAML or options of a script",
         tool=NAME,
         reads="recipe",

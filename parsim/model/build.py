@@ -30,11 +30,18 @@ def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
 
     Raises:
-        ModelError: the factory cannot be found or refuses its arguments.
+        ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
         MissingDependencyError: torch is not installed.
     """
     require_torch(f"build {spec.name}")
+    from parsim.model.adapters import adapt
+
     spec = resolve(spec)
+    return adapt(_built(spec), spec.tune)
+
+
+def _built(spec: ModelSpec) -> nn.Module:
+    """The module as its source makes it."""
     if is_config(spec.name):
         return module_from_config(spec)
     if ":" in spec.name:

@@ -31,6 +31,8 @@ UNALIGNED = "unaligned"
 """A product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 NOT_LOW = "not in low precision"
 """A product with a weight that training in 8 or 4 bits leaves in 16."""
+DEQUANTISE = "unpack a weight"
+"""Makes a weight in 16 bits from one in 4 or 8, in the forward and again in the backward."""
 BY_EXPERT = "by expert"
 """A product over several experts, which the host launches one expert after the other."""
 CHANNELS_LAST = "channels last"
@@ -57,7 +59,7 @@ class Operator:
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
         function: "" where unknown. Of a memory-bound one its name in aten, such as "gelu", or one of `GRADIENT_SUM`, `BIAS`,
-            `BIAS_GRADIENT`, `PARTS`, `NORM_RELU`, `NORM_ADD_RELU`,
+            `BIAS_GRADIENT`, `DEQUANTISE`, `PARTS`, `NORM_RELU`, `NORM_ADD_RELU`,
             `NORM_RELU_OF_SUMS`. "unlisted:NAME" has no row in the operator table. Of an
             attention "causal" or nothing. Of a product `UNALIGNED`, `NOT_LOW` or `BY_EXPERT`. Of a convolution
             `CHANNELS_LAST` or nothing.
@@ -96,6 +98,7 @@ class Operator:
 class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
+    `element_bytes`: no whole number for weights in 4 bits, with their scales.
     `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
     `group`: the update group that it belongs to, and the row of OPTIMIZERS that updates this group; "" for the usual one.
     `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
@@ -103,7 +106,7 @@ class Parameter:
 
     name: str
     elements: int
-    element_bytes: int = 4
+    element_bytes: float = 4
     trainable: bool = True
     expert_ways: int = 1
     group: str = ""
@@ -111,7 +114,7 @@ class Parameter:
 
     @property
     def size_bytes(self) -> int:
-        return self.elements * self.element_bytes
+        return round(self.elements * self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -386,7 +386,7 @@ def check_recorded(model: Model, precision: str) -> None:
         )
     stored = number_format(precision).weight_bytes
     for parameter in model.parameters if stored == RECORDED_BYTES else ():
-        if parameter.element_bytes != stored:
+        if parameter.trainable and parameter.element_bytes != stored:
             raise CostError(
                 f"precision {precision!r} stores weights in {stored} bytes, and {model.name} was recorded with "
                 f"{parameter.element_bytes} bytes each ({parameter.name}); name the module, not a saved Model, or set "

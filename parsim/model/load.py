@@ -42,6 +42,7 @@ from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
 from parsim.model.objective import Objective, OpenLoss, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.trace.trace import follows_example, require_torch, split_inputs
+from parsim.model.tuning import tuned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,11 +189,11 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
         raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     spec = resolve(spec)
     if is_transformer(spec.name):
-        return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights)
+        return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights, tuning=spec.tune)
     content = content_of(spec)
     if weights == "float32":
-        return _load(spec, granularity, content)
-    return _load_as(spec, granularity, weights, content)
+        return tuned(_load(spec, granularity, content), spec.tune)
+    return tuned(_load_as(spec, granularity, weights, content), spec.tune)
 
 
 @lru_cache(maxsize=64)

@@ -27,6 +27,7 @@ from parsim.model.catalogue.names import (
 from parsim.model.catalogue.zoo import ZOO, ZooRow
 from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
 from parsim.model.objective import TARGET, Objective, parse_objective
+from parsim.model.tuning import TuningKey
 from parsim.registry import as_key_error
 
 OBJECTIVE_KEYS = ("output", "classes_dim", "target")
@@ -46,7 +47,7 @@ MOST_LAYERS = 4096
 """Of a model: more take minutes and gigabytes before a search begins."""
 
 
-class ModelSpec(ConfigSection):
+class ModelKeys(ConfigSection):
     """What [model] of a run file says of the module.
 
     Attributes:
@@ -105,6 +106,12 @@ class ModelSpec(ConfigSection):
             if getattr(self, key) is not None:
                 raise ModelError(f"{self.name}: {key} belongs to a loss; give loss, too, for example {example}")
         return None
+
+
+class ModelSpec(ModelKeys):
+    """How a module is built: what [model] says of it, and `tune`, what is trained of it (None: everything)."""
+
+    tune: TuningKey | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what has its default is left out, but for args and input_shape."""

@@ -20,7 +20,7 @@ class HeldParameter(NamedTuple):
 
     name: str
     elements: int
-    element_bytes: int
+    element_bytes: float
     part: ParameterShard | None = None
     shard: int = 0
     ways: int = 1
@@ -30,7 +30,7 @@ class HeldParameter(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return self.elements * self.element_bytes
+        return round(self.elements * self.element_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class BucketFamily(NamedTuple):
 
     def padded_bytes(self, ranks: int) -> int:
         """Bytes of a bucket in as many equal parts as it has ranks."""
-        return -(-self.elements // ranks) * ranks * self.first[0].element_bytes
+        return round(-(-self.elements // ranks) * ranks * self.first[0].element_bytes)
 
 
 class Buckets(Sequence[Bucket]):

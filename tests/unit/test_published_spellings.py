@@ -337,8 +337,6 @@ def test_fine_tuning_of_all_parameters_is_a_step_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"model": "LLAMA2-7B LoRA"}, "a part of the parameters"),
-        ({"model": "LLAMA3_70B", "notes": "26.06 NeMo Container; LoRA Performance"}, "a part of the parameters"),
         ({"model": "GPT-MoE 1.3B"}, "mixture of experts"),
         ({"model": "8x3B"}, "mixture of experts"),
         ({"model": "GPT", "ep": "8"}, "mixture of experts"),
@@ -348,6 +346,24 @@ def test_fine_tuning_of_all_parameters_is_a_step_like_any_other() -> None:
 )
 def test_models_that_are_not_expressed(values: dict[str, str], reason: str) -> None:
     assert reason in refusal(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "adapters"),
+    [
+        ({"model": "LLAMA2-7B LoRA", "notes": "LoRA rank 64, Hugging Face"}, "r = 64 on all"),
+        ({"model": "LLAMA3_70B", "notes": "26.06 NeMo Container; LoRA Performance"}, "r = 32 on qkv"),
+        (
+            {"model": "Llama 3.1 8B QLoRA", "notes": "torchtune"},
+            "r = 8 on q_proj+v_proj+output_proj+mlp, frozen linear layers in nf4",
+        ),
+        ({"id": "mlperf-lora-0001", "model": "Llama2-70B LoRA", "notes": "LoRA rank 16"}, "r = 16 on qkv+o"),
+    ],
+)
+def test_rows_with_adapters_train_those(values: dict[str, str], adapters: str) -> None:
+    question = asked(**NAMED, **({"id": "table-1", "tp": "1", "pp": "1"} | values))
+    assert any(adapters in text for text in question.assumed)
+    assert 0 < sum(each.elements for each in question.model.trainable_parameters) < 0.03 * question.model.parameter_count
 
 
 def test_a_name_whose_widths_the_row_changes_keeps_its_proportions() -> None:

@@ -131,12 +131,66 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
     assert read(tmp_path, "b.sh", same).args["layers"] == 32  # all branches agree
 
 
+ALONE = AXOLOTL.replace("tensor_parallel_size: 2\n", "")
+NF4 = {"base": "nf4", "double_quantisation": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "tune", "precision"),
+    [
+        (
+            FACTORY.replace("type: full", "type: lora\nlora_rank: 4\nlora_target: all\nquantization_bit: 4"),
+            {"method": "lora", "r": 4, "targets": ["all"], **NF4},
+            "bf16",
+        ),
+        (
+            ALONE.replace(
+                "adapter:", "adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true"
+            ),
+            {"method": "qlora", "r": 32, "alpha": 16.0, "targets": ["all"], **NF4},
+            "bf16",
+        ),
+        (
+            ALONE.replace(
+                "adapter:", "adapter: lora\nload_in_8bit: true\nlora_target_modules: [q_proj, v_proj]\nlora_dropout: 0.05"
+            ),
+            {"method": "lora", "r": 8, "dropout": 0.05, "targets": ["q_proj", "v_proj"], "base": "int8"},
+            "bf16",
+        ),
+        (
+            TORCHTUNE.replace(
+                ".llama3_1_8b}",
+                ".qlora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: True, lora_rank: 64}",
+            ),
+            {"method": "qlora", "r": 64, "targets": ["q_proj", "output_proj", "mlp"]},
+            "bf16",
+        ),
+        (
+            LITGPT + "lora_r: 16\nlora_mlp: true\nquantize: bnb.nf4-dq\n",
+            {"method": "lora", "r": 16, "targets": ["q_proj", "v_proj", "mlp"], **NF4},
+            "bf16",
+        ),
+    ],
+)
+def test_adapters_of_files(tmp_path: Path, text: str, tune: dict[str, object], precision: str) -> None:
+    """With 16-bit weights beside trained ones in fp32, or in 16 bits with a copy in fp32."""
+    recipe = read(tmp_path, "a.yaml", text)
+    assert recipe.training["tune"] == tune
+    assert recipe.training["precision"] == precision
+    assert not [key for key in recipe.unknown if "lora" in key or "quant" in key]
+    question = question_of(tmp_path / "a.yaml", cluster="8xh100-sxm", global_batch=64)
+    assert question.training.tune is not None
+    assert question.training.tune.rank == tune["r"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", FACTORY.replace("type: full", "type: lora"), "trains adapters"),
-        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: qlora"), "trains adapters"),
-        ("a.yaml", TORCHTUNE.replace(".llama3_1_8b", ".lora_llama3_1_8b"), "trains adapters"),
+        ("a.yaml", FACTORY.replace("type: full", "type: freeze"), "not those of LoRA"),
+        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: llama-adapter"), "not those of LoRA"),
+        ("a.yaml", TORCHTUNE.replace(".llama3_1_8b", ".dora_llama3_1_8b"), "not those of LoRA"),
+        ("a.yaml", LITGPT + "adapter: true\n", "not those of LoRA"),
+        ("a.yaml", AXOLOTL.replace("adapter:", "adapter: lora\nlora_alpha: high"), "must be a number"),
         ("a.yaml", AXOLOTL + "ulysses_sequence_parallel_size: 4\n", "ulysses.* is a degree of parallelism"),
         ("a.yaml", MODEL_ARGS + "  --hierarchical-tensor-parallel-size: 2\n", "degree of parallelism"),
         ("a.yaml", ACCELERATE.replace("FSDP\n", "XLA\n"), "no training on GPUs"),
@@ -161,7 +215,7 @@ def test_branches_that_the_file_does_not_decide_leave_sizes_unknown(tmp_path: Pa
             r"d_model = '\$\{size\}' must be a whole",
         ),
         ("a.sh", "torchrun --nproc_per_node 8 mine.py --batch 4", "program of its own.*parsim plan MODEL --on MACHINE"),
-        ("a.sh", SWIFT.replace("full", "lora"), "trains adapters"),
+        ("a.sh", SWIFT.replace("full", "longlora"), "not those of LoRA"),
         ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', "parsim import .*--kind deepspeed"),
         ("a.py", RECIPE.replace("num_nodes=nodes", "(num_nodes"), "no Python that can be read"),
     ],

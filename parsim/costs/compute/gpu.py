@@ -48,6 +48,7 @@ from parsim.costs.compute.launches import (
 from parsim.model.component import (
     BIAS,
     BIAS_GRADIENT,
+    DEQUANTISE,
     GRADIENT_SUM,
     NORM_ADD_RELU,
     NORM_RELU,
@@ -166,6 +167,8 @@ def cuda_backward(
     (forward,) = forward_launches(operator, samples, precision)
     if operator.function == GRADIENT_SUM:
         return (), (forward,)
+    if operator.function == DEQUANTISE:
+        return first, second
     if operator.batch == "none" or operator.function in CREATIONS or operator.gradients == "none":
         return (), ()
     passes = PASSES.get(operator.function)

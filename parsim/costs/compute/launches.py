@@ -31,6 +31,7 @@ from typing import NamedTuple
 from parsim.errors import CostError
 from parsim.model.component import (
     CHANNELS_LAST,
+    DEQUANTISE,
     GRADIENT_SUM,
     NORM_ADD_RELU,
     NORM_RELU,
@@ -201,6 +202,8 @@ def backward_launches(operator: Operator, samples: int, precision: str = "fp32",
     if operator.gradients == "none":
         return (), ()
     (forward,) = forward_launches(operator, samples, precision)
+    if operator.function == DEQUANTISE:
+        return (forward,), ()
     weight_alone = operator.gradients == "weight"
     match operator.kind:
         case "matmul" | "convolution":

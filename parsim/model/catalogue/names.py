@@ -31,6 +31,7 @@ from parsim.model.catalogue.sublayers import (
     mpt,
 )
 from parsim.model.catalogue.transformer import recorded
+from parsim.model.tuning import Tuning, tuned
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
@@ -482,7 +483,7 @@ def normalised(name: str) -> str:
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
     text = re.sub(r"^(granite|yi|exaone|glm)-(?=\d\.\d)", r"\1", text)
-    text = re.sub(r"(-(lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
+    text = re.sub(r"(-(q?lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
     return ALIASES.get(text, text)
 
 
@@ -625,14 +626,15 @@ def software_of(args: Mapping[str, Any]) -> Software:
     )
 
 
-def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str) -> Model:
+def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str, tuning: Tuning | None = None) -> Model:
     """The Model of a named transformer, without torch.
 
     Args:
         granularity: "block" for one component per layer; else such as tensor parallelism can cut. weights: torch's name.
+        tuning: what is trained of it; None: everything.
 
     Raises:
-        ModelError: an unknown argument, or sizes that do not go together.
+        ModelError: an unknown argument or target of adapters, or sizes that do not go together.
     """
     check_own(name, args)
     seq = sequence_of(name, args)
@@ -640,5 +642,5 @@ def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: s
     software = software_of(args)
     part = SamplePart(tokens=seq, context=document_of(name, args), loss_tokens=own[LOSS_TOKENS])
     cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
-    model = recorded(shape_of(name, args), software, part, cut, weights)
+    model = tuned(recorded(shape_of(name, args), software, part, cut, weights, tuning), tuning)
     return replace(model, granularity=granularity)

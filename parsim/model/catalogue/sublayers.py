@@ -31,6 +31,7 @@ from parsim.model.component import (
     Size,
     Value,
 )
+from parsim.model.tuning import HEAD, Tuning
 from parsim.units import nearest_divisors
 
 
@@ -169,6 +170,8 @@ class Software:
             again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
         bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
             its own, and the gradients of the three are copied together. Newer libraries do the first two in the product.
+        adapter_arrays: moved per output of a product with an adapter, to scale what the adapter makes and to add it. One kernel
+            moves 3; operation by operation it is 5 (peft/tuners/lora/layer.py: `result + lora_B(lora_A(x)) * scaling`).
         permutation_arrays: moved per visit of an expert and channel, to sort tokens by expert and to add up what comes back.
             Fused, both read and write once.
     """
@@ -193,6 +196,7 @@ class Software:
     early_stop: bool = False
     bias_kernels: bool = False
     permutation_arrays: float = 4.0
+    adapter_arrays: float = 3.0
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "rope")
@@ -244,7 +248,13 @@ UNFUSED_PERMUTATION = 7.0
 stream (3) (NVIDIA/Megatron-LM megatron/core/transformer/moe/moe_utils.py @00611e6eeb0b, permute and unpermute)."""
 
 EAGER = Software(
-    flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0, permutation_arrays=UNFUSED_PERMUTATION
+    flash=True,
+    dropout=False,
+    residual_arrays=3.0,
+    loss_bytes=6,
+    loss_arrays=10.0,
+    permutation_arrays=UNFUSED_PERMUTATION,
+    adapter_arrays=5.0,
 )
 """Eager PyTorch with flash attention: nothing else is fused."""
 
@@ -311,7 +321,8 @@ class Layer:
     """What a component under construction does.
 
     Attributes:
-        prefix: of its parameters' names. shape, software, part: of the model, and the tokens that a rank sees.
+        prefix: of its parameters' names. shape, software, part: of the model, and the tokens that a rank sees. tuning: what is
+            trained of it; None: everything.
         saved: bytes per sample kept for the backward; given: of them, what lies in the storage of the component's input.
         again: of the saved ones, what runs again where the component is recomputed by operator; by the operators `repeated`.
         peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples.
@@ -321,6 +332,7 @@ class Layer:
     shape: Shape
     software: Software
     part: SamplePart
+    tuning: Tuning | None = None
     operators: list[Operator] = field(default_factory=list)
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
@@ -338,10 +350,46 @@ class Layer:
             self.cut.append(OperatorShard(number=len(self.operators), dim=dim, activation_bytes=divided_bytes))
         self.operators.append(operator)
 
-    def weight(self, name: str, elements: int, dim: int | None = None) -> None:
-        """A parameter, cut along `dim` (None: whole on every shard)."""
+    @property
+    def frozen(self) -> bool:
+        """Whether its own parameters are not trained, adapters apart."""
+        return self.tuning is not None and self.tuning.method != "full"
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient comes back through it."""
+        return not self.frozen or (self.tuning is not None and self.tuning.has_adapters)
+
+    def adapted(self, name: str) -> tuple[str, ...]:
+        """The parts of a product that have adapters; "up" stands for both arms of a gated MLP, "qkv" for the three."""
+        if self.tuning is None or not self.tuning.has_adapters:
+            return ()
+        last = name.rpartition(".")[2] or HEAD
+        if last in ("up", "qkv"):
+            both = {"up": ("gate", "up") if self.shape.gated else ("up",), "qkv": ("q", "k", "v")}[last]
+            fused = {"up": "gate_up", "qkv": "qkv"}[last]
+            return (fused,) if fused in self.tuning.parts else tuple(part for part in both if part in self.tuning.parts)
+        parts = {"proj": "o", "down": "down", HEAD: HEAD, "q_down": "q", "q_up": "q", "kv_down": "k", "kv_up": "v"}
+        return (last,) if parts.get(last) in self.tuning.parts else ()
+
+    def reads_input(self, *names: str) -> bool:
+        """Whether the backward of one of these products needs what the product read: for its weight, or for an adapter."""
+        if not self.frozen:
+            return True
+        trained = self.tuning is not None and self.tuning.method == HEAD and "" in names
+        return trained or (any(map(self.adapted, names)) and not (self.tuning and self.tuning.dropout))
+
+    @property
+    def input_alone(self) -> str:
+        """What the backward of an operator computes whose parameters are frozen (`Operator.gradients`)."""
+        return "input" if self.reached else "none"
+
+    def weight(self, name: str, elements: int, dim: int | None = None, *, trainable: bool | None = None) -> None:
+        """A parameter, cut along `dim` (None: whole on every shard); trained unless the model is frozen, if nothing is said."""
         full = f"{self.prefix}.{name}"
-        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=self.part.element_bytes))
+        trainable = not self.frozen if trainable is None else trainable
+        width = self.part.element_bytes
+        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=width, trainable=trainable))
         if dim is not None:
             self.cut_parameters.append(ParameterShard(name=full, dim=dim))
 
@@ -378,12 +426,47 @@ class Layer:
         problems: int = 1,
         added: str = BIAS_GRADIENT,
         low: bool = True,
+        widths: Mapping[str, int] | None = None,
     ) -> None:
-        """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
+        """A product with a weight, and its adapters: split "column" (its outputs), "row" (its inputs) or "" (whole on every
+        shard).
 
         `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
-        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
+        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them. `widths`: outputs of the parts
+        that may have adapters of their own (`adapted`); None: all of them have all.
         """
+        trained = not self.frozen or (not name and self.tuning is not None and self.tuning.method == HEAD)
+        self._product(
+            f"{name}.weight" if name else "weight",
+            *(rows, outputs, inputs),
+            split=split,
+            problems=problems,
+            low=low,
+            gradients="" if not self.frozen else "weight" if trained else self.input_alone,
+        )
+        if bias:
+            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
+            if split == "column":
+                self.bias_kernel(problems * rows * outputs, added, divided=True)
+        for part in self.adapted(name):
+            self._adapter(f"{name}.{part}", rows, (widths or {}).get(part, outputs), inputs, split=split, problems=problems)
+
+    def _adapter(self, name: str, rows: int, outputs: int, inputs: int, *, split: str, problems: int) -> None:
+        """Two products of low rank, what scales and adds the second, and what they keep."""
+        assert self.tuning is not None
+        rank, every, size = self.tuning.rank, problems * rows, self.part.element_bytes
+        if self.tuning.dropout:  # of its own, so that the adapters of one input keep a copy each
+            self.moved(every * inputs, 2.5, divided=split == "row")
+            self.saved.add((size + 1) * every * inputs, divided=split == "row")
+        down, up = ("", "column") if split != "row" else ("row", "")
+        self._product(f"{name}.lora_A", rows, rank, inputs, split=down, problems=problems, low=False, gradients="")
+        self._product(f"{name}.lora_B", rows, outputs, rank, split=up, problems=problems, low=False, gradients="")
+        self.saved.add(size * every * rank, divided=False)
+        self.moved(every * outputs, self.software.adapter_arrays, divided=split == "column")
+
+    def _product(
+        self, name: str, rows: int, outputs: int, inputs: int, *, split: str, problems: int, low: bool, gradients: str
+    ) -> None:
         every = problems * rows
         shape = (("m", rows), ("n", outputs), ("k", inputs))
         operator = Operator(
@@ -394,34 +477,36 @@ class Layer:
             activation_bytes=FULL_BYTES * every * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
             function=NOT_LOW if not low else BY_EXPERT if problems > 1 else "",
+            gradients=gradients,
         )
         if self.software.casts and low:
             self.moved(every * inputs, CAST_ARRAYS, divided=split == "row")
         part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
         self.add(operator, *((part[0], FULL_BYTES * every * part[1]) if part else ()))
-        self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
-        gradient = self.part.element_bytes * problems * outputs * inputs
+        trained = gradients in ("", "weight")
+        self.weight(name, problems * outputs * inputs, {"column": 0, "row": 1}.get(split), trainable=trained)
+        gradient = self.part.element_bytes * problems * outputs * inputs if trained else 0
         if split:
             self.peak_fixed.divided = max(self.peak_fixed.divided, gradient)
         else:
             self.peak_fixed.whole = max(self.peak_fixed.whole, gradient)
-        if bias:
-            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
-            if split == "column":
-                self.bias_kernel(every * outputs, added, divided=True)
 
     def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
         """The product that makes queries, keys and values; its bias has no other kernel that could add it.
 
         The gradients of the three, which are views of one array, are copied together before the product's backward.
         """
-        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS)
+        widths = {"q": queries, "k": keys, "v": keys}
+        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS, widths=widths)
         if self.software.bias_kernels:
             self.moved(tokens * (queries + 2 * keys), 0.0, divided=True, function=PARTS)
 
     def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
-        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it."""
-        if self.software.bias_kernels:
+        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it.
+
+        A frozen bias has no gradient.
+        """
+        if self.software.bias_kernels and not (self.frozen and function == BIAS_GRADIENT):
             self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
 
     def moved(
@@ -435,7 +520,11 @@ class Layer:
         batch: str = "batch",
     ) -> None:
         """A fused pointwise kernel over `elements` that moves so many arrays in its forward; `batch`: as of Operator."""
-        size = round(FULL_BYTES * elements * arrays)
+        size, gradients = round(FULL_BYTES * elements * arrays), ""
+        if self.frozen and (parameters or not self.reached):
+            gradients = self.input_alone
+        elif self.frozen and function == BIAS:  # it hands its gradient on
+            gradients = "none"
         operator = Operator(
             kind="memory_bound",
             shape=(("elements", elements),),
@@ -444,6 +533,7 @@ class Layer:
             activation_bytes=size,
             parameter_bytes=FULL_BYTES * parameters,
             function=function,
+            gradients=gradients,
         )
         self.add(operator, *(("elements", size) if divided else ()))
 
@@ -457,7 +547,9 @@ class Layer:
         cut = {part.name for part in self.cut_parameters}
         for divided in (True, False):
             elements = sum(
-                each.elements for each in self.parameters if (each.name in cut) == divided and ".experts." not in each.name
+                each.elements
+                for each in self.parameters
+                if each.trainable and (each.name in cut) == divided and ".experts." not in each.name
             )
             if elements:
                 self.moved(elements, self.software.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
@@ -475,6 +567,10 @@ NORM_ARRAYS = 2.0
 """That torch's layer norm moves: one kernel in eager mode too."""
 RULE = "tensor"
 SEQUENCE = "sequence"
+
+
+ATTENTION_READS, MLP_READS = ("qkv", "q_down", "q_up", "kv_down"), ("mlp.up", "experts.up", "shared.up")
+"""Products that read what a norm makes."""
 
 
 def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
@@ -514,10 +610,12 @@ def _entering_norm(layer: Layer, name: str) -> None:
     shape, software, part = layer.shape, layer.software, layer.part
     n, h, begin = part.tokens, shape.hidden, len(layer.operators)
     layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-    layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    reads = layer.reads_input(*(ATTENTION_READS if name == "norm1" else MLP_READS))
+    made = part.operand_bytes(software) * n * h if reads else 0
+    layer.saved.add(part.element_bytes * n * h + made, divided=False)
     if name != "norm2" or not layer.given.total:  # a layer's second norm reads what its own attention has made
         layer.given.add(part.element_bytes * n * h, divided=False)
-    layer.repeat("layernorm", layer.since(begin), part.operand_bytes(software) * n * h, divided=False)
+    layer.repeat("layernorm", layer.since(begin), made, divided=False)
 
 
 def _latent_products(layer: Layer) -> None:
@@ -554,6 +652,7 @@ def scores_of(layer: Layer, dim: int) -> None:
             activation_bytes=FULL_BYTES * heads * dim * 2 * (queries + keys),
             parameter_bytes=0,
             function="causal" if shape.causal else "",
+            gradients="" if layer.reached else "none",
         )
         layer.add(operator, "heads", operator.activation_bytes)
         layer.saved.add(FULL_BYTES * shape.heads * n, divided=True)
@@ -561,12 +660,13 @@ def scores_of(layer: Layer, dim: int) -> None:
         return
     begin = len(layer.operators)
     aligned = not software.aligned or dim % software.aligned == 0
-    first = _batched(heads, n, keys, dim, aligned)
+    gradients = "" if layer.reached else "none"
+    first = replace(_batched(heads, n, keys, dim, aligned), gradients=gradients)
     layer.add(first, "problems", first.activation_bytes)
     layer.moved(scores, software.score_arrays, divided=True)
     if software.dropout:
         layer.moved(scores, 2.5, divided=True)
-    second = _batched(heads, n, dim, keys, aligned)
+    second = replace(_batched(heads, n, dim, keys, aligned), gradients=gradients)
     layer.add(second, "problems", second.activation_bytes)
     layer.moved(heads * n * dim, 2, divided=True)
     size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
@@ -625,14 +725,16 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     shape, software, part = layer.shape, layer.software, layer.part
     arms = 2 if shape.gated else 1
     bias = shape.expert_bias if name == "experts" else shape.bias
-    layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
+    widths = {"gate": inner, "up": inner}
+    layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems, widths=widths)
     arrays, copies = (software.activation_arrays + 1, software.activation_saved) if shape.gated else GELU
     begin = len(layer.operators)
     layer.moved(problems * rows * inner, arrays, divided=True)
     activation = layer.since(begin)
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
     saved = copies if shape.gated else copies - 1
-    size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
+    last = part.operand_bytes(software) if layer.reads_input(f"{name}.down") else 0
+    size = round(problems * rows * inner * (part.element_bytes * saved + last))
     layer.saved.add(size, divided=True)
     again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
     layer.repeat("moe_act", activation, again, divided=True)
@@ -640,9 +742,9 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     layer.peak.divided = max(layer.peak.divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
 
-def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
+def embed(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None = None) -> Component:
     n, h = part.tokens, shape.hidden
-    layer = Layer("wte" if shape.tied else "embed", shape, software, part)
+    layer = Layer("wte" if shape.tied else "embed", shape, software, part, tuning)
     lookup = Operator(
         kind="embedding",
         shape=(("rows", n), ("width", h)),
@@ -650,12 +752,18 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
         forward_flop=0.0,
         activation_bytes=FULL_BYTES * 2 * n * h,
         parameter_bytes=0,
+        gradients="none" if layer.frozen else "",
     )
     layer.add(lookup)
     layer.weight("weight", shape.vocab * h, 0)
     if shape.learned_positions:
-        positions = (shape.positions or n) * h
-        layer.parameters.append(Parameter(name="wpe.weight", elements=positions, element_bytes=part.element_bytes))
+        positions = Parameter(
+            name="wpe.weight",
+            elements=(shape.positions or n) * h,
+            element_bytes=part.element_bytes,
+            trainable=not layer.frozen,
+        )
+        layer.parameters.append(positions)
         layer.moved(n * h, 3, divided=False)
     if software.dropout:
         layer.moved(n * h, 2.5, divided=False)
@@ -663,29 +771,33 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
     if shape.embedding_norm:
         layer.norm("embedding_norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
         layer.saved.add(part.element_bytes * n * h, divided=False)
-    layer.peak_fixed.divided = part.element_bytes * shape.vocab * h
+    if layer.frozen:
+        layer.saved = Amount()
+    else:
+        layer.peak_fixed.divided = part.element_bytes * shape.vocab * h
     return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
 
 
-def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
+def head(
+    shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool, tuning: Tuning | None = None
+) -> Component:
     """The last norm, and logits and loss of the tokens that count.
 
     Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
     `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
     """
     n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
-    layer = Layer("wte" if shape.tied else "lm_head", shape, software, part)
+    layer = Layer("wte" if shape.tied else "lm_head", shape, software, part, tuning)
     layer.linear("", counted, v, h, split="column", low=False)
-    layer.parameters.clear()
-    layer.cut_parameters.clear()
-    layer.weight("weight", v * h, 0)
+    made = part.element_bytes * n * h if layer.reads_input("") else 0
     if norm:
         begin = len(layer.operators)
         layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-        layer.saved.add(part.element_bytes * n * h, divided=False)
-        layer.given.add(part.element_bytes * n * h, divided=False)
-        layer.repeat("layernorm", layer.since(begin), part.element_bytes * n * h, divided=False)
-    layer.saved.add(part.element_bytes * n * h, divided=False)
+        if layer.reached:
+            layer.saved.add(part.element_bytes * n * h, divided=False)
+            layer.given.add(part.element_bytes * n * h, divided=False)
+            layer.repeat("layernorm", layer.since(begin), made, divided=False)
+    layer.saved.add(made, divided=False)
     layer.moved(counted * v, software.loss_arrays, divided=True)
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
     layer.saved.add((software.loss_bytes + (wider if software.loss_bytes else 0)) * counted * v, divided=True)
@@ -710,6 +822,8 @@ def component_of(
     limit: int,
 ) -> Component:
     layer.sum_gradients()
+    if not layer.reached and not any(parameter.trainable for parameter in layer.parameters):  # it has no backward
+        layer.saved, layer.given, layer.again = Amount(), Amount(), Amount()
     saved, peak, fixed = layer.saved, layer.peak, layer.peak_fixed
     selective, shard_selective = _by_operator(layer, inputs)
     shardings = tuple(

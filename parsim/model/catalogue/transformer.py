@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from parsim.errors import ModelError
 from parsim.model.catalogue.sublayers import (
+    ATTENTION_READS,
     FULL_BYTES,
+    MLP_READS,
     RULE,
     SEQUENCE,
     Layer,
@@ -37,24 +40,32 @@ from parsim.model.catalogue.sublayers import (
 )
 from parsim.model.component import Bytes, Component, Footprint, Parameter, Sharding, Value, ValueFootprint
 from parsim.model.model import Model
+from parsim.model.tuning import HEAD, Tuning
 
 HALF_BYTES = 2
 
 
 @lru_cache(maxsize=256)
-def transformer(shape: Shape, software: Software, part: SamplePart, granularity: str) -> Model:
+def transformer(shape: Shape, software: Software, part: SamplePart, granularity: str, tuning: Tuning | None = None) -> Model:
     """The Model of a shape, with `part.element_bytes` per parameter and activation.
 
     Args:
-        granularity: "layer", "sublayer" or "sequence".
+        granularity: "layer", "sublayer" or "sequence". tuning: what is trained of it; None: everything.
 
     Raises:
-        ModelError: sizes that do not go together.
+        ModelError: sizes that do not go together, or a head that cannot be trained alone.
     """
     shape.check()
-    builders: dict[str, Callable[[Shape, Software, SamplePart], Chain]]
+    if tuning is not None and tuning.method == HEAD and shape.tied:
+        raise ModelError(
+            f"{shape.name}: its head is its embedding, so training it alone would train the first layer too; set "
+            'training.tune = "lora" or "full"'
+        )
+    builders: dict[str, Callable[[Shape, Software, SamplePart, Tuning | None], Chain]]
     builders = {"layer": _by_layer, "sublayer": partial(_by_layer, sublayers=True), "sequence": _by_sequence}
-    components, values = builders[granularity](shape, software, part)
+    components, values = builders[granularity](shape, software, part, tuning)
+    if tuning is not None and tuning.method != "full":
+        values = [_unreached(value, tuning, components) for value in values]
     tokens = Value(name="tokens", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("embed",))
     target = Value(name="target", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("head",))
     loss = Value(name="loss", producer="head", bytes_per_sample=FULL_BYTES, savers=())
@@ -74,11 +85,21 @@ def transformer(shape: Shape, software: Software, part: SamplePart, granularity:
     )
 
 
+def _unreached(value: Value, tuning: Tuning, components: Sequence[Component]) -> Value:
+    """A value that takes no gradient if nothing before it is trained. The head keeps what it reads straight from such a one."""
+    if tuning.has_adapters:
+        return replace(value, differentiable=value.producer != "embed")
+    reads = value.name in components[-1].inputs and components[-1].saved_activation_bytes and value.savers == ("final.norm",)
+    return replace(value, differentiable=False, savers=("head",) if reads else ())
+
+
 BALANCED = "experts are visited evenly"
 
 
 @lru_cache(maxsize=64)
-def recorded(shape: Shape, software: Software, part: SamplePart, granularity: str, weights: str) -> Model:
+def recorded(
+    shape: Shape, software: Software, part: SamplePart, granularity: str, weights: str, tuning: Tuning | None = None
+) -> Model:
     """A Model as traced ones are: with weights of a type, and in fp32 also with what autocast to half precision keeps.
 
     Args:
@@ -87,10 +108,10 @@ def recorded(shape: Shape, software: Software, part: SamplePart, granularity: st
     Raises:
         ModelError: sizes that do not go together.
     """
-    half = transformer(shape, software, replace(part, element_bytes=HALF_BYTES), granularity)
+    half = transformer(shape, software, replace(part, element_bytes=HALF_BYTES), granularity, tuning)
     if weights != "float32":
         return half
-    full = transformer(shape, software, replace(part, element_bytes=FULL_BYTES), granularity)
+    full = transformer(shape, software, replace(part, element_bytes=FULL_BYTES), granularity, tuning)
     return replace(
         full,
         components=tuple(_with_half(*pair) for pair in zip(full.components, half.components, strict=True)),
@@ -138,36 +159,36 @@ ADDED = {RULE: (("full", "shard:1"), ("partial",))}
 """Of a sublayer that adds to its sum a stream which is divided along the sequence."""
 
 
-def _by_layer(shape: Shape, software: Software, part: SamplePart, *, sublayers: bool = False) -> Chain:
+def _by_layer(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, *, sublayers: bool = False) -> Chain:
     """One component per layer, or one for its attention and one for its MLP, each read by the next alone."""
 
     def whole(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part)
+        layer = Layer("h", shape, software, part, tuning)
         attention(layer, norm=True, residual=True)
         mlp(layer, experts=mixture, norm=True, residual=True)
         return component_of("h", layer, ("x",), ("y",), {}, limit=limit_of(shape))
 
     def feed(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part)
+        layer = Layer("h", shape, software, part, tuning)
         mlp(layer, experts=mixture, norm=True, residual=True)
         return component_of("h", layer, ("y",), ("z",), ENDS, limit=limit_of(shape))
 
     chain: list[tuple[Component, str, str]] = []  # with its name and the value it makes
     if sublayers:
-        first = Layer("h", shape, software, part)
+        first = Layer("h", shape, software, part, tuning)
         attention(first, norm=True, residual=True)
         half = component_of("h", first, ("x",), ("y",), ENDS, limit=limit_of(shape))
         for number, component in enumerate(_per_layer(shape, feed)):
             chain += [(half, f"h.{number}.attn", f"y{number}"), (component, f"h.{number}.mlp", f"x{number + 1}")]
     else:
         chain += [(layer, f"h.{number}", f"x{number + 1}") for number, layer in enumerate(_per_layer(shape, whole))]
-    components, values = [embed(shape, software, part)], []
+    components, values = [embed(shape, software, part, tuning)], []
     value, producer = "x0", "embed"
     for component, name, makes in chain:
         components.append(_renamed(component, name, (value,), (makes,)))
         values.append(stream_value(value, producer, shape, part, (name,)))
         value, producer = makes, name
-    components.append(head(shape, software, part, value, norm=True))
+    components.append(head(shape, software, part, value, norm=True, tuning=tuning))
     values.append(stream_value(value, producer, shape, part, ("head",)))
     return components, values
 
@@ -179,27 +200,29 @@ def _per_layer(shape: Shape, build: Callable[[bool], Component]) -> list[Compone
     return [made[mixture] for mixture in mixtures]
 
 
-def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> Chain:
+def _by_sequence(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None) -> Chain:
     """x: the stream before a layer, y: before its MLP; n, m: normalised. A sublayer adds the stream to its part of the sum, so
     one value joins layers: what a stage sends, and what a layer that runs again keeps."""
 
     def feed(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part)
+        layer = Layer("h", shape, software, part, tuning)
         mlp(layer, experts=mixture, norm=False, residual=True)
         return component_of("h", layer, ("m", "y"), ("x",), ADDED, limit=limit_of(shape))
 
-    steps, norm = _attention_steps(shape, software, part), _norm_component(shape, software, part)
-    components, values = [embed(shape, software, part)], list[Value]()
+    steps = _attention_steps(shape, software, part, tuning)
+    norms = {keeps: _norm_component(shape, software, part, tuning, keeps=keeps) for keeps in (False, True)}
+    components, values = [embed(shape, software, part, tuning)], list[Value]()
 
-    def normed(name: str, stream: str, producer: str, made: str) -> None:
+    def normed(name: str, stream: str, producer: str, made: str, read_by: tuple[str, ...]) -> None:
+        keeps = Layer("h", shape, software, part, tuning).reads_input(*read_by)
         values.append(stream_value(stream, producer, shape, part, (name,)))
-        components.append(_renamed(norm, name, (stream,), (made,)))
-        values.append(stream_value(made, name, shape, part, (name,)))
+        components.append(_renamed(norms[keeps], name, (stream,), (made,)))
+        values.append(stream_value(made, name, shape, part, (name,) if keeps else ()))
 
     last = "embed"
     for number, mlp_component in enumerate(_per_layer(shape, feed)):
         here, stream, added, value = f"h.{number}", f"x{number}", f"y{number}", f"n{number}"
-        normed(f"{here}.norm1", stream, last, value)
+        normed(f"{here}.norm1", stream, last, value, ATTENTION_READS)
         for place, (component, suffix, makes, width) in enumerate(steps):
             name = f"{here}.{suffix}"
             if not makes:
@@ -208,46 +231,49 @@ def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> Chain:
             components.append(_renamed(component, name, (value,), (f"{here}.{makes}",)))
             values.append(stream_value(f"{here}.{makes}", name, shape, part, (f"{here}.{steps[place + 1][1]}",), width))
             value = f"{here}.{makes}"
-        normed(f"{here}.norm2", added, f"{here}.{steps[-1][1]}", f"m{number}")
+        normed(f"{here}.norm2", added, f"{here}.{steps[-1][1]}", f"m{number}", MLP_READS)
         last = f"{here}.mlp"
         components.append(_renamed(mlp_component, last, (f"m{number}", added), (f"x{number + 1}",)))
-    normed("final.norm", f"x{shape.layers}", last, "normed")
-    components.append(head(shape, software, part, "normed", norm=False))
+    normed("final.norm", f"x{shape.layers}", last, "normed", ("",))
+    components.append(head(shape, software, part, "normed", norm=False, tuning=tuning))
     return components, values
 
 
-def _attention_steps(shape: Shape, software: Software, part: SamplePart) -> list[tuple[Component, str, str, int]]:
+def _attention_steps(
+    shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None
+) -> list[tuple[Component, str, str, int]]:
     """Attention as one component; or as three where its inside alone is computed again: products, scores, product.
 
     Each with its name, the name of what it makes ("" for the last) and how wide that is per token.
     """
     limit = limit_of(shape)
     if not software.selective or software.flash:
-        layer = Layer("h", shape, software, part)
+        layer = Layer("h", shape, software, part, tuning)
         attention(layer, norm=False, residual=True)
         return [(component_of("h", layer, ("n", "x"), ("y",), ADDED, limit=limit), "attn", "", shape.hidden)]
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
-    before, inside, after = (Layer("h", shape, software, part) for _ in range(3))
+    before, inside, after = (Layer("h", shape, software, part, tuning) for _ in range(3))
     before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
     scores_of(inside, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
     residual_of(after, n * h, divided=True)
     inside.saved.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     inside.given.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
-    after.saved.add(part.element_bytes * n * queries, divided=True)
+    after.saved.add(part.element_bytes * n * queries if after.reads_input("proj") else 0, divided=True)
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
     third = component_of("h", after, ("c", "x"), ("y",), {RULE: (("shard:2", "shard:1"), ("partial",))}, limit=limit)
     return [(first, "qkv", "q", queries + 2 * keys), (second, "core", "c", queries), (third, "proj", "", h)]
 
 
-def _norm_component(shape: Shape, software: Software, part: SamplePart) -> Component:
-    """A norm, all of it divided along the sequence."""
+def _norm_component(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, *, keeps: bool) -> Component:
+    """A norm, all of it divided along the sequence. `keeps`: who reads what it makes needs that for the backward."""
     n, h = part.tokens, shape.hidden
-    layer = Layer("h", shape, software, part)
+    layer = Layer("h", shape, software, part, tuning)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
-    layer.saved.add((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
+    made = part.operand_bytes(software) if keeps else 0
+    layer.saved.add((part.element_bytes + made) * n * h, divided=True)
     layer.peak.divided = 2 * part.element_bytes * n * h
     return component_of("h", layer, ("x",), ("n",), {SEQUENCE: (("shard:1",), ("shard:1",))}, limit=part.tokens)
 
