@@ -9,6 +9,7 @@ import math
 import re
 from functools import lru_cache
 
+DAY_S = 86_400.0
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -57,11 +58,18 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def three_digits(value: float) -> str:
+    """Three significant digits, never as a power of ten where the number is below a million: 0.0123, 12.3, 12,345."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with the fitting unit: 1.23 ms, 45.6 us, 2 h 05 min."""
+    """Three significant digits with the fitting unit: 1.23 ms, 45.6 us, 2 h 05 min, 3.5 days."""
     if seconds != seconds:
         return "n/a"
     magnitude = abs(seconds)
+    if magnitude >= 2 * DAY_S:
+        return f"{three_digits(seconds / DAY_S)} days"
     if magnitude >= 3600:
         hours = int(magnitude // 3600)
         text = f"{hours} h {int((magnitude - 3600 * hours) // 60):02d} min"
@@ -70,8 +78,8 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds / 60:.3g} min"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if magnitude >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return "0 s" if magnitude == 0 else f"{seconds * 1e9:.3g} ns"
+            return f"{three_digits(seconds / scale)} {unit}"
+    return "0 s" if magnitude == 0 else f"{three_digits(seconds * 1e9)} ns"
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -94,6 +102,21 @@ def format_count(count: float) -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f}"
+
+
+def format_money(amount: float, currency: str = "USD") -> str:
+    """0.0123 USD, 45.60 USD, 12,345 USD, 10.95 million USD: cents below a thousand, four digits from a million on."""
+    if abs(amount) >= 1e6:
+        text = f"{amount / 1e6:,.0f}" if abs(amount) >= 1e9 else f"{amount / 1e6:.4g}"
+        return f"{text} million {currency}"
+    if abs(amount) >= 1000:
+        return f"{amount:,.0f} {currency}"
+    return f"{amount:.2f} {currency}" if abs(amount) >= 1 or not amount else f"{amount:.3g} {currency}"
+
+
+def format_energy(kwh: float) -> str:
+    """Three significant digits: 45.6 kWh, 355.7 MWh from a thousand on."""
+    return f"{kwh / 1e3:,.1f} MWh" if abs(kwh) >= 1e3 else f"{kwh:.3g} kWh"
 
 
 def format_percent(fraction: float) -> str:

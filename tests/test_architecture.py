@@ -41,9 +41,9 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 HEAVY = frozenset(
     ("torch", "transformers", "sklearn", "safetensors", "tensorboard", "cvxpy", "simpy", "numba", "scipy", "pandas", "pyarrow")
-) | frozenset(("plotly", "kaleido", "rich", "yaml", "IPython", "joblib", "dask", "distributed", "optuna", "SALib"))
+) | frozenset(("plotly", "matplotlib", "rich", "yaml", "IPython", "joblib", "dask", "distributed", "optuna", "SALib"))
 """Packages that take long to load or are extras: only these, and modules that load them, are imported inside functions."""
-LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn"))
+LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "matplotlib", "simpy", "numba", "pandas", "transformers", "sklearn"))
 """What `import parsim` and `parsim --help` must not load."""
 TORCH_FREE = (
     "parsim.app.config",

@@ -1,69 +1,80 @@
-"""The pictures of the README and of the tutorials, as the report and the explorer draw them.
+"""The pictures of the README and of the tutorials, by the `.plot` of the results; and pictures of pages, by Chromium.
 
     make demo
-    .venv/bin/python docs/pictures/make.py parsim-demo/report.html
-    .venv/bin/python docs/pictures/make.py nvlink/explorer.html --curve nvlink
-    .venv/bin/python docs/pictures/make.py measured/report.html --model nets:Reader --strategy adaptive --name measured
-    .venv/bin/python docs/pictures/make.py tagger/report.html --model nets:Tagger --strategy dp --name own-module
+    .venv/bin/python docs/pictures/make.py run parsim-demo/vit_small --run mp --to predicted-and-measured.png
+    .venv/bin/python docs/pictures/make.py run measured --to measured.png
+    .venv/bin/parsim explore nvlink --plot docs/pictures/nvlink.png
+    .venv/bin/python docs/pictures/make.py pages parsim-demo/report.html nvlink/explorer.html
 
-The first writes predicted-and-measured.png beside this file: one plan of the demo, predicted and measured. The second writes
-nvlink.png: the scaling curve of a sweep. The third and fourth write the last pictures of two
-tutorials. Needs Chromium (`apt-get install chromium`).
+`pages` writes the first screen of each page at 390, 1,280 and 2,560 pixels, the middle one also in dark, in few colours. It
+needs Chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from parsim.app.judging import ask_again
+from parsim.app.measured import compared
+from parsim.app.run_folder import RunFolder
+from parsim.execute.job import Job
+from parsim.predict.evaluate import evaluate
 
-PICTURE = Path(__file__).with_name("predicted-and-measured.png")
-WIDTH, HEIGHT, PIXELS_PER_POINT, MARGIN = 1000, 900, 1.5, 6
+HERE = Path(__file__).parent
+SCREENS = ((390, 844, "light"), (1280, 900, "light"), (1280, 900, "dark"), (2560, 1440, "light"))
+COLOURS = 64
+
+
+def draw_run(path: Path, name: str, picture: str) -> None:
+    """One step of a run of a folder, predicted above and measured below."""
+    folder = RunFolder(path)
+    asked, runs = ask_again(folder), Job.load(folder.job).runs
+    run = next(run for run in runs if run.name == (name or runs[0].name))
+    prediction = replace(asked, evaluation=evaluate(asked.problem, run.plan, fold=False))
+    compared(folder, prediction, run.name).plot(HERE / picture)
+
+
+def photograph(pages: list[Path]) -> None:
+    """The first screens of pages, as PAGE-WIDTH[-dark].png."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise SystemExit("no Chromium found: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for page in pages:
+            for width, height, scheme in SCREENS:
+                tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                tab.set_default_timeout(300_000)
+                tab.goto(page.resolve().as_uri())
+                tab.locator("body[data-ready]").wait_for(state="attached")
+                seen = Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+                suffix = "-dark" if scheme == "dark" else ""
+                seen.save(HERE / f"{page.stem}-{width}{suffix}.png", optimize=True)
+                tab.close()
+        browser.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("report", type=Path, help="report.html of `parsim demo`, or explorer.html")
-    parser.add_argument("--model", default="vit_small", help="of the demo's trained models")
-    parser.add_argument("--strategy", default="mp", help="of the plans that were trained")
-    parser.add_argument("--name", default=PICTURE.stem, help="of the picture")
-    parser.add_argument("--curve", metavar="NAME", help="of an explorer page instead: its scaling curve, as NAME.png")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help=str(draw_run.__doc__))
+    run.add_argument("folder", type=Path)
+    run.add_argument("--run", default="", help="of several plans that ran in the folder, this one")
+    run.add_argument("--to", required=True, help="name of the picture")
+    pages = commands.add_parser("pages", help=str(photograph.__doc__))
+    pages.add_argument("pages", type=Path, nargs="+")
     asked = parser.parse_args()
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        parser.error("no Chromium found: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=PIXELS_PER_POINT)
-        page.goto(asked.report.resolve().as_uri())
-        if asked.curve is not None:
-            page.locator("body[data-ready]").wait_for(state="attached")
-            page.locator("section.card.wide").screenshot(path=PICTURE.with_name(f"{asked.curve}.png"))
-            browser.close()
-            return
-        section = page.locator("section", has=page.locator("h2", has_text=f"{asked.model} on"))
-        run = section.locator("details:not(.inner)", has=page.locator("summary", has_text=f"{asked.strategy} · ")).last
-        if run.get_attribute("open") is None:
-            run.locator("summary").first.click()
-        timeline = run.locator(".js-plotly-plot").first
-        timeline.wait_for()
-        page.wait_for_timeout(1000)
-        top, figure = run.bounding_box(), timeline.bounding_box()
-        if top is None or figure is None:
-            parser.error(f"the report draws no timeline of {asked.strategy} for {asked.model}")
-        page.screenshot(
-            path=PICTURE.with_name(f"{asked.name}.png"),
-            full_page=True,
-            clip={
-                "x": figure["x"] - MARGIN,
-                "y": top["y"] + MARGIN + page.evaluate("window.scrollY"),
-                "width": figure["width"] + 2 * MARGIN,
-                "height": figure["y"] + figure["height"] - top["y"] - 2 * MARGIN,
-            },
-        )
-        browser.close()
+    if asked.command == "run":
+        draw_run(asked.folder, asked.run, asked.to)
+    else:
+        photograph(asked.pages)
 
 
 if __name__ == "__main__":

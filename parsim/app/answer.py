@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import LargestOf, Question
@@ -21,6 +22,7 @@ from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.notebook import paragraph_html, table_html
+from parsim.report.picture import plotted
 from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
@@ -262,6 +264,25 @@ class Answer:
         results = [evaluation.result.to_dict() for evaluation in self._ranked]
         row = self._chosen_row()
         return strategy_table(results, chosen=None if row is None else results[row], title="")
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The ranked plans with their 90% intervals; of one plan alone its step.
+
+        Args:
+            path: also write the picture, as PNG, SVG or PDF by its ending.
+
+        Returns:
+            A `matplotlib.figure.Figure`; without matplotlib a `plotly.graph_objects.Figure`.
+
+        Raises:
+            ConfigError: another ending. MissingDependencyError: a path, without matplotlib.
+        """
+        from parsim.report.figures import strategies_figure
+
+        results, row = [evaluation.result.to_dict() for evaluation in self._ranked], self._chosen_row()
+        if len(results) == 1:
+            return self.prediction.plot(path)
+        return plotted(strategies_figure(results, chosen=None if row is None else results[row]), self.sentence(), path)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim plan --json` prints it."""

@@ -179,7 +179,7 @@ def run_demo(out: Path, nproc: int | None, *, full: bool, show: Callable[[Answer
         data = ReportData(
             title="parsim demo",
             facts=report_facts(),
-            summary=summary_lines(what_if, real),
+            summary=[*summary_lines([], real), *summary_lines(what_if, [])],  # measured first: the picture shows these
             sections=sections,
             extra_tables=(calibration_table(profile),),
         )

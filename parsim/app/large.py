@@ -21,9 +21,18 @@ from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sam
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval
-from parsim.units import format_bytes, format_count, format_percent, format_seconds
+from parsim.units import (
+    DAY_S,
+    format_bytes,
+    format_count,
+    format_energy,
+    format_money,
+    format_percent,
+    format_seconds,
+    three_digits,
+)
 
-DAY_S, HOUR_S = 86_400.0, 3_600.0
+HOUR_S = 3_600.0
 BILLION = 1e9
 
 DEVICE_MTBF_HOURS = 16_384 * 54 * 24 / 419
@@ -122,10 +131,10 @@ class TrainingRun:
         losses, days, operation, kwh = self.losses, self.days, self.operation, self.energy_kwh
         price = "price: unknown (set cluster.usd_per_hour)"
         if self.usd is not None:
-            price = f"price: {_figure(self.usd)} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
+            price = f"price: {format_money(self.usd)} at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
         energy = "energy: unknown (set cluster.busy_power_w)"
         if kwh is not None:
-            energy = f"energy of the GPUs: {f'{kwh / 1e3:,.1f} MWh' if kwh >= 1e3 else f'{kwh:.3g} kWh'} at busy power"
+            energy = f"energy of the GPUs: {format_energy(kwh)} at busy power"
         durations = (days.median, days.p05, days.p95, losses.days)
         if days.median < 1:
             median, low, high, with_failures = (format_seconds(value * DAY_S) for value in durations)
@@ -138,7 +147,7 @@ class TrainingRun:
             amount = f"{billions:.6g} billion" if billions < 1e3 else f"{billions / 1e3:.6g} trillion"
         lines = [
             f"{amount} {self.unit}: {self.steps:,} steps, {median} (90% interval {low} to {high}), "
-            f"{with_failures} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
+            f"{with_failures} with failures and checkpoints; {three_digits(self.device_hours)} GPU-hours",
             f"{price}; {energy}",
         ]
         if losses.failures >= SELDOM:
@@ -150,11 +159,6 @@ class TrainingRun:
                 f"loses {format_percent(losses.lost_fraction)}"
             )
         return lines
-
-
-def _figure(value: float) -> str:
-    """Whole from 100 on, below it three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:

@@ -14,9 +14,11 @@ from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RUN, RunFolder
 from parsim.costs.diagnosis import Diagnosis
 from parsim.formats.exports import Exported
+from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.report.notebook import table_html
+from parsim.report.picture import plotted
 from parsim.report.tables import ReportTable, format_error, kind_table, to_text, validation_table
 from parsim.units import format_percent, format_seconds
 
@@ -134,16 +136,29 @@ class Measured:
         """The measured step whose length is the median of the recorded ones; columns as `Prediction.timeline`."""
         return timeline_frame(self.prediction.evaluation.graph, typical_step(self.seen))
 
+    def plot(self, path: str | Path | None = None) -> Any:
+        """One step, predicted above and measured below; `path`, result and errors as for `Answer.plot`."""
+        from parsim.report.figures import PICTURE_ROWS, timeline_figure
+
+        evaluation = self.prediction.evaluation
+        steps = {"One step predicted": evaluation.timeline, "The typical step measured": typical_step(self.seen)}
+        problem = self.prediction.problem
+        title = f"{problem.model.name} on {problem.cluster.name}, {plan_in_words(self.prediction.plan)}: {self._steps_text()}"
+        return plotted(timeline_figure(evaluation.graph, steps, most_rows=PICTURE_ROWS), title, path)
+
     def to_dict(self) -> dict[str, Any]:
         return dict(self.document)
 
     def headline(self) -> str:
         """`dp ...: 32.4 ms per step measured, 29.5 ms predicted (-8.9%)`."""
+        return f"{self.prediction.plan.summary()}: {self._steps_text()}"
+
+    def _steps_text(self) -> str:
         step = self.comparison.step
         floor = self.comparison.aa_floor
         noise = "" if floor is None else f", A/A floor ±{format_percent(floor.median)}"
         return (
-            f"{self.prediction.plan.summary()}: {format_seconds(step.measured_s)} per step measured, "
+            f"{format_seconds(step.measured_s)} per step measured, "
             f"{format_seconds(step.predicted_s)} predicted ({format_error(step.relative_error)}{noise})"
         )
 

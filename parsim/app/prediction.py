@@ -15,7 +15,7 @@ from parsim.app.question import taken_defaults
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
-from parsim.plans.plan import Plan
+from parsim.plans.plan import Plan, plan_in_words
 from parsim.predict.breakdown import critical_path
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.explain import Explanation, explain_plan
@@ -23,6 +23,7 @@ from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
 from parsim.report.notebook import table_html
+from parsim.report.picture import plotted
 from parsim.report.tables import (
     ReportTable,
     breakdown_table,
@@ -142,6 +143,14 @@ class Prediction:
         if shown.folding.is_folded and self.plan.world_size <= MANY_RANKS:
             shown = evaluate(self.problem, self.plan, samples=0, fold=False)
         return timeline_frame(shown.graph, shown.timeline)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """One predicted step, task by task on every rank; `path`, result and errors as for `Answer.plot`."""
+        from parsim.report.figures import PICTURE_ROWS, timeline_figure
+
+        step = {"One step by itself, predicted": self.evaluation.timeline}
+        title = f"{self.problem.model.name} on {self.problem.cluster.name}: {plan_in_words(self.plan)}, {self.headline()}"
+        return plotted(timeline_figure(self.evaluation.graph, step, most_rows=PICTURE_ROWS), title, path)
 
     def critical_path(self) -> list[str]:
         """The tasks on the critical path of the step, in order, with their names in traces."""

@@ -20,13 +20,16 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    PlotOption,
     SamplesOption,
     SeqOption,
     TokensOption,
     TuneOption,
     complete_model,
     on_gpus,
+    page_path,
     print_json,
+    print_picture,
     print_tables,
 )
 from parsim.costs.loading import MeasuredLoading
@@ -79,8 +82,14 @@ def plan(
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
+        typer.Option(
+            "--curves",
+            metavar="FILE.html",
+            callback=page_path,
+            help="With --target-accuracy: draw accuracy over simulated seconds.",
+        ),
     ] = None,
+    plot: PlotOption = None,
     largest: Annotated[
         LargestOf | None,
         typer.Option("--largest", help="Find the largest batch, sequence or model (layers) that fits with 95%."),
@@ -130,6 +139,8 @@ def plan(
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
+    if plot is not None:
+        answer.plot(plot)
     explanation = answer.prediction.explain() if explain else None
     if explanation is not None:
         document["explanation"] = explanation.to_dict()
@@ -148,6 +159,7 @@ def plan(
         print(certificate_text(document["certificate"]))
     if explanation is not None:
         print(f"\n{explanation}")
+    print_picture(plot)
     raise typer.Exit(status)
 
 
@@ -216,6 +228,7 @@ def simulate(
         bool, typer.Option("--whole-run", help="Simulate the whole training, by the table \\[run] of the scenario.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
@@ -246,6 +259,8 @@ def simulate(
         write_prediction(folder, prediction)
         if played is not None:
             write_json(folder.path / "scenario.json", dict(played))
+    if plot is not None:
+        prediction.plot(plot)
     if as_json:
         print_json(document)
         return
@@ -271,6 +286,7 @@ def simulate(
         print(assumed_text(prediction.assumed))
     if folder is not None:
         print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+    print_picture(plot)
 
 
 # `parsim cost`: seconds of a collective, or of every component of a model, on a profile.

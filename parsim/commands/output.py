@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from parsim.hardware.parts import machines_of, shipped_gpus
 from parsim.hardware.profile import shipped_profiles
 from parsim.model.catalogue.names import known_names
 from parsim.model.catalogue.zoo import ZOO
+from parsim.report.picture import PAGES, PICTURES, checked_ending
 from parsim.report.tables import to_rich, to_text
 from parsim.units import parse_count, printable
 
@@ -157,6 +159,29 @@ SamplesOption = Annotated[
         help="Samples of the whole training, all epochs: adds time and price.",
     ),
 ]
+
+
+def _plot_path(path: Path | None) -> Path | None:
+    """Refused before anything is computed."""
+    return None if path is None else checked_ending(path, PICTURES)
+
+
+def page_path(path: Path | None) -> Path | None:
+    """The path of a page, if it ends as one."""
+    return None if path is None else checked_ending(path, PAGES, "page")
+
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png|svg|pdf", callback=_plot_path, help="Draw the answer; the ending decides how."),
+]
+PageOption = Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", callback=page_path, help="Write the page here.")]
+
+
+def print_picture(path: Path | None) -> None:
+    """Where a picture was written, if one was."""
+    if path is not None:
+        print(f"Picture: {path}")
 
 
 def on_gpus(

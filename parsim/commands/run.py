@@ -17,7 +17,10 @@ from parsim.commands.output import (
     JsonFlag,
     OnCluster,
     Overrides,
+    PageOption,
+    PlotOption,
     print_json,
+    print_picture,
     print_tables,
     print_verdict,
 )
@@ -113,7 +116,7 @@ def coverage(
     history: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its validations. Default: PROFILE.history.jsonl beside the profile.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="REPORT.html", help="Write tables and figures to this HTML page.")] = None,
+    out: PageOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
@@ -217,6 +220,7 @@ def validate(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
@@ -235,6 +239,8 @@ def validate(
     )
     document, asked = done.to_dict(), done.prediction
     speed = document["at_pace"]
+    if plot is not None:
+        done.plot(plot)
     if as_json:
         print_json(document)
         return
@@ -249,6 +255,7 @@ def validate(
     if update:
         print(f"update: {document['update']['text']}")
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
+    print_picture(plot)
 
 
 # `parsim report`: draw report.html and trace.json of a run folder again.

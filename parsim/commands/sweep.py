@@ -16,12 +16,15 @@ from parsim.commands.output import (
     JsonFlag,
     NetworkOption,
     Overrides,
+    PageOption,
+    PlotOption,
     SeqOption,
     TokensOption,
     TuneOption,
     on_gpus,
     print_json,
     print_lines,
+    print_picture,
     print_tables,
 )
 
@@ -74,6 +77,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the sweep. Default: runs/NAME-sweep.")
     ] = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a question at many points. Points that were evaluated before are reused."""
@@ -101,6 +105,8 @@ def sweep(
         on=next(iter(addresses), None),
         out=folder,
     )
+    if plot is not None:
+        answers.plot(plot)
     if as_json:
         print_json(answers.to_dict())
         return
@@ -108,6 +114,7 @@ def sweep(
     print_tables([answers.report()])
     print_lines(answers.lines())
     print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
+    print_picture(plot)
 
 
 def compare(
@@ -127,17 +134,20 @@ def compare(
 
 def explore(
     sweep_folder: Annotated[Path, typer.Argument(metavar="SWEEP_DIR", help="Folder of a sweep.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="PAGE.html", help="Page to write. Default: explorer.html in SWEEP_DIR.")
-    ] = None,
+    out: PageOption = None,
+    plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the explorer of a sweep: one page with sliders, a map of winning plans, Pareto fronts and curves."""
+    """Write the explorer of a sweep, one page (SWEEP_DIR/explorer.html): sliders, a map of winning plans, Pareto fronts."""
     from parsim.app.sweep.sweep import open_sweep
 
     with progress(f"Drawing {sweep_folder}"):
-        page = open_sweep(sweep_folder).explore(out)
+        opened = open_sweep(sweep_folder)
+        page = opened.explore(out)
+        if plot is not None:
+            opened.plot(plot)
     if as_json:
-        print_json({"explorer": str(page)})
-    else:
-        print(f"Explorer: {page}")
+        print_json({"explorer": str(page), "picture": None if plot is None else str(plot)})
+        return
+    print(f"Explorer: {page}")
+    print_picture(plot)

@@ -17,7 +17,8 @@ from parsim.costs.conformal import (
     records_needed,
     shares_by_level,
 )
-from parsim.report.figures import BLUE, GREY, INK, ORANGE, VERMILION, error_bars, styled
+from parsim.report.figures import error_bars, styled
+from parsim.report.legend import BLUE, GREY, INK, ORANGE, VERMILION
 from parsim.report.tables import NOTHING, ReportTable, columns_of
 from parsim.units import format_percent
 

@@ -10,39 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from parsim.files import finite, write_text_atomically
+from parsim.report.legend import (
+    CATEGORY_COLOURS,
+    GREY,
+    LETTER_COLOURS,
+    MEMORY_COLOURS,
+    METRICS,
+    SCALES,
+    SERIES,
+    axis_name,
+    value_name,
+)
 from parsim.report.sketch import LETTERS, PIECES
 from parsim.report.standalone import asset, standalone_page
+from parsim.report.tables import CATEGORIES, line_name
 
 DIGITS = 5
 """Significant, of every number of the page."""
 MOST_STEPS = 40
 """Different values of a field that a slider steps through; of a field with more, it steps through eighths of the points."""
 
-METRICS: tuple[tuple[str, str, str, str, str, str], ...] = (
-    ("throughput_samples_per_s", "throughput_p05_samples_per_s", "throughput_p95_samples_per_s", "Throughput", "rate", "max"),
-    ("step_s", "step_p05_s", "step_p95_s", "Time per step", "time", "min"),
-    ("epoch_s", "epoch_p05_s", "epoch_p95_s", "Time per epoch", "time", "min"),
-    ("run_s", "run_p05_s", "run_p95_s", "Time of the run", "time", "min"),
-    ("usd_per_million_samples", "", "", "Price per million samples", "usd", "min"),
-    ("usd_per_epoch", "", "", "Price per epoch", "usd", "min"),
-    ("run_usd", "", "", "Price of the run", "usd", "min"),
-    ("kwh_per_million_samples", "", "", "Energy per million samples", "energy", "min"),
-    ("kwh_per_epoch", "", "", "Energy per epoch", "energy", "min"),
-    ("run_kwh", "", "", "Energy of the run", "energy", "min"),
-    ("peak_memory_bytes", "peak_memory_p05_bytes", "peak_memory_p95_bytes", "Peak memory", "bytes", "min"),
-    ("mfu", "-", "-", "Model FLOP utilisation", "share", "max"),
-    ("communication_fraction", "-", "-", "Exposed communication", "share", "min"),
-)
-"""Column, its p05 and p95 ("": with these suffixes, "-": none), name, how it is written, and which end is better."""
-
-CATEGORY_NAMES = {
-    "compute_s": "computation",
-    "exposed_communication_s": "exposed communication",
-    "bubble_s": "pipeline bubble",
-    "load_s": "loading",
-    "host_s": "host",
-    "idle_s": "idle",
-}
 TEXTS = ("status", "reason", "strategy", "division", "plan", "plan_in_words")
 LEFT_OUT = ("memory_limit_bytes",)
 
@@ -53,6 +40,7 @@ class ExplorerData:
 
     Attributes:
         title, summary: texts. axes: swept fields, in order. rows: per point, the columns of a sweep's table.
+        answer: what the goal picks, in a sentence.
         picked: number of the row that the goal picks. command: asks one point again, without its settings. notes: for people.
     """
 
@@ -60,6 +48,7 @@ class ExplorerData:
     summary: Sequence[str]
     axes: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
+    answer: str = ""
     picked: int | None = None
     command: str = ""
     notes: Sequence[str] = ()
@@ -75,18 +64,22 @@ def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[s
     if with_lanes < known:
         note.append(f"The page has the timelines of {with_lanes:,} of {known:,} points; `parsim simulate --out DIR` draws any.")
     lines = dict.fromkeys(
-        name for row in rows for name in row if name.startswith("memory_") and name.endswith("_bytes") and name not in LEFT_OUT
+        name[len("memory_") : -len("_bytes")]
+        for row in rows
+        for name in row
+        if name.startswith("memory_") and name.endswith("_bytes") and name not in LEFT_OUT
     )
 
     def column(name: str) -> list[float | int | None]:
         return [_rounded(row.get(name)) for row in rows]
 
     metrics: list[dict[str, Any]] = []
-    for key, low, high, name, kind, better in METRICS:
+    for metric in METRICS:
+        key = metric.column
         if any(row.get(key) is not None for row in rows):
-            metrics.append({"key": key, "name": name, "kind": kind, "better": better, "median": column(key)})
-            if low != "-":
-                metrics[-1] |= {"low": column(low or f"{key}_p05"), "high": column(high or f"{key}_p95")}
+            shown = {"key": key, "name": metric.name, "kind": metric.kind, "better": metric.best, "median": column(key)}
+            ends = metric.ends()
+            metrics.append(shown if ends is None else shown | dict(zip(("low", "high"), map(column, ends), strict=True)))
     texts = {}
     for name in TEXTS:  # words that repeat, once, and per point which of them it has
         values = [str(row.get(name) or "") for row in rows]
@@ -94,6 +87,7 @@ def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[s
         texts[name] = {"words": list(words), "codes": [words[value] for value in values]}
     return {
         "title": data.title,
+        "answer": data.answer,
         "summary": list(data.summary),
         "notes": [*data.notes, *note],
         "command": data.command,
@@ -104,15 +98,17 @@ def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[s
         "metrics": metrics,
         "texts": texts,
         "categories": [
-            {"name": shown, "values": column(name)}
-            for name, shown in CATEGORY_NAMES.items()
+            {"name": shown, "colour": CATEGORY_COLOURS[name], "values": column(name)}
+            for name, shown in CATEGORIES.items()
             if any(row.get(name) for row in rows)
         ],
         "memory": [
-            {"name": name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "), "values": column(name)}
+            {"name": line_name(name), "colour": MEMORY_COLOURS.get(name, GREY), "values": column(f"memory_{name}_bytes")}
             for name in lines
         ],
         "timeline": lanes,
+        "colours": SERIES,
+        "scales": SCALES,
         "limit": column("memory_limit_bytes"),
     }
 
@@ -126,7 +122,7 @@ def _lanes(data: ExplorerData, kept: Sequence[int], sketched: int) -> dict[str, 
         pairs = data.rows[number].get("timeline") or [] if is_drawn else []
         lanes.append([[names.setdefault(str(name), len(names)), str(text)] for name, text in pairs])
     return {
-        "letters": LETTERS,
+        "letters": {letter: {"name": name, "colour": LETTER_COLOURS[letter]} for letter, name in LETTERS.items()},
         "pieces": PIECES,
         "names": list(names),
         "at": lanes,
@@ -141,19 +137,18 @@ def _axis(key: str, values: Sequence[Any]) -> dict[str, Any]:
     different = dict(zip(texts, values, strict=True))
     order = sorted(different, key=lambda text: different[text]) if numeric else list(different)
     place = {text: number for number, text in enumerate(order)}
-    labels, settings = [], []
+    settings = []
     for value in (different[text] for text in order):
         if isinstance(value, Mapping):  # `pp=2, dp=4`, and as `--set` takes it
-            labels.append(", ".join(f"{name}={entry}" for name, entry in value.items()))
             settings.append("{" + ", ".join(f"{name} = {json.dumps(entry)}" for name, entry in value.items()) + "}")
         else:
-            labels.append(str(value))
             settings.append(value if isinstance(value, str) else json.dumps(value))
     return {
         "key": key,
+        "name": axis_name(key),
         "numeric": numeric,
         "continuous": numeric and len(order) > MOST_STEPS,
-        "values": [_rounded(different[text]) for text in order] if numeric else labels,
+        "values": [_rounded(different[text]) for text in order] if numeric else [value_name(different[text]) for text in order],
         "settings": settings,
         "at": [place[text] for text in texts],
     }
@@ -205,9 +200,7 @@ def _page(title: str, document: Mapping[str, Any]) -> str:
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return standalone_page(
         title,
-        style="explorer.css",
         body=asset("explorer.html"),
         data=("sweep", text),
-        scripts=("figures.js", "explorer.js"),
-        colours="light dark",
+        script="explorer.js",
     )

@@ -1,60 +1,51 @@
 """Plotly figures from timelines and from the dictionaries that JSON results hold.
 
-Every figure keeps one trace per kind or category, however many spans it draws. Kinds and categories have the colours of
-Okabe and Ito, which colour-blind readers can distinguish. A kind has the same colour everywhere.
+Every figure keeps one trace per kind or category, however many spans it draws.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from parsim.predict.memory import NOT_TENSORS
 from parsim.program.task import parse_resource
 from parsim.program.taskgraph import TaskGraph
+from parsim.report.legend import (
+    BLUE,
+    CATEGORY_COLOURS,
+    CLEAR,
+    GREY,
+    INK,
+    KIND_COLOURS,
+    MEMORY_COLOURS,
+    METRICS,
+    SERIES,
+    VERMILION,
+    axis_name,
+    axis_scale,
+    value_name,
+)
 from parsim.report.tables import CATEGORIES, format_error, interval_texts, is_chosen, line_name, memory_lines, plan_text
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Timeline
-from parsim.units import GIB, KIB, MIB, format_bytes, format_seconds
+from parsim.units import format_bytes, format_seconds
 from parsim.work import kind_of
 
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-VERMILION, PURPLE, YELLOW, GREY, INK = "#D55E00", "#CC79A7", "#F0E442", "#BDBDBD", "#1f2933"
-
-KIND_COLOURS = {
-    "load": GREEN,
-    "forward": SKY,
-    "backward": BLUE,
-    "recompute": "#332288",
-    "optimizer": PURPLE,
-    "clip": "#999933",
-    "all_reduce": VERMILION,
-    "send_recv": ORANGE,
-    "all_gather": YELLOW,
-    "reduce_scatter": "#8C510A",
-    "all_to_all": "#882255",
-    "broadcast": "#661100",
-    "mix": "#44AA99",
-}
-CATEGORY_COLOURS = {
-    "compute_s": BLUE,
-    "load_s": GREEN,
-    "host_s": PURPLE,
-    "exposed_communication_s": VERMILION,
-    "bubble_s": ORANGE,
-    "idle_s": GREY,
-}
 PREDICTED, MEASURED = BLUE, "#4a5560"
 
 ROW_PX = 20
 MAX_ROWS = 96
+PICTURE_ROWS = 24
 MAX_BARS = 8000
 MAX_LABELLED_BARS = 600
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -72,22 +63,24 @@ class Bar:
     label: str
 
 
-def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.Figure:
+def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline], *, most_rows: int = MAX_ROWS) -> go.Figure:
     """Gantt chart of one or more timelines of `graph` on one time axis: a row per rank and stream, coloured by kind.
 
-    Beyond MAX_ROWS rows the first ranks are shown and the axis says so; beyond MAX_BARS spans, neighbours of one kind
+    Beyond `most_rows` rows the first ranks are shown and the axis says so; beyond MAX_BARS spans, neighbours of one kind
     closer than a pixel are drawn as one bar.
     """
     resources = {parse_resource(name) for timeline in timelines.values() for name in timeline.resources}
     ordered = sorted(resources, key=lambda resource: (resource.rank, *stream_order(resource.stream)))
-    shown = ordered if len(ordered) <= MAX_ROWS else [r for r in ordered if r.rank < max(1, ordered[MAX_ROWS].rank)]
+    shown = ordered
+    if len(ordered) > most_rows:
+        shown = [place for place in ordered if place.rank < max(ordered[0].rank + 1, ordered[most_rows].rank)]
     row = {str(resource): number for number, resource in enumerate(shown)}
     longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
-    scale, unit = _time_unit(longest_s)
+    scale, unit = axis_scale("time", longest_s)
     panel = max(3, len(shown)) * ROW_PX
     gap = 34
     height = len(timelines) * panel + (len(timelines) - 1) * gap
-    part = f", ranks 0 to {shown[-1].rank} of {graph.world_size}" if len(shown) < len(ordered) else ""
+    part = f", ranks 0-{shown[-1].rank} of {graph.world_size}" if len(shown) < len(ordered) else ""
     titles = [
         f"<b>{html.escape(name)}</b>  {format_seconds(timeline.makespan_s)}{part}" for name, timeline in timelines.items()
     ]
@@ -95,7 +88,7 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
     figure.update_annotations(x=0, xanchor="left", font={"size": 13, "color": INK})
     legend: set[str] = set()
     for number, timeline in enumerate(timelines.values(), start=1):
-        bars = [bar for bar in _bars(graph, timeline, row) if bar.row >= 0]
+        bars = _labelled_once([bar for bar in _bars(graph, timeline, row) if bar.row >= 0])
         if len(bars) > MAX_BARS:
             bars = _merged(bars, longest_s / 2000)
         for kind in [*KIND_COLOURS, *sorted({bar.kind for bar in bars} - KIND_COLOURS.keys())]:
@@ -140,7 +133,7 @@ LABEL_WIDTH = 24
 
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
     """Step time with its 90% interval per PlanResult.to_dict(), best first as given."""
-    scale, unit = _time_unit(max((result["step_s"]["median"] for result in results), default=0.0))
+    scale, unit = axis_scale("time", max((result["step_s"]["median"] for result in results), default=0.0))
     groups: dict[str, list[int]] = {"chosen": [], "fits": [], "does not fit": []}
     for number, result in enumerate(results):
         marked = is_chosen(result, chosen) and not groups["chosen"]
@@ -230,7 +223,7 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
     """Categories of the step per rank, stacked; {"predicted": [...], "measured": [...]} stand one above the other."""
     rows = [(rank["rank"], name, rank) for name, ranks in breakdowns.items() for rank in ranks]
     rows.sort(key=lambda row: row[0])
-    scale, unit = _time_unit(max((sum(rank[key] for key in CATEGORIES) for _, _, rank in rows), default=0.0))
+    scale, unit = axis_scale("time", max((sum(rank[key] for key in CATEGORIES) for _, _, rank in rows), default=0.0))
     figure = go.Figure()
     for key, name in CATEGORIES.items():
         seconds = [rank[key] for _, _, rank in rows]
@@ -248,60 +241,39 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
             )
         )
     several = len(breakdowns) > 1
-    labels = [html.escape(f"r{rank} {name}" if several else f"r{rank}") for rank, name, _ in rows]
+    labels = [html.escape(f"rank {rank} {name}" if several else f"rank {rank}") for rank, name, _ in rows]
     _label_rows(figure, labels, tickfont={"size": 11})
     figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
     return styled(figure, 34 * max(2, len(rows)) + 50)
 
 
-def _pairs_figure(
-    labels: Sequence[str],
-    values: Mapping[str, Sequence[float]],
-    errors: Sequence[float | None],
-    hover: Mapping[str, Sequence[str]],
-    unit: str,
-) -> go.Figure:
-    """Two bars per row, "predicted" and "measured"; the error stands at the end of the predicted one.
-
-    Args:
-        values, hover: per row, by the name of the bar.
-    """
+def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
+    """Predicted and measured seconds per kind of task, from Comparison.to_dict(); the error stands at the bars' end."""
+    kinds = comparison["kinds"]
+    scale, unit = axis_scale(
+        "time", max((row[name] for row in kinds.values() for name in ("predicted", "measured")), default=0.0)
+    )
     figure = go.Figure()
     for name, colour in (("predicted", PREDICTED), ("measured", MEASURED)):
         figure.add_trace(
             go.Bar(
                 name=name,
                 orientation="h",
-                y=list(labels),
-                x=list(values[name]),
+                y=list(kinds),
+                x=[row[name] / scale for row in kinds.values()],
                 marker={"color": colour},
-                text=[format_error(error) if name == "predicted" else "" for error in errors],
+                text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in kinds.values()],
                 textposition="outside",
                 cliponaxis=False,
-                customdata=list(hover[name]),
+                customdata=[f"{format_seconds(row[name])} in {row['count']} tasks" for row in kinds.values()],
                 hovertemplate=f"{name} %{{y}}<br>%{{customdata}}<extra></extra>",
             )
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
-    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
+    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
-    return styled(figure, 46 * max(2, len(labels)) + 50)
-
-
-def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
-    """Predicted and measured seconds per kind of task, from Comparison.to_dict(); the error stands at the bars' end."""
-    kinds = comparison["kinds"]
-    names = ("predicted", "measured")
-    scale, unit = _time_unit(max((row[name] for row in kinds.values() for name in names), default=0.0))
-    figure = _pairs_figure(
-        list(kinds),
-        {name: [row[name] / scale for row in kinds.values()] for name in names},
-        [row["relative_error"] for row in kinds.values()],
-        {name: [f"{format_seconds(row[name])} in {row['count']} tasks" for row in kinds.values()] for name in names},
-        unit,
-    )
-    return figure.update_xaxes(rangemode="tozero")
+    return styled(figure, 46 * max(2, len(kinds)) + 50)
 
 
 def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figure:
@@ -346,6 +318,7 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
     )
     _label_rows(figure, [_two_lines(model, plan) for model, plan, _ in defined], showgrid=False, zeroline=False)
     figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
+    figure.update_xaxes(title="error of the predicted step")
     return styled(figure, _labelled_height([plan for _, plan, _ in defined]))
 
 
@@ -364,6 +337,16 @@ def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[
         text, place = "" if label is None else html.escape(str(label)), row.get(span.resource, -1)
         bars.append(Bar(place, kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), text))
     return bars
+
+
+def _labelled_once(bars: Sequence[Bar]) -> list[Bar]:
+    """Of neighbours with one label the middle one keeps it."""
+    labelled: list[Bar] = []
+    ordered = sorted(bars, key=lambda bar: (bar.row, bar.start_s))
+    for _, group in itertools.groupby(ordered, key=lambda bar: (bar.row, bar.kind, bar.label)):
+        alike = list(group)
+        labelled += [bar if place == len(alike) // 2 else replace(bar, label="") for place, bar in enumerate(alike)]
+    return labelled
 
 
 def _merged(bars: Sequence[Bar], resolution_s: float) -> list[Bar]:
@@ -397,7 +380,7 @@ def _gantt_trace(kind: str, bars: Sequence[Bar], scale: float, in_legend: bool, 
         base=[bar.start_s / scale for bar in bars],
         x=[(bar.end_s - bar.start_s) / scale for bar in bars],
         width=0.86,
-        marker={"color": KIND_COLOURS.get(kind, GREY), "line": {"width": 0.5 if labelled else 0, "color": "white"}},
+        marker={"color": KIND_COLOURS.get(kind, GREY), "line": {"width": 0.5 if labelled else 0, "color": "#FFFFFF"}},
         text=[bar.label for bar in bars] if labelled else None,
         textposition="inside",
         insidetextanchor="middle",
@@ -425,13 +408,8 @@ def _two_lines(first: str, second: str) -> str:
     return f'{html.escape(first)}<br><span style="font-size:11px">{small}</span>'
 
 
-def _time_unit(seconds: float) -> tuple[float, str]:
-    """(seconds per unit, unit) for an axis that reaches `seconds`."""
-    return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "µs"))
-
-
 def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
-    """Common look; `height` in pixels is that of the plot with its axes, the legend apart."""
+    """Common look; `height` in pixels is that of the plot with its axes, the legend apart. Pages add their colours."""
     figure.update_xaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_yaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_layout(
@@ -439,50 +417,37 @@ def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
         height=height,
         margin={"l": 8, "r": 24, "t": top, "b": 30},
         font={"family": FONT, "size": 12, "color": INK},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="#fbfcfd",
-        hoverlabel={"bgcolor": "white", "bordercolor": "#9aa5b1", "align": "left", "font": {"family": FONT, "size": 12}},
+        plot_bgcolor="rgba(0,0,0,0)",
     )
     return figure
 
 
-# Figures of memory: the predicted peak by line, and what was measured beside the prediction of the same kind.
-#
-# The lines have the colours of Paul Tol's muted scheme, which colour-blind readers can distinguish.
-
-
-MEMORY_COLOURS = {
-    "parameters": "#332288",
-    "casts": "#6699CC",
-    "gradients": "#88CCEE",
-    "unsharded": "#4477AA",
-    "optimizer_state": "#44AA99",
-    "buffers": "#117733",
-    "activations": "#DDCC77",
-    "boundary_values": "#999933",
-    "receive_buffers": "#661100",
-    "inputs": "#CC6677",
-    "communication": "#882255",
-    "context": "#CBD0D6",
-    "workspace": "#AA4499",
-    "allocator": "#DDDDDD",
+LEVEL_NAMES = {
+    "live": "live tensors",
+    "allocated": "allocated blocks",
+    "reserved": "reserved by the allocator",
+    "driver": "the whole device",
 }
+"""The counters of `parsim.report.more_tables.memory_levels`, as a reader meets them."""
+LEVEL_MARKS = {"live": "diamond", "allocated": "square", "reserved": "triangle-up", "driver": "circle"}
 
 
-def memory_figure(memory: Sequence[Mapping[str, Any]], *, device_bytes: Sequence[int] = ()) -> go.Figure:
-    """Predicted peak memory per rank, stacked by line, against the device limit.
+def memory_figure(memory: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[str, Any]] = ()) -> go.Figure:
+    """Predicted peak memory per rank, stacked by line, against the device's, with what each counter measured.
+
+    Tensors lie at the bottom, then what the allocator keeps, then the rest. So the mark of a counter that was predicted exactly
+    lies on the border above the last line that it sees.
 
     Args:
-        memory: RankMemory as dictionaries. device_bytes: by rank, all that the device was seen to hold; the same kind of
-            number as a whole bar. Empty: nobody counted it.
+        memory: RankMemory as dictionaries. levels: MemoryLevel as dictionaries, of the same ranks.
     """
     amounts = [memory_lines(rank) for rank in memory]
-    peaks = [sum(lines.values()) for lines in amounts]
-    highest = max([*peaks, *device_bytes], default=0)
-    scale, unit = _size_unit(highest)
-    ranks = [f"r{rank['rank']}" for rank in memory]
+    names = sorted(dict.fromkeys(name for lines in amounts for name in lines), key=lambda name: _ABOVE.get(name, 0))
+    highest = max([*(sum(lines.values()) for lines in amounts), *(row["measured_bytes"] for row in levels)], default=0)
+    scale, unit = axis_scale("bytes", highest)
+    ranks = [f"rank {rank['rank']}" for rank in memory]
     figure = go.Figure()
-    for name in dict.fromkeys(name for lines in amounts for name in lines):
+    for name in names:
         values = [lines.get(name, 0) for lines in amounts]
         if not any(values):
             continue
@@ -497,71 +462,133 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, device_bytes: Sequence
                 hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
             )
         )
-    if len(device_bytes):
-        figure.add_trace(
-            go.Scatter(
-                name="measured on the device",
-                x=ranks,
-                y=[value / scale for value in device_bytes],
-                mode="markers",
-                marker={"symbol": "diamond", "size": 10, "color": "white", "line": {"color": INK, "width": 2}},
-                customdata=[
-                    [format_bytes(value), format_error((peak - value) / value if value else None)]
-                    for peak, value in zip(peaks, device_bytes, strict=True)
-                ],
-                hovertemplate="%{x} measured on the device<br>%{customdata[0]}<br>error %{customdata[1]}<extra></extra>",
+    for level, name in LEVEL_NAMES.items():
+        rows = [row for row in levels if row["level"] == level]
+        if rows:
+            figure.add_trace(
+                go.Scatter(
+                    name=f"measured: {name}",
+                    x=[f"rank {row['rank']}" for row in rows],
+                    y=[row["measured_bytes"] / scale for row in rows],
+                    mode="markers",
+                    marker={"symbol": LEVEL_MARKS[level], "size": 11, "color": "#FFFFFF", "line": {"color": INK, "width": 2}},
+                    customdata=[_level_text(row) for row in rows],
+                    hovertemplate=f"%{{x}}, {name}<br>%{{customdata}}<extra></extra>",
+                )
             )
-        )
     limits = [rank.get("limit_bytes") for rank in memory]
     known = [limit for limit in limits if limit is not None]
     title = unit
     if known and max(known) <= 4 * highest:
         figure.add_trace(
             go.Scatter(
-                name="device limit",
+                name="the device has",
                 x=ranks,
                 y=[None if limit is None else limit / scale for limit in limits],
                 mode="lines+markers" if len(ranks) > 1 else "markers",
                 marker={"symbol": "line-ew", "size": 26, "line": {"color": INK, "width": 2}},
                 line={"color": INK, "dash": "dot", "width": 1.5},
                 customdata=["" if limit is None else format_bytes(limit) for limit in limits],
-                hovertemplate="%{x} device limit<br>%{customdata}<extra></extra>",
+                hovertemplate="%{x}: the device has %{customdata}<extra></extra>",
             )
         )
     elif known:
-        title += f" (device limit {format_bytes(min(known))})"
+        title += f" (the device has {format_bytes(min(known))})"
     figure.update_yaxes(title=title, rangemode="tozero", zeroline=False, fixedrange=True)
     figure.update_xaxes(type="category", fixedrange=True, showgrid=False)
     figure.update_layout(barmode="stack", bargap=0.4 if len(ranks) > 2 else 0.65)
     return styled(figure, 330)
 
 
-LEVEL_NAMES = {
-    "live": "live tensors",
-    "allocated": "allocated blocks",
-    "reserved": "reserved",
-    "driver": "whole device",
-}
-"""The counters of `report/memory_levels`, as a reader meets them."""
+_ABOVE = {"allocator": 1, **dict.fromkeys((name for name in NOT_TENSORS if name != "allocator"), 2)}
+"""Lines that no counter of tensors sees, by how high they lie in the stack; tensors lie below."""
 
 
-def memory_levels_figure(levels: Sequence[Mapping[str, Any]]) -> go.Figure:
-    """Predicted and measured bytes per rank and counter, from MemoryLevel.to_dict(); the error stands at the bars' end."""
-    several = len({row["level"] for row in levels}) > 1
-    labels = [html.escape(f"r{row['rank']} {LEVEL_NAMES[row['level']]}" if several else f"r{row['rank']}") for row in levels]
-    sizes = {name: [row[f"{name}_bytes"] for row in levels] for name in ("predicted", "measured")}
-    most = max((size for bars in sizes.values() for size in bars), default=0)
-    scale, unit = _size_unit(most)
-    figure = _pairs_figure(
-        labels,
-        {name: [size / scale for size in bars] for name, bars in sizes.items()},
-        [row["relative_error"] for row in levels],
-        {name: [format_bytes(size) for size in bars] for name, bars in sizes.items()},
-        unit,
-    )
-    return figure.update_xaxes(range=[0, 1.2 * (most / scale or 1.0)], fixedrange=True)
+def level_lines(levels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Per counter one sentence: of the rank that is furthest off."""
+    worst: dict[str, Mapping[str, Any]] = {}
+    for row in levels:
+        if row["level"] not in worst or abs(row["relative_error"]) > abs(worst[row["level"]]["relative_error"]):
+            worst[row["level"]] = row
+    return [f"Rank {row['rank']}, {LEVEL_NAMES[level]}: {_level_text(row)}." for level, row in worst.items()]
 
 
-def _size_unit(highest: float) -> tuple[int, str]:
-    """The largest unit that the size reaches, in bytes, and its name."""
-    return next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if highest >= size), (1, "B"))
+def _level_text(row: Mapping[str, Any]) -> str:
+    predicted, measured = format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"])
+    return f"predicted {predicted}, measured {measured}, error {format_error(row['relative_error'])}"
+
+
+# The curve of a sweep.
+
+
+MOST_LINES = 12
+MOST_PLACES = 40
+"""Different values of a field that a line joins; more are those of a sample, of which every point is a mark."""
+
+
+def sweep_figure(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str], *, column: str = "", picked: int | None = None
+) -> go.Figure:
+    """A figure of the points along one swept field, a line for each value of another one, with 90% intervals.
+
+    Where several points share a place, the best is drawn. Points that do not fit or failed are left out.
+
+    Args:
+        rows: per point, the columns of a sweep's table. keys: the swept fields. column: of METRICS; otherwise the throughput.
+        picked: number of the row to ring.
+    """
+    metric = next((each for each in METRICS if each.column == column), METRICS[0])
+    answered = [row for row in rows if row["status"] == "ok" and row.get(metric.column) is not None]
+    several = [key for key in keys if len({str(row[key]) for row in answered}) > 1] or list(keys)
+    numeric = [key for key in several if all(isinstance(row[key], int | float) for row in answered)]
+    along = next(iter(numeric), several[0])
+    split = next((key for key in sorted(several, key=lambda key: key in numeric) if key != along), "")
+    scale, unit = axis_scale(metric.kind, max((abs(row[metric.column]) for row in answered), default=0.0))
+    places = sorted({row[along] for row in answered}) if along in numeric else []
+    is_sampled = len(places) > MOST_PLACES
+
+    def place(row: Mapping[str, Any]) -> Any:
+        return row[along] if along in numeric else html.escape(value_name(row[along]))
+
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in answered:
+        lines.setdefault(f"{axis_name(split)} {value_name(row[split])}" if split else metric.name, []).append(row)
+    if is_sampled:
+        lines = {metric.name: answered}
+    figure = go.Figure()
+    for number, (name, points) in enumerate(itertools.islice(lines.items(), MOST_LINES)):
+        best: dict[Any, Mapping[str, Any]] = {}
+        for row in points:
+            here = best.get(place(row))
+            if here is None or (row[metric.column] < here[metric.column]) == (metric.best == "min"):
+                best[place(row)] = row
+        shown = sorted(best.values(), key=lambda row: row[along]) if along in numeric else list(best.values())
+        below, above = (
+            [abs(row.get(end, row[metric.column]) - row[metric.column]) / scale for row in shown]
+            for end in metric.ends() or (metric.column, metric.column)
+        )
+        colour = SERIES[number % len(SERIES)]
+        figure.add_trace(
+            go.Scatter(
+                name=html.escape(name),
+                x=[place(row) for row in shown],
+                y=[row[metric.column] / scale for row in shown],
+                mode="markers" if is_sampled else "lines+markers",
+                line={"color": colour, "width": 2},
+                marker={"color": colour, "size": 8},
+                error_y=None if is_sampled else error_bars(above, below, colour, 3, thickness=1.2),
+            )
+        )
+    ringed = [row for row in answered if picked is not None and row["point"] == picked]
+    if ringed:
+        mark = {"symbol": "circle", "size": 17, "color": CLEAR, "line": {"color": INK, "width": 2}}
+        x, y = [place(row) for row in ringed], [row[metric.column] / scale for row in ringed]
+        figure.add_trace(go.Scatter(name="picked", x=x, y=y, mode="markers", marker=mark))
+    wide = bool(places) and places[0] > 0 and places[-1] >= 6 * places[0]
+    few = {"tickvals": places, "ticktext": [f"{each:g}" for each in places]} if 0 < len(places) <= MOST_LINES else {}
+    left_out = len(lines) - MOST_LINES
+    more = f"; {left_out} more values of {axis_name(split).lower()} are not drawn" if left_out > 0 else ""
+    figure.update_xaxes(title=axis_name(along) + more, type="log" if wide else None, **few)
+    figure.update_yaxes(title=f"{metric.name} ({unit})", rangemode="tozero")
+    styled(figure, 420)
+    return figure.update_layout(margin_b=TITLED)

@@ -14,7 +14,7 @@ from parsim.hardware.records import OperatorFit, OperatorSurface
 from parsim.hardware.speed_factor import speed_since
 from parsim.predict.memory import RankMemory
 from parsim.report.tables import NOTHING, ReportTable, columns_of, interval_texts
-from parsim.units import format_bytes, format_count, format_percent, format_seconds
+from parsim.units import format_bytes, format_count, format_energy, format_money, format_percent, format_seconds
 
 
 def models_table(rows: Mapping[str, Mapping[str, Any]]) -> ReportTable:
@@ -167,9 +167,9 @@ def run_table(run: Mapping[str, Any]) -> ReportTable:
     rows.append(("failures", *_texts(run["failures"], lambda value: f"{value:.3g}")))
     rows.append(("useful share of the time", *_texts(run["useful_fraction"], format_percent)))
     if run["price"]["median"]:
-        rows.append((f"price, {run['currency']}", *_texts(run["price"], lambda value: f"{value:,.2f}")))
+        rows.append(("price", *_texts(run["price"], lambda value: format_money(value, run["currency"]))))
     if run["energy_j"]["median"]:
-        rows.append(("energy, kWh", *_texts(run["energy_j"], lambda value: f"{value / 3.6e6:,.4g}")))
+        rows.append(("energy", *_texts(run["energy_j"], lambda value: format_energy(value / 3.6e6))))
     return ReportTable(
         title=f"The whole run: {run['epochs']} epochs, {run['steps']} steps, {run['draws']} draws",
         columns=columns_of("figure", "median", "90%", wraps="figure"),

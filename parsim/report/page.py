@@ -1,7 +1,8 @@
 """report.html: one self-contained page with tables and plotly figures that opens offline.
 
-plotly.js stands in the page once; a content security policy forbids every request. The page reads at 1280 pixels and on
-a phone, where table rows become cards. Every text that comes from a user (component, model and file names) is escaped.
+The first screen has the answer as a sentence and one picture. plotly.js stands in the page once; a content security policy
+forbids every request. The page reads on a phone, where table rows become cards, and up to 2,560 pixels, in light and dark.
+Every text that comes from a user (component, model and file names) is escaped.
 """
 
 from __future__ import annotations
@@ -103,58 +104,86 @@ def report_html(data: ReportData) -> str:
         if run.comparison is not None
     ]
     links = [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
-    parts = []
+    on_top = data.extra_figures[:1] if not data.sections else ()  # a page of figures alone: its first one
+    parts = [_first_picture(data, runs, drawn, on_top)]
     if runs:
         links.insert(0, ("validation", "Predicted against measured"))
-        caption = (
-            "Error of the step, its predicted 90% interval, and in grey how far two halves of the same measurement "
-            "differ: an error inside the grey band may be noise."
-        )
-        parts += [
-            '<section id="validation"><h2>Predicted against measured</h2>',
-            _table(tables.validation_table(runs, title="")),
-            _figure(drawn, figures.errors_figure(runs), caption),
-            "</section>",
-        ]
+        table = _table(tables.validation_table(runs, title=""))
+        parts.append(f'<section class="card" id="validation"><h2>Predicted against measured</h2>{table}</section>')
     if data.learning is not None:
         links.append(("learning", "Learning"))
-        parts += ['<section id="learning"><h2>Learning</h2>', _figure(drawn, *data.learning), "</section>"]
+        parts.append(f'<section class="card" id="learning"><h2>Learning</h2>{_figure(drawn, *data.learning)}</section>')
     parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
-    if data.extra_tables or data.extra_figures:
-        links.append(("more", "Where the numbers come from"))
-        parts.append('<section id="more"><h2>Where the numbers come from</h2>')
-        parts += [f"<h3>{html.escape(table.title)}</h3>{_table(table)}" for table in data.extra_tables]
-        parts += [f"<h3>{html.escape(title)}</h3>{_figure(drawn, *shown)}" for title, *shown in data.extra_figures]
-        parts.append("</section>")
+    links.append(("more", "Where the numbers come from"))
+    facts = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data.facts)
+    parts.append('<section class="card" id="more"><h2>Where the numbers come from</h2>')
+    parts.append(f'<dl class="facts">{facts}</dl>' if facts else "")
+    parts += [f"<h3>{html.escape(table.title)}</h3>{_table(table)}" for table in data.extra_tables]
+    parts += [f"<h3>{html.escape(title)}</h3>{_figure(drawn, *shown)}" for title, *shown in data.extra_figures[len(on_top) :]]
+    parts.append("</section>")
+    navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
+    parts.insert(1, f'<nav aria-label="Parts of the page">{navigation}</nav>')
     figures_json = ",".join(figure.to_json() for figure in drawn).replace("<", "\\u003c")
     return standalone_page(
         data.title,
-        style="report.css",
-        body="<main>" + "\n".join([_header(data, links), *parts]) + "</main>\n",
+        body="<main>" + "\n".join([_header(data), *parts]) + "</main>\n",
         data=("figures", f"[{figures_json}]"),
-        scripts=("report.js",),
+        script="report.js",
     )
 
 
-def _header(data: ReportData, links: Sequence[tuple[str, str]]) -> str:
-    facts = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data.facts)
-    facts = f'<dl class="facts">{facts}</dl>' if facts else ""
-    summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
-    navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
+def _header(data: ReportData) -> str:
+    """The answer: the first line of the summary; the others stand below the first picture."""
+    answer = html.escape(data.summary[0] if data.summary else data.title)
     return (
-        f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div>{facts}'
-        f"<nav>{navigation}</nav>"
+        f'<header><div class="bar"><p class="eyebrow">{html.escape(data.title)}</p>'
+        '<div class="tools"><button type="button" id="theme" title="Light or dark">Dark</button></div></div>'
+        f"<h1>{answer}</h1>"
         "<noscript><p>The tables need nothing; the figures need JavaScript, all of it in this file.</p></noscript></header>"
     )
 
 
+ROWS_ON_TOP = 12
+"""Of each timeline in the first picture: as many as a screen shows below the answer."""
+
+
+def _first_picture(
+    data: ReportData,
+    runs: Sequence[tuple[str, str, Mapping[str, Any]]],
+    drawn: list[go.Figure],
+    on_top: Sequence[tuple[str, go.Figure, str]],
+) -> str:
+    """Several runs: the error of each. One plan: its timeline. Else the first figure there is. Then the rest of the summary."""
+    rest = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary[1:])
+    shown = next((run for section in data.sections for run in section.runs if _timelines(run)), None)
+    picture = ""
+    if len(runs) > 1:
+        caption = (
+            "Error of the step, its predicted 90% interval, and in grey how far two halves of the same measurement "
+            "differ: an error inside the grey band may be noise."
+        )
+        picture = _figure(drawn, figures.errors_figure(runs), caption)
+    elif shown is not None and shown.graph is not None:
+        caption = "One step, a row per rank and stream. All rows are in the part on this plan."
+        picture = _figure(drawn, figures.timeline_figure(shown.graph, _timelines(shown), most_rows=ROWS_ON_TOP), caption)
+    for title, figure, caption in on_top:
+        picture = f"<h2>{html.escape(title)}</h2>{_figure(drawn, figure, caption)}"
+    return f'<section class="card hero">{picture}{rest}</section>' if picture or rest else ""
+
+
+def _timelines(run: ReportRun) -> dict[str, Timeline]:
+    several = run.comparison is not None and run.comparison["measured_step_s"]["steps"] > 1
+    lines = {"Predicted": run.predicted, "Measured, one step" if several else "Measured": run.measured}
+    return {name: line for name, line in lines.items() if line is not None} if run.graph is not None else {}
+
+
 def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str:
-    parts = [f'<section id="section-{number}"><h2>{html.escape(section.title)}</h2>']
+    parts = [f'<section class="card" id="section-{number}"><h2>{html.escape(section.title)}</h2>']
     parts += [f"<p>{html.escape(section.text)}</p>"] if section.text else []
     if len(section.results) == 1:  # a figure would show one bar
         parts += ["<h3>The plan</h3>", _table(tables.strategy_table([tables.alone(section.results[0])], title=""))]
     elif section.results:
-        caption = "Predicted step time by plan; hatched plans do not fit in memory."
+        caption = "Predicted step time by plan, with its 90% interval; hatched plans do not fit in memory."
         parts += [
             "<h3>Strategies</h3>",
             _table(tables.strategy_table(section.results, chosen=section.chosen, title="")),
@@ -168,9 +197,7 @@ def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str
 
 def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
     parts = [f"<details{' open' if opened else ''}><summary>{_run_title(run)}</summary>", "<h4>Timeline of one step</h4>"]
-    several = run.comparison is not None and run.comparison["measured_step_s"]["steps"] > 1
-    lines = {"Predicted": run.predicted, "Measured (one step)" if several else "Measured": run.measured}
-    timelines = {name: line for name, line in lines.items() if line is not None}
+    timelines = _timelines(run)
     if run.graph is not None and timelines:
         caption = (
             "A row per rank and stream, time from the start of the step; bars are labelled with their microbatch or "
@@ -194,22 +221,13 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, figures.breakdown_figure(breakdowns), caption))
     else:
         parts.append(_absent(run.absent, "breakdown"))
-    levels = {row["level"] for row in run.memory_levels}
-    if levels:
-        caption = "Peak of live tensors, counted operator by operator, beside the predicted lines of tensors. "
-        if "reserved" in levels:
-            caption += "What the allocator reserved is compared with these and the line allocator."
-        else:
-            caption += "The context of the process and libraries are no tensors: no counter of a CPU sees them."
-        parts.append("<h4>Memory, predicted and measured</h4>")
-        parts.append(_figure(drawn, figures.memory_levels_figure(run.memory_levels), caption))
-    parts.append("</div><div><h4>Peak memory by rank</h4>")
+    parts.append("</div><div><h4>Peak memory</h4>")
     if len(run.memory):
-        on_device = [row["measured_bytes"] for row in run.memory_levels if row["level"] == "driver"]
-        on_device = on_device if len(on_device) == len(run.memory) else []
-        caption = "Predicted, by line, against what the device has"
-        caption += "; diamonds: measured on the device." if on_device else "."
-        parts.append(_figure(drawn, figures.memory_figure(run.memory, device_bytes=on_device), caption))
+        caption = "Predicted, by line: tensors at the bottom, then what the allocator keeps, then the context and libraries."
+        if run.memory_levels:
+            caption += " A mark is what a counter measured; predicted exactly, it lies above the last line that it sees. "
+            caption += " ".join(figures.level_lines(run.memory_levels))
+        parts.append(_figure(drawn, figures.memory_figure(run.memory, run.memory_levels), caption))
     else:
         parts.append(_absent(run.absent, "memory"))
     parts.append("</div></div>")
@@ -270,9 +288,9 @@ def _table(table: tables.ReportTable) -> str:
         mark = ' class="chosen"' if number in table.emphasised else ""
         rows.append(f"<tr{mark}>{cells}</tr>")
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
-    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>' + (
-        f'<ul class="notes">{notes}</ul>' if notes else ""
-    )
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    listing = f'<ul class="notes">{notes}</ul>' if notes else ""
+    return f'<div class="table" tabindex="0"><table class="cards">{body}</table></div>{listing}'
 
 
 def _classes(column: tables.Column, text: str = "", place: int | None = None) -> str:
@@ -288,32 +306,12 @@ def _cell(text: str) -> str:
 def _figure(drawn: list[go.Figure], figure: go.Figure, caption: str) -> str:
     """A place for the figure, as high as it will be, so that the page does not jump while figures are drawn.
 
-    The legend is made of buttons outside the plot: it wraps on a phone, and hides and shows traces.
+    The script puts its legend above it, of buttons that wrap on a phone, and hide and show traces.
     """
-    figure.update_layout(showlegend=False)
     drawn.append(figure)
     text = html.escape(caption)
-    swatches = {trace.name: _swatch(trace) for trace in figure.data}
-    buttons = "".join(
-        f'<button type="button" aria-pressed="true" data-trace="{html.escape(name)}">{swatch}{html.escape(name)}</button>'
-        for name, swatch in swatches.items()
-    )
     place = f'data-figure="{len(drawn) - 1}" style="height:{figure.layout.height}px"'
     return (
-        f'<figure><div class="legend">{buttons}</div>'
-        f'<div class="plot" {place} role="img" aria-label="{text}"></div>'
+        f'<figure><div class="legend"></div><div class="plot" {place} role="img" aria-label="{text}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
-
-
-def _swatch(trace: Any) -> str:
-    """The mark of a trace in its legend: a square, a hatched square, a dot, a diamond or a dash."""
-    marker = trace.marker
-    if trace.type == "bar":
-        stripes = f"repeating-linear-gradient(135deg, {marker.pattern.fgcolor} 0 2px, {marker.color} 2px 5px)"
-        return f'<i style="background:{stripes if marker.pattern.shape == "/" else marker.color}"></i>'
-    if marker.symbol == "line-ew":
-        return f'<i class="dash" style="border-color:{marker.line.color}"></i>'
-    shape = "diamond" if marker.symbol == "diamond" else "dot"
-    border = marker.line.color or marker.color
-    return f'<i class="{shape}" style="background:{marker.color};border:2px solid {border}"></i>'

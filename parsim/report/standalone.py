@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-from collections.abc import Sequence
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 """Forbids every request."""
@@ -15,24 +14,22 @@ def asset(name: str) -> str:
     return importlib.resources.files("parsim.report").joinpath("assets", name).read_text("utf-8")
 
 
-def standalone_page(
-    title: str, *, style: str, body: str, data: tuple[str, str], scripts: Sequence[str], colours: str = "light"
-) -> str:
-    """A whole HTML page.
+def standalone_page(title: str, *, body: str, data: tuple[str, str], script: str) -> str:
+    """A whole HTML page in the look of all pages (page.css, page.js).
 
     Args:
-        title: a text, which is escaped. style, scripts: names of assets. body: HTML. data: id of the element that the scripts
-            read, and its JSON without "<". colours: colour schemes that the style knows.
+        title: a text, which is escaped. body: HTML. data: id of the element that the script reads, and its JSON without "<".
+        script: name of the page's own asset.
     """
     from plotly.offline import get_plotlyjs
 
     plotly_js = get_plotlyjs().replace("</script", "<\\/script")
-    code = "".join(f"<script>{text}</script>\n" for text in (plotly_js, *map(asset, scripts)))
+    code = "".join(f"<script>{text}</script>\n" for text in (plotly_js, asset("page.js"), asset(script)))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="{colours}"><link rel="icon" href="data:,">'
-        f"<title>{html.escape(title)}</title><style>{asset(style)}</style></head>\n"
+        f'<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{html.escape(title)}</title><style>{asset('page.css')}</style></head>\n"
         f'<body>{body}<script type="application/json" id="{data[0]}">{data[1]}</script>\n{code}</body></html>\n'
     )

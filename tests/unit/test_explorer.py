@@ -13,8 +13,10 @@ import parsim as ps
 from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError
 from parsim.report import explorer as page
-from parsim.report.explorer import METRICS, ExplorerData, document_of, explorer_html
-from tests.unit.browser import needs_chromium, visiting
+from parsim.report.explorer import ExplorerData, document_of, explorer_html
+from parsim.report.legend import METRICS
+from parsim.units import format_bytes, format_energy, format_money, format_percent, format_seconds
+from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -75,7 +77,7 @@ def test_the_page_is_whole_small_and_fetches_nothing() -> None:
     assert len(text.encode()) < page.LARGEST_BYTES
     assert "default-src 'none'" in text
     assert text.count("plotly.js v") == 1
-    own = text[: text.index("plotly.js v")] + text[text.rindex("const Figures") :]
+    own = text[: text.index("plotly.js v")] + text[text.rindex("const Page") :]
     assert not re.search(r"(src|href)=\"(?!#|data:)", own)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", own)
 
@@ -92,7 +94,7 @@ def test_the_document_holds_every_point_as_it_is() -> None:
     assert by_key["step_s"]["median"] == pytest.approx([entry["step_s"] for entry in given], rel=1e-4)
     assert by_key["usd_per_million_samples"]["high"] == pytest.approx([entry["usd_per_million_samples_p95"] for entry in given])
     assert set(by_key) == {metric[0] for metric in METRICS if metric[0] in given[0]}
-    assert [entry["name"] for entry in document["categories"]] == ["computation", "exposed communication"]
+    assert [entry["name"] for entry in document["categories"]] == ["compute", "exposed communication"]
     assert [entry["name"] for entry in document["memory"]] == ["activations", "parameters"]
     plans = document["texts"]["plan"]
     assert [plans["words"][code] for code in plans["codes"]] == [entry["plan"] for entry in given]
@@ -138,6 +140,9 @@ def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
     document = document_in((out / "explorer.html").read_text(encoding="utf-8"))
     assert document["picked"] == 2
     assert document["summary"][:2] == found.heading()
+    assert document["answer"].startswith("Max throughput: 2-way data parallelism")
+    assert "global batch 128 takes" in document["answer"]
+    assert [axis["name"] for axis in document["axes"]] == ["Global batch"]
     assert document["texts"]["status"]["words"] == ["ok", "failed"]
     assert document["command"].startswith("parsim plan mlp --on dgx1-v100-32gb --batch 64 --set ")
     again = open_sweep(out).explore(tmp_path / "other.html")
@@ -153,6 +158,21 @@ def sampled() -> list[dict[str, Any]]:
     return [row(number, 1, "dp", **{"scale.links": 0.5 + number / 100, "step_s": 1 + number / 100}) for number in range(100)]
 
 
+ON_FIRST_SCREEN = """['h1', '.hero .plot'].map((found) => {
+  const box = document.querySelector(found).getBoundingClientRect();
+  return box.top >= 0 && box.bottom <= window.innerHeight && box.height > 20;
+})"""
+COLOURS_OF_LANES = """(() => {
+  const {z, text, colorscale, zmin, zmax} = document.getElementById("timeline").data[0], found = {};
+  const at = (value) => colorscale.filter(([from]) => from <= (value - zmin) / (zmax - zmin)).at(-1)[1];
+  z.forEach((line, row) => line.forEach((value, column) => { if (value !== null) found[text[row][column]] = at(value); }));
+  const probe = document.createElement("i");
+  document.body.append(probe);
+  const rgb = (colour) => { probe.style.color = colour; return getComputedStyle(probe).color; };
+  return Object.fromEntries(Object.entries(found).sort().map(([name, colour]) => [name, rgb(colour)]));
+})()"""
+COLOURS_OF_LEGEND = """Object.fromEntries([...document.querySelectorAll("#timeline-legend span")]
+  .map((entry) => [entry.textContent, getComputedStyle(entry.querySelector("i")).backgroundColor]).sort())"""
 MARK_OF_POINT = """(point) => {
   const plot = document.getElementById("front"), {xaxis, yaxis} = plot._fullLayout, {x, y, customdata} = plot.data[0];
   plot.scrollIntoView({block: "end"});
@@ -170,15 +190,19 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     given = [*rows(), row(8, 8, "mp", status="failed", reason=HOSTILE)]
     given.append(row(9, 1, HOSTILE, plan_in_words=HOSTILE, timeline=[[HOSTILE, "F300"]]))
     path = tmp_path / "explorer.html"
-    path.write_text(explorer_html(data_of(given, picked=2)), encoding="utf-8")
+    path.write_text(explorer_html(data_of(given, picked=2, answer="dp on 2 nodes is cheapest.")), encoding="utf-8")
     with visiting(width) as visit:
         tab = visit.tab(path.as_uri())
         assert tab.locator("#point-title").inner_text() == "Point 2"
+        assert tab.locator("h1").inner_text() == "dp on 2 nodes is cheapest."
+        assert tab.evaluate(ON_FIRST_SCREEN) == [True, True]
+        assert tab.locator("#controls select:visible, #controls input:visible").count() == 3 + 1
         drawn = tab.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)")
         assert all(drawn)
         assert len(drawn) == 6
         assert tab.locator("#timeline-legend span").all_inner_texts() == ["forward", "backward", "optimizer", "collective"]
         assert tab.evaluate("document.getElementById('timeline').data[0].z.map((line) => line.length)") == [300, 300]
+        assert tab.evaluate(COLOURS_OF_LANES) == tab.evaluate(COLOURS_OF_LEGEND)
         marks = "document.getElementById('curve').data.reduce((sum, trace) => sum + (trace.error_y ? trace.x.length : 0), 0)"
         assert tab.evaluate(marks) == 9
         assert "twice the devices, twice the throughput" in tab.locator("#curve-legend").inner_text()
@@ -199,12 +223,14 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert tab.locator("#point-title").inner_text() == "Point 3"
         tab.locator("#point-card").press("ArrowLeft")
         assert tab.locator("#point-title").inner_text() == "Point 2"
-        tab.locator("[id='control-Show']").select_option("usd_per_million_samples")
+        assert tab.evaluate(PROBLEMS_OF_ACCESS) == []
+        tab.locator("[id='control-metric']").select_option("usd_per_million_samples")
         tab.locator("#theme").click()
         address = tab.evaluate("location.hash")
         assert "metric=usd_per_million_samples" in address
         assert "theme=dark" in address
-        tab.locator("summary").click()
+        assert tab.evaluate(PROBLEMS_OF_ACCESS) == []
+        tab.locator("#points summary").click()
         # the table is filled once the browser says it is open
         visit.expect(tab.locator("#table tbody tr")).to_have_count(2)
         other = visit.browser.new_page(viewport={"width": width, "height": 900})
@@ -212,7 +238,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         other.wait_for_selector("body[data-ready]", state="attached")
         assert other.evaluate(front) == 2
         assert other.evaluate("document.documentElement.dataset.theme") == "dark"
-        assert other.locator("#control-Show").input_value() == "usd_per_million_samples"
+        assert other.locator("#control-metric").input_value() == "usd_per_million_samples"
         other.goto(f"{path.as_uri()}#point=9")
         other.reload()
         other.wait_for_selector("body[data-ready]", state="attached")
@@ -235,3 +261,65 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert not tab.locator("#theme").is_visible()
     assert visit.problems == []
     assert visit.requests == [path.as_uri()]
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_slider_between_points_shows_what_is_interpolated_and_says_so(tmp_path: Path) -> None:
+    """Steps of 1/nodes: between 2 and 4 nodes logarithms interpolate them exactly; at computed points no mark of it is left."""
+    path = tmp_path / "explorer.html"
+    path.write_text(explorer_html(data_of(rows())), encoding="utf-8")
+    with visiting(1280) as visit:
+        tab = visit.tab(f"{path.as_uri()}#:cluster.nodes=1.5&:plan.strategy=1&metric=step_s")
+        assert tab.locator("#point-title").inner_text() == "Between computed points"
+        assert "Interpolated between points 3, 5" in tab.locator("#point-words").inner_text()
+        slider = tab.locator("[id='control-cluster.nodes']")
+        assert slider.get_attribute("aria-valuetext") == "≈ 2.83, interpolated"
+        told = dict(
+            zip(
+                tab.locator("#point-figures dt").all_inner_texts(),
+                tab.locator("#point-figures dd").all_inner_texts(),
+                strict=True,
+            )
+        )
+        step_s = 1 / 8**0.5
+        assert told["Time per step"].startswith(f"≈ {format_seconds(step_s)}")
+        assert told["Nodes"].strip() == "≈ 2.83"
+        lengths = tab.evaluate("document.getElementById('breakdown').data.map((trace) => trace.x[0])")
+        assert sum(lengths) == pytest.approx(1e3 * step_s, rel=1e-3)
+        marks = (
+            "document.getElementById('curve').data.filter((trace) => (trace.text || [])[0] === 'interpolated')"
+            ".map((trace) => [trace.x[0], trace.y[0]])"
+        )
+        assert tab.evaluate(marks) == [pytest.approx([8**0.5, 1e3 * step_s], rel=1e-3)]
+        assert not tab.locator("#command").is_visible()
+        assert not tab.locator("#timeline").is_visible()
+        slider.focus()
+        tab.keyboard.press("ArrowRight")
+        assert slider.get_attribute("aria-valuetext") == "4"
+        assert tab.locator("#point-title").inner_text() == "Point 5"
+        assert tab.evaluate(marks) == []
+    assert visit.problems == []
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_pages_write_quantities_as_the_commands_do(tmp_path: Path) -> None:
+    path = tmp_path / "explorer.html"
+    path.write_text(explorer_html(data_of(rows())), encoding="utf-8")
+    values = [0.0123, 0.5, 1.0, 12.345, 999.7, 1234.5, 45_678.9, 1_234_567.8, 10_950_942.43, 2.5e9]
+    seconds = [4.2e-7, 1.5e-3, 0.9997, 59.0, 61.0, 3599.0, 7500.0, 400_000.0]
+    writers = {
+        "usd": format_money,
+        "bytes": lambda value: format_bytes(1000 * value),
+        "energy": format_energy,
+        "time": format_seconds,
+    }
+    with visiting(1280) as visit:
+        tab = visit.tab(path.as_uri())
+        for kind, write in writers.items():
+            asked = seconds if kind == "time" else values
+            told = tab.evaluate("([kind, values]) => values.map((value) => Page.format(kind, value))", [kind, asked])
+            assert told == [write(value) for value in asked]
+        assert tab.evaluate("Page.format('share', 0.1234)") == format_percent(0.1234)
+        assert tab.evaluate("Page.format('rate', 2893)") == "2.89 k samples/s"

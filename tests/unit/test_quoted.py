@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import parsim
 from parsim.app.answer import Answer
 from parsim.app.faster import parse_faster, what_would
-from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
+from parsim.app.large import DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.model.catalogue.names import NAMED
@@ -21,6 +21,7 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
 from parsim.predict.result import Interval
+from parsim.units import DAY_S, format_money
 
 DP = {"plan.strategy": "dp", "plan.zero_stage": 3, "plan.microbatches": 2, "plan.recompute": "none"}
 
@@ -145,7 +146,7 @@ def test_samples_to_train_on_have_a_time_and_a_price() -> None:
     assert run["usd"] == pytest.approx(3 * run["device_hours"])
     told = "\n".join(answer.heading())
     assert "64,000 samples: 1,000 steps, " in told
-    assert f"price: {run['usd']:.3g} USD at 3 per GPU-hour (given)" in told
+    assert f"price: {format_money(run['usd'])} at 3 per GPU-hour (given)" in told
     assert "failures: one in" not in told
 
 

@@ -29,12 +29,13 @@ from parsim.app.write_folder import report_facts
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.predict.memory import NOT_TENSORS, RankMemory
-from parsim.report import figures
+from parsim.predict.memory import RankMemory
+from parsim.report import figures, legend
 from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
+from parsim.report.sketch import LETTERS
 from parsim.units import format_seconds
-from tests.unit.browser import needs_chromium, visiting
+from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -81,7 +82,7 @@ def figures_of(page: str) -> list[dict[str, Any]]:
 def test_the_page_is_whole_and_fetches_nothing() -> None:
     page = report_html(report_data())
     parser = parsed(page)
-    assert parser.scripts == 3, "the figures, plotly once, the page's own"
+    assert parser.scripts == 4, "the figures, plotly once, the script of all pages, the page's own"
     assert all(reference.startswith(("#", "data:")) for reference in parser.references)
     assert "default-src 'none'" in page
     assert not re.search(r"@import|url\(", page.split("</style>")[0])
@@ -184,7 +185,7 @@ def test_a_timeline_has_one_trace_per_kind_and_a_bar_per_span() -> None:
     assert max(ends) == pytest.approx(1e3 * timeline.makespan_s), "milliseconds"
     forward = figure.data[1]
     assert forward.customdata[0].startswith("F stem mb0<br>")
-    assert set(forward.text) == {"0", "1", "2", "3"}
+    assert sorted(filter(None, forward.text)) == sorted("0123" * 4), "once per microbatch and rank"
     single = step_graph(RESNET[:3], dp=2)
     labels = figures.timeline_figure(single, {"Predicted": run_in_order(single, durations_s(single, 1e-3))}).data
     assert {text for trace in labels for text in trace.text} == {*RESNET[:3], "0", ""}
@@ -206,48 +207,39 @@ def test_long_timelines_stay_small() -> None:
     assert "forward tasks" in forward.customdata[0]
     wide = step_graph(["a"], dp=60)
     figure = figures.timeline_figure(wide, {"Predicted": run_in_order(wide, durations_s(wide, 1e-3))})
-    assert "ranks 0 to 31 of 60" in figure.layout.annotations[0].text
+    assert "ranks 0-31 of 60" in figure.layout.annotations[0].text
     assert len(figure.layout.yaxis.tickvals) == 96
 
 
 def test_memory_shows_the_limit_unless_it_is_far_away() -> None:
-    near = figures.memory_figure(memory_of(2, 4 * 2**30), device_bytes=[3 * 2**30, 3 * 2**30])
-    assert [trace.name for trace in near.data][-2:] == ["measured on the device", "device limit"]
+    near = figures.memory_figure(memory_of(2, 4 * 2**30))
+    assert near.data[-1].name == "the device has"
     assert near.data[-1].y == (4.0, 4.0)
     bars = np.sum([trace.y for trace in near.data if trace.type == "bar"], axis=0)
     peaks = [sum(size for _, size in rank["lines"]) / 2**30 for rank in memory_of(2, 1)]
     assert bars == pytest.approx(peaks)
     far = figures.memory_figure(memory_of(2, 2**40))
-    assert "device limit" not in [trace.name for trace in far.data]
-    assert "device limit 1024 GiB" in far.layout.yaxis.title.text
+    assert "the device has" not in [trace.name for trace in far.data]
+    assert "the device has 1024 GiB" in far.layout.yaxis.title.text
 
 
-def test_measured_memory_stands_beside_the_prediction_of_the_same_kind() -> None:
-    """Live tensors beside lines of tensors, never beside the context: an error of 3% shows as that."""
-    run = measured_run("dp", RESNET[:4], pp=1, dp=2, microbatches=1, seed=1, steps=1)
-    figure = figures.memory_levels_figure(run.memory_levels)
-    predicted, measured = figure.data
-    assert list(predicted.y) == ["r0", "r1"]
-    tensors = [sum(size for name, size in rank["lines"] if name not in NOT_TENSORS) / 2**20 for rank in run.memory]
-    assert predicted.x == pytest.approx(tensors)
-    assert measured.x == pytest.approx([1.03 * size for size in tensors])
-    assert list(predicted.text) == ["-2.9%", "-2.9%"]
-    whole = figures.memory_figure(run.memory)
-    assert not [trace.name for trace in whole.data if "measured" in trace.name], "no diamond of tensors on a bar of everything"
-
-
-def test_every_counter_of_a_gpu_has_its_own_bars() -> None:
-    rank = RankMemory(rank=0, lines=(("activations", 4 * 2**30), ("context", 2**29), ("allocator", 2**28)), limit_bytes=2**34)
+def test_charts_of_a_run_speak_of_one_memory() -> None:
+    """A counter that was predicted exactly lies on the border above the last line that it sees, whatever the order of lines."""
+    lines = (("context", 2**29), ("activations", 4 * 2**30), ("allocator", 2**28), ("communication", 2**27))
+    rank = RankMemory(rank=0, lines=lines, limit_bytes=2**34)
     use = MemoryUse(live_bytes=2**32, allocated_bytes=2**32, reserved_bytes=2**32 + 2**28, driver_bytes=5 * 2**30)
     rows = [row.to_dict() for row in memory_levels([rank], [use])]
-    figure = figures.memory_levels_figure(rows)
-    assert list(figure.data[0].y) == ["r0 live tensors", "r0 allocated blocks", "r0 reserved", "r0 whole device"]
-    assert list(figure.data[0].x) == pytest.approx([4, 4, 4.25, 4.75])
-    assert list(figure.data[0].text)[:3] == ["0.0%", "0.0%", "0.0%"]
+    figure = figures.memory_figure([asdict(rank)], rows)
+    borders = np.cumsum([trace.y[0] for trace in figure.data if trace.type == "bar"])
+    marks = {trace.name: trace.y[0] for trace in figure.data if trace.name.startswith("measured")}
+    assert marks["measured: live tensors"] == marks["measured: allocated blocks"] == borders[0] == 4
+    assert marks["measured: reserved by the allocator"] == borders[1] == 4.25
+    assert borders[-1] == pytest.approx(rank.total_bytes / 2**30)
+    assert marks["measured: the whole device"] == 5
     run = ReportRun(label="dp", memory=[asdict(rank)], memory_levels=rows)
     page = report_html(ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[run])]))
-    assert "diamonds: measured on the device" in page
-    assert "What the allocator reserved" in page
+    assert "Rank 0, live tensors: predicted 4 GiB, measured 4 GiB, error 0.0%." in page
+    assert "Rank 0, the whole device: predicted 4.88 GiB, measured 5 GiB, error -2.5%." in page
 
 
 def test_the_breakdown_stacks_to_the_step() -> None:
@@ -257,13 +249,13 @@ def test_the_breakdown_stacks_to_the_step() -> None:
     assert run.measured is not None
     steps = [run.predicted.makespan_s, run.measured.makespan_s] * 2
     assert np.sum([trace.x for trace in figure.data], axis=0) / 1e3 == pytest.approx(steps)
-    assert list(figure.layout.yaxis.ticktext) == ["r0 predicted", "r0 measured", "r1 predicted", "r1 measured"]
+    assert list(figure.layout.yaxis.ticktext) == ["rank 0 predicted", "rank 0 measured", "rank 1 predicted", "rank 1 measured"]
 
 
 def test_kinds_of_task_have_colours_of_their_own() -> None:
-    assert len(set(figures.KIND_COLOURS.values())) == len(figures.KIND_COLOURS)
-    assert len(set(figures.MEMORY_COLOURS.values())) == len(figures.MEMORY_COLOURS)
-    assert len(set(figures.CATEGORY_COLOURS.values())) == len(figures.CATEGORY_COLOURS)
+    for colours in (legend.KIND_COLOURS, legend.MEMORY_COLOURS, legend.CATEGORY_COLOURS):
+        assert len(set(colours.values())) == len(colours)
+    assert legend.LETTER_COLOURS.keys() == LETTERS.keys()
 
 
 CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {
@@ -272,24 +264,51 @@ CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text
 }).map((text) => text.textContent)"""
 
 
+FIRST_PICTURE = """(() => {
+  const [sentence, picture] = ["h1", ".hero .plot"].map((found) => document.querySelector(found).getBoundingClientRect());
+  return sentence.bottom <= window.innerHeight && picture.bottom <= window.innerHeight && picture.height > 100;
+})()"""
+COLOURS = """(() => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  const rgb = (colour) => { probe.style.color = colour; return getComputedStyle(probe).color; };
+  return [...document.querySelectorAll("figure .legend button")].flatMap((entry) => {
+    const trace = entry.closest("figure").querySelector(".plot").data.find((each) => each.name === entry.dataset.trace);
+    if (trace.type !== "bar" || trace.marker.pattern) return [];
+    return [getComputedStyle(entry.querySelector("i")).backgroundColor === rgb(trace.marker.color)];
+  });
+})()"""
+GROUND = "getComputedStyle(document.body).backgroundColor"
+
+
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [390, 1280, 2560])
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
-    """Draws every figure without a console message or a request, fits the width, and its legend hides traces."""
+    """The answer and a picture on the first screen, in light and dark; every figure drawn, nothing fetched or clipped."""
     write_report(report_data(), tmp_path / "report.html")
     with visiting(width) as visit:
-        page = visit.tab((tmp_path / "report.html").as_uri())
+        page = visit.tab((tmp_path / "report.html").as_uri(), "dark")
+        assert page.evaluate(FIRST_PICTURE)
+        dark = page.evaluate(GROUND)
         page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
         page.wait_for_function(
             "document.querySelectorAll('.plot .main-svg').length > 0 && !document.querySelector('.plot:empty')"
         )
+        for scheme in ("dark", "light"):
+            assert page.evaluate(PROBLEMS_OF_ACCESS) == [], scheme
+            colours = page.evaluate(COLOURS)
+            assert len(colours) > 10
+            assert all(colours), "the legend has the colours of the bars"
+            if scheme == "dark":
+                page.locator("#theme").click()
+                page.wait_for_function("!document.querySelector('.plot:not([data-drawn])')")
+        assert page.evaluate(GROUND) != dark
         drawn = page.evaluate(
             "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)"
         )
         widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         legend = page.locator("figure:has(button[data-trace=forward])").first
-        legend.locator("button[data-trace=forward]").click()
+        legend.locator("button[data-trace=forward]").press("Enter")
         hidden = page.evaluate(
             "[...document.querySelectorAll('figure')].find((figure) => figure.querySelector('button[data-trace=forward]'))"
             ".querySelector('.plot').data.find((trace) => trace.name === 'forward').visible"
@@ -322,4 +341,4 @@ def test_learning_is_drawn_over_steps_and_seconds_measured_and_predicted() -> No
     assert list(curves["accuracy of validation", "x4"].x) == [250.0, 500.0]
     assert all(curve.marker.color == curve.line.color for curve in curves.values()), "the legend has the colours of the curves"
     page = report_html(ReportData(title="a training", learning=(figures.learning_figure(lines), "losses")))
-    assert '<section id="learning">' in page
+    assert '<section class="card" id="learning">' in page

@@ -35,9 +35,11 @@ from parsim.errors import ConfigError, near_matches
 from parsim.files import value_text
 from parsim.model.model import Model
 from parsim.report.explorer import ExplorerData, write_explorer_page
+from parsim.report.legend import METRICS, axis_name, value_name
 from parsim.report.notebook import paragraph_html, table_html
-from parsim.report.tables import NOTHING, Column, ReportTable, to_text
-from parsim.units import format_bytes, format_seconds
+from parsim.report.picture import PAGES, checked_ending, plotted
+from parsim.report.tables import NOTHING, Column, ReportTable, format_rate, to_text
+from parsim.units import format_bytes, format_money, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -127,22 +129,44 @@ class Sweep:
             raise ConfigError(f"there is no column {column!r}{near_matches(column, self.columns)}")
         return sensitivity(self.axes, self.rows, column, self.seed)
 
+    def plot(self, path: str | Path | None = None, *, column: str | None = None) -> Any:
+        """A figure of the points along the first swept field, a line for each value of the next.
+
+        Args:
+            path: also write the picture, as PNG, SVG or PDF by its ending. column: what is drawn, such as "step_s"; left out:
+                what the goal asks for, else the throughput.
+
+        Returns, raises: as `Answer.plot`; ConfigError also where the column cannot be drawn or no point has an answer.
+        """
+        from parsim.report.figures import sweep_figure
+
+        aim = parse_goal(self.goal, self.rows, self.columns).column if self.goal else METRICS[0].column
+        drawable = [metric.column for metric in METRICS if any(row.get(metric.column) is not None for row in self.rows)]
+        if column is not None and column not in drawable:
+            raise ConfigError(f"plot(column={column!r}): not a figure of this sweep's points{near_matches(column, drawable)}")
+        if not any(row["status"] == OK for row in self.answers):
+            raise ConfigError(f"{self.sentence()} There is nothing to draw; the column `reason` says why")
+        best = self._picked_row()
+        figure = sweep_figure(
+            self.rows, [axis.key for axis in self.axes], column=column or aim, picked=None if best is None else best["point"]
+        )
+        return plotted(figure, f"{self.title}. {self.answer()}", path)
+
     def explore(self, path: str | Path | None = None) -> Path:
         """Write the explorer, one page that opens offline, and return its path; left out: explorer.html in the folder.
 
-        Raises ConfigError: the path is a folder, or the sweep has none and no path is given.
+        Raises ConfigError: the path is a folder or does not end in .html, or the sweep has none and no path is given.
         """
         if path is None and self.folder is None:
             raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
-        page = Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer
-        if page.is_dir():
-            raise ConfigError(f"{page} is a folder; give the page a name, such as {page / 'explorer.html'}")
+        page = SweepFolder(Path(str(self.folder))).explorer if path is None else checked_ending(path, PAGES, "page")
         best = None
         if self.goal:
             with suppress(ConfigError):
                 best = self.best()
         data = ExplorerData(
             title=self.title,
+            answer=self.answer(),
             summary=[*self.heading(), *(line for line in self.lines() if line not in self.notes)],
             axes=[axis.key for axis in self.axes],
             rows=self.rows,
@@ -181,12 +205,24 @@ class Sweep:
         where = ", ".join(f"{axis.key} = {row[axis.key]}" for axis in self.axes)
         spent = [f"{format_seconds(row['step_s'])} per step"]
         spent += [f"{format_seconds(row['epoch_s'])} per epoch"] if row.get("epoch_s") is not None else []
-        for name, text in (("usd_per_epoch", "USD per epoch"), ("run_usd", "USD in all")):
-            spent += [f"{row[name]:,.2f} {text}"] if row.get(name) is not None else []
+        for name, text in (("usd_per_epoch", "per epoch"), ("run_usd", "in all")):
+            spent += [f"{format_money(row[name])} {text}"] if row.get(name) is not None else []
         ties = [str(self.rows[number]["point"]) for number in parse_goal(what, self.rows, self.columns).ties(self.rows)]
         more = f" and {len(ties) - TIES_SHOWN} more" if len(ties) > TIES_SHOWN else ""
         tie = f"; a tie with point{'s' if len(ties) > 1 else ''} {', '.join(ties[:TIES_SHOWN])}{more}" if ties else ""
         return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}{tie}."
+
+    def answer(self) -> str:
+        """The point that the goal picks, in a sentence without keys: for pages and pictures."""
+        row = self._picked_row()
+        if row is None:
+            return self.picked() if self.goal else self.sentence()
+        where = ", ".join(f"{axis_name(axis.key).lower()} {value_name(row[axis.key])}" for axis in self.axes)
+        found = [f"{format_seconds(row['step_s'])} per step, {format_rate(row['throughput_samples_per_s'])} samples/s"]
+        priced = (("run_usd", "in all"), ("usd_per_epoch", "per epoch"), ("usd_per_million_samples", "per million samples"))
+        found += [f"{format_money(row[name])} {text}" for name, text in priced if row.get(name) is not None][:1]
+        aim = f"{self.goal}: " if self.goal else "the most samples per second: "
+        return f"{aim[0].upper()}{aim[1:]}{row['plan_in_words']} at {where} takes {', '.join(found)}."
 
     def heading(self) -> list[str]:
         """What stands above the table: how many points there are, and what the goal picks."""
@@ -268,7 +304,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
         f"{format_seconds(row['step_p05_s'])} to {format_seconds(row['step_p95_s'])}",
         f"{row['throughput_samples_per_s']:,.4g}",
         format_bytes(row["peak_memory_bytes"]),
-        "–" if price is None else f"{price:,.2f}",
+        NOTHING if price is None else format_money(price).removesuffix(" USD"),
     ]
 
 
