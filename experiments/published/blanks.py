@@ -309,7 +309,7 @@ def _ways_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: N
         while not (row.tp or row.pp) and _may_double(tp, shape, machine.per_node) and left % (2 * tp) == 0:
             tp *= 2
         pp = row.pp or max(1, left // tp)
-    elif stage_of(row.zero) == 3 or framework.name == "torchtune":  # parameters are divided already
+    elif stage_of(row.zero) == 3:  # parameters are divided already
         tp, pp = row.tp or 1, row.pp or 1
     elif framework.context:
         tp, pp = row.tp or _tensor_ways_of_adapters(machine), row.pp or 1

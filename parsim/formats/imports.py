@@ -19,6 +19,7 @@ from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
 from parsim.formats.ledger import TraceLedger, ledger_of
 from parsim.formats.source import FileFormat, SourceFile, file_formats
+from parsim.formats.trace_profile import factor_table, profile_from_trace
 from parsim.hardware.compose import load_profile
 from parsim.hardware.network import Network, load_network, save_network
 from parsim.hardware.parts import gpu_named
@@ -28,10 +29,14 @@ from parsim.report.tables import Column, ReportTable, to_text
 from parsim.timeline import SCHEMA_VERSION, Timeline
 from parsim.units import format_percent, format_seconds
 
-BECOMES: Mapping[str | None, tuple[str, str, tuple[str, ...]]] = {
+BECOMES: Mapping[str | None, tuple[str | tuple[str, ...], str, tuple[str, ...]]] = {
     "machine": (".json", "PROFILE.json or NETWORK.json", ("cluster", "network")),
     "run": (".toml", "RUN.toml", ("overrides",)),
-    "trace": (".json.gz", "TIMELINE.json.gz", ("cluster", "precision", "against")),
+    "trace": (
+        (".json.gz", ".json"),
+        "TIMELINE.json.gz or PROFILE.json",
+        ("cluster", "precision", "against"),
+    ),
 }
 """By what is read: how the target's name ends, an example, and the options that apply to all such files."""
 FLAGS = {"cluster": "--on", "overrides": "--set"}
@@ -318,6 +323,8 @@ def import_trace(
         ImportedFileError: a machine of another kind, or a precision that it has no peak in. ProfileError: an unknown machine.
     """
     warnings = list(trace.notes)
+    if into is not None and into.suffix == ".json":
+        return _calibrated(kind, source, trace, into, cluster, precision)
     peak, peak_text = _peak(trace, cluster, precision, warnings)
     ledger = ledger_of(trace, peak)
     if trace.no_shapes:
@@ -358,6 +365,35 @@ def import_trace(
         skipped=trace.skipped,
         warnings=tuple(warnings),
         tables=tuple(tables),
+    )
+
+
+def _calibrated(
+    kind: str, source: SourceFile, trace: Trace, into: Path, cluster: str | None, precision: str | None
+) -> Imported:
+    """The profile of the trace's machine with fits as fast as its kernels. Raises ImportedFileError as `profile_from_trace`."""
+    profile = _profile(into, cluster, MachineReading(devices=1, names=(trace.device,) if trace.device else ()))
+    known = NUMBER_TYPES.get(trace.number_type, ())
+    fitted = {fit.precision for fit in profile.compute.operator_fits}
+    own = precision or next((name for name in known if name in fitted), "")
+    if own not in fitted:
+        raise ImportedFileError(
+            f"the trace does not tell a precision that {profile.name} has fits in; give --precision, one of "
+            f"{', '.join(sorted(fitted)) or 'none'}"
+        )
+    text = f"{source.path.name} {source.digest}, {trace.steps} step(s) of rank {trace.rank}"
+    changed, factors = profile_from_trace(trace, profile, own, text)
+    save_profile(changed.model_copy(update={"name": into.stem}), into)
+    kinds = ", ".join(f"{entry.kind} {entry.phase} x {entry.factor:.3g}" for entry in factors)
+    return Imported(
+        kind=kind,
+        source=source.path,
+        into=into,
+        summary=f"{into}: {profile.name} in {own} with the kernels of the trace ({kinds})",
+        found={"profile": profile.name, "precision": own, "factors": [entry.to_dict() for entry in factors]},
+        skipped=trace.skipped,
+        warnings=(*trace.notes, "kernels without counted shapes, the optimizer and communication keep their prices"),
+        tables=(factor_table(factors),),
     )
 
 

@@ -79,6 +79,22 @@ class Activities:
     flop: Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedCall:
+    """One call of a product or of an attention on a device: the seconds of its kernels.
+
+    Attributes:
+        kind, phase, sizes: as of `parsim.costs.compute.launches.Launch`. causal: an attention whose mask halves the scores.
+    """
+
+    kind: str
+    phase: str
+    sizes: tuple[tuple[str, float], ...]
+    flop: float
+    seconds: float
+    causal: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """One rank's trace.
@@ -90,6 +106,7 @@ class Trace:
         number_type: in which most arithmetic was done, as torch names it ("" if unknown).
         loading: [m, 2] start and end of what the host did to load data.
         skipped: why events were left out, and how many.
+        calls: products and attentions on a device whose shapes were recorded.
     """
 
     activities: Activities
@@ -105,6 +122,7 @@ class Trace:
     loading: Floats
     skipped: Mapping[str, int]
     notes: tuple[str, ...]
+    calls: tuple[ShapedCall, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -197,6 +215,7 @@ def trace_of(document: object, where: str, steps: int | None = None) -> Trace:
         loading=(np.array(loading, dtype=np.float64).reshape(-1, 2) - begin) * 1e-6,
         skipped=skipped,
         notes=tuple(notes),
+        calls=_calls(inside, operators) if on_device else (),
     )
 
 
@@ -328,13 +347,80 @@ def _key(value: object) -> str:
     return str(value) if isinstance(value, int | str) else ""
 
 
-def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
-    """The arithmetic of a counted operator, shared among the kernels it launched by their time."""
+def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
+    """By kernel the number of the counted operator that launched it; -1: none."""
     owners = {key: event.owner for event in operators if (key := _key(event.args.get("External id"))) and event.owner >= 0}
-    of_row = [
+    return [
         owners.get(_key(event.args.get("External id", event.args.get("external id"))), -1) if event.category == "kernel" else -1
         for event in kernels
     ]
+
+
+def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, ...]:
+    """The counted operators whose kernels ran within the steps, with the seconds of these."""
+    lengths: dict[int, float] = {}
+    for event, owner in zip(kernels, _owners(kernels, operators), strict=True):
+        if owner >= 0:
+            lengths[owner] = lengths.get(owner, 0.0) + (event.end - event.start) * 1e-6
+    calls = ((operators[owner], seconds) for owner, seconds in lengths.items() if seconds > 0)
+    return tuple(call for event, seconds in calls if (call := _call(event, seconds)) is not None)
+
+
+def _call(event: _Event, seconds: float) -> ShapedCall | None:
+    """The sizes of a product of two matrices, or of an attention; None for what is neither."""
+    dims = [entry for entry in event.args.get("Input Dims", event.args.get("Input dims", ())) if isinstance(entry, list)]
+    rule = next((row for pattern, row in SIZED if pattern.fullmatch(event.name)), None)
+    if rule is None or len(dims) < rule.first + 2:
+        return None
+    a, b = dims[rule.first], dims[rule.first + 1]
+    if rule.kind == "matmul" and len(a) == len(b) and len(a) >= 2:
+        sizes = {"problems": math.prod(a[:-2]), "rows": a[-2], "columns": b[-1], "depth": a[-1]}
+    elif rule.kind == "attention" and len(a) == len(b) == 4:
+        sizes = {"problems": a[0] * a[3 - rule.tokens], "queries": a[rule.tokens], "keys": b[rule.tokens], "depth": a[3]}
+    else:
+        return None
+    whole = rule.products * 2.0 * math.prod(a) * sizes.get("keys", 0)
+    return ShapedCall(
+        kind=rule.kind,
+        phase=rule.phase,
+        sizes=tuple(sizes.items()),
+        flop=event.flop,
+        seconds=seconds,
+        causal=rule.kind == "attention" and event.flop < whole,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    """Attributes: first: place of the first operand among the inputs. tokens: axis of the sequence. products: of attention."""
+
+    kind: str
+    phase: str = "forward"
+    first: int = 0
+    tokens: int = 2
+    products: float = 0.0
+
+
+SIZED: Sequence[tuple[re.Pattern[str], _Sized]] = tuple(
+    (re.compile(pattern), row)
+    for pattern, row in (
+        (r"aten::(mm|bmm|_scaled_mm)", _Sized(kind="matmul")),
+        (r"aten::(addmm|_addmm_activation|baddbmm)", _Sized(kind="matmul", first=1)),
+        (r"aten::_scaled_dot_product_\w+_backward", _Sized(kind="attention", phase="backward", first=1, products=5.0)),
+        (r"aten::_scaled_dot_product_\w+", _Sized(kind="attention", products=2.0)),
+        (
+            r"(aten::_flash_attention|flash_attn::_flash_attn)_backward",
+            _Sized(kind="attention", phase="backward", first=1, tokens=1, products=5.0),
+        ),
+        (r"(aten::_flash_attention|flash_attn::_flash_attn)_forward", _Sized(kind="attention", tokens=1, products=2.0)),
+    )
+)
+"""Counted operators that one kernel's formula prices, by name."""
+
+
+def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
+    """The arithmetic of a counted operator, shared among the kernels it launched by their time."""
+    of_row = _owners(kernels, operators)
     length: dict[int, float] = {}
     for event, owner in zip(kernels, of_row, strict=True):
         length[owner] = length.get(owner, 0.0) + (event.end - event.start)
@@ -515,7 +601,7 @@ def _integer_lists(args: Mapping[str, Any], length: int) -> list[list[int]]:
 
 FORMATS = {
     "kineto": FileFormat(
-        layouts="traces of a GPU or a CPU, plain or gzipped",
+        layouts="traces of a GPU or a CPU, plain or gzipped; into a profile: products and attention",
         refuses="a trace without steps or kernels",
         what="a trace of torch.profiler, .json or .json.gz",
         reads="trace",

@@ -17,6 +17,7 @@ from typing import Any
 from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
+from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
@@ -28,6 +29,7 @@ LARGEST_BYTES = 2**20
 SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
 """How names of files end that no run file and no model has."""
 LAYERS = "h.*"
+AXES = ("tp", "pp", "cp", "ep")
 GENERIC = "transformer"
 """The named model whose sizes a file gives one by one."""
 
@@ -108,7 +110,7 @@ class Recipe:
         mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
-        settings |= {f"software.{key}": value for key, value in self.software.items()}
+        settings |= {f"software.{key}": value for key, value in self._software().items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
@@ -125,6 +127,15 @@ class Recipe:
                 settings["plan.stage_layers"] = list(self.stage_layers)
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
+
+    def _software(self) -> dict[str, Any]:
+        """Keys of [software]; none where the framework is known without an axis that the file has."""
+        row = dict(FRAMEWORKS.items()).get(self.software.get("framework", ""))
+        axes = [] if row is None else [axis for axis in AXES if getattr(self, axis) > 1 and axis not in row.axes]
+        if not axes:
+            return self.software
+        self.left_out["software.framework"] = f"effects of {self.framework} with {', '.join(axes)} above 1 are not known"
+        return {}
 
     def _states(self, dp: int) -> dict[str, object]:
         """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""

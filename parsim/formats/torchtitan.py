@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -158,9 +161,11 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     recipe.args["kernels"] = "fused" if compiled else "eager"
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
-    low = any("float8" in str(entry) for entry in (converters if isinstance(converters, list) else [converters]))
-    if low or flat.get("float8.enable_float8_linear"):
-        recipe.training["precision"], recipe.args["fp8_casts"] = "fp8", True
+    words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
+    if "nvfp4" in words or "fp8" in words or "float8" in words or flat.get("float8.enable_float8_linear"):
+        recipe.training["precision"], recipe.args["fp8_casts"] = "nvfp4" if "nvfp4" in words else "fp8", True
+        if "nvfp4" in words or "mxfp8" in words:
+            recipe.left_out["model.converters"] = f"{words} of all products in the layers, with the scales of whole tensors"
     else:
         bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
         recipe.training["precision"] = "bf16" if bf16 else "fp32"
@@ -427,9 +432,10 @@ PRESET = re.compile(r"(?:^|[\s\"'])--module[= ]|\btorchtitan\.train\b|--job\.con
 def read_launch(source: SourceFile) -> Recipe:
     """A script that starts torchtitan: with a TOML file beside it, or, from release 0.3 on, with a preset of its registry.
 
-    Presets are Python, which is not run: what the script does not set itself is named as missing.
+    Presets are Python, which is not run: those of an installed torchtitan are read. Of others what the script does not set
+    itself is named as missing.
     """
-    options = options_of(source.text)
+    options, read = options_of(source.text), False
     given = {key.replace("-", "_"): words[0] if words else "true" for key, words in options.items()}
     if (file := given.get("job.config_file", "")) and not UNKNOWN_WORD.search(file):
         toml = source.path.parent / file
@@ -441,6 +447,8 @@ def read_launch(source: SourceFile) -> Recipe:
         module = given.get("module", "").rpartition(".")[2] or given["config"].partition("_")[0]
         flavor = re.sub(r"(?<=\d)_(?=\d)", ".", given["config"].removeprefix(f"{module}_")).replace("_", "-")
         document = {"model": {"name": module, "flavor": flavor}, "activation_checkpoint": {"mode": "none"}}
+        if (own := preset_tables(module, given["config"])) is not None:
+            document, read = own, True
     else:
         raise ConfigError(f"{NAME}: the script names neither --job.config_file nor --module and --config")
     tables: dict[str, dict[str, Any]] = {table: dict(keys) for table, keys in document.items() if isinstance(keys, Mapping)}
@@ -449,7 +457,7 @@ def read_launch(source: SourceFile) -> Recipe:
         if dot and table in SECTIONS:
             tables.setdefault(table, {})[own] = plain_value(text)
     recipe = read_toml(tables)
-    if "config" in given and not file:
+    if "config" in given and not file and not read:
         preset = f"{given.get('module', '')} {given['config']}".strip()
         for key, own, what in PRESET_KEYS:
             if own not in tables.get(key.partition(".")[0], {}) and own not in tables.get("parallelism", {}):
@@ -458,6 +466,72 @@ def read_launch(source: SourceFile) -> Recipe:
     return recipe
 
 
+def preset_tables(module: str, name: str) -> dict[str, dict[str, Any]] | None:
+    """The tables of a preset, from the registry of an installed torchtitan, which is read and not run; None: there is none.
+
+    Args:
+        module, name: as --module and --config give them.
+
+    Source: torchtitan 0.3.0, torchtitan/models/NAME/config_registry.py: functions that return a Trainer.Config.
+    """
+    spec = importlib.util.find_spec("torchtitan")
+    places = (spec.submodule_search_locations or ()) if spec is not None else ()
+    files = [Path(place, "models", module, "config_registry.py") for place in places]
+    file = next((place for place in files if place.is_file()), None)
+    if file is None or not re.fullmatch(r"\w+", module):
+        return None
+    tree = ast.parse(read_text(file, LARGEST_BYTES))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tables = _preset(functions, name, 0)
+    return None if tables is None else tables | {"model": {"name": module} | tables.get("model", {})}
+
+
+def _preset(functions: Mapping[str, ast.FunctionDef], name: str, depth: int) -> dict[str, dict[str, Any]] | None:
+    """What one function of a registry returns; another preset that it changes is read first."""
+    if name not in functions or depth > MOST_PRESETS:
+        return None
+    tables: dict[str, dict[str, Any]] = {"activation_checkpoint": {"mode": "none"}}
+    for node in ast.walk(functions[name]):
+        if isinstance(node, ast.Assign | ast.Return) and isinstance(node.value, ast.Call):
+            _take_call(node.value, functions, tables, depth)
+        if isinstance(node, ast.Assign):
+            path = ast.unparse(node.targets[0]).split(".")
+            if len(path) == 3:
+                _take(tables, path[1], path[2], node.value)
+            elif len(path) == 2 and isinstance(node.value, ast.Call):
+                _take_call(ast.Call(ast.Name("config"), [], [ast.keyword(path[1], node.value)]), functions, tables, depth)
+    return tables
+
+
+def _take_call(call: ast.Call, functions: Mapping[str, ast.FunctionDef], tables: dict[str, dict[str, Any]], depth: int) -> None:
+    called = ast.unparse(call.func)
+    if called in functions and (base := _preset(functions, called, depth + 1)) is not None:
+        tables |= base
+    if called == "model_registry" and call.args:
+        _take(tables, "model", "flavor", call.args[0])
+        low = next((word.value for word in call.keywords if word.arg == "converters"), None)
+        tables["model"]["converters"] = re.findall(r"float8|mxfp8|nvfp4", ast.unparse(low).lower()) if low is not None else []
+    for word in call.keywords:
+        if word.arg == "activation_checkpoint":
+            kind = ast.unparse(word.value)
+            mode = "full" if "FullAC" in kind else "selective" if "SelectiveAC" in kind else "memory_budget"
+            tables["activation_checkpoint"] = {"mode": "none" if kind == "None" else mode}
+            tables["activation_checkpoint"] |= {"selective_ac_option": "op"} if mode == "selective" else {}
+        elif word.arg == "model_spec" and isinstance(word.value, ast.Call):
+            _take_call(word.value, functions, tables, depth)
+        elif word.arg in SECTIONS and isinstance(word.value, ast.Call):
+            for inner in word.value.keywords:
+                _take(tables, word.arg, str(inner.arg), inner.value)
+
+
+def _take(tables: dict[str, dict[str, Any]], table: str, key: str, node: ast.expr) -> None:
+    if isinstance(node, ast.Constant | ast.List | ast.UnaryOp):
+        with contextlib.suppress(ValueError):  # what is computed keeps torchtitan's default
+            tables.setdefault(table, {})[key] = ast.literal_eval(node)
+
+
+MOST_PRESETS = 8
+"""Presets made of one another."""
 UNKNOWN_WORD = re.compile(r"[?$`]")
 PRESET_KEYS = (
     ("training", "seq_len", "model.args.seq"),
@@ -484,7 +558,7 @@ def _sniff(source: SourceFile) -> bool:
 
 FORMATS = {
     "torchtitan": FileFormat(
-        layouts="TOML of 2024 and of 0.2; scripts that name a file, or a preset of 0.3",
+        layouts="TOML of 2024 and of 0.2; scripts that name a file, or a preset of 0.3 (read where torchtitan is installed)",
         refuses="degrees that are not known; what a preset of 0.3 sets, until --set",
         what="a TOML file of torchtitan, or a script that starts it",
         tool=NAME,

@@ -185,7 +185,10 @@ def tuned(model: Model, tuning: Tuning | None) -> Model:
     if tuning is None or tuning.method == "full":
         return model
     trained = sum(parameter.elements for parameter in model.trainable_parameters)
-    counts = f"{format_count(trained)} of {format_count(model.parameter_count)} parameters are trained"
+    counts = (
+        f"{format_count(trained)} of {format_count(model.parameter_count)} parameters are trained, and every replica holds the "
+        "frozen ones whole"
+    )
     return replace(stored(model, tuning), assumptions=(*model.assumptions, f"fine-tuning: {tuning.text()}; {counts}"))
 
 

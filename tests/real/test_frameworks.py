@@ -13,6 +13,7 @@ import pytest
 from parsim.app.functions import simulate
 from parsim.errors import ConfigError
 from parsim.formats.recipe import Recipe, read_recipe
+from parsim.formats.torchtitan import preset_tables, read_toml
 from parsim.plans.pipeline import pipeline_actions
 from parsim.plans.stages import with_ends
 from parsim.work import Phase
@@ -32,6 +33,11 @@ ACCELERATE = """
     accelerate==1.15.0 pyyaml==6.0.3 safetensors==0.7.0 huggingface-hub==0.36.0 requests==2.32.5 filelock==3.20.0
     fsspec==2025.10.0 certifi==2025.11.12 urllib3==2.5.0 idna==3.11 charset-normalizer==3.4.4
 """
+HTA = """
+    HolisticTraceAnalysis==0.5.0 pandas==3.1.1 plotly==7.1.0 networkx==3.6.1 python-dateutil==2.9.0.post0 six==1.17.0
+    narwhals==2.28.0 packaging==25.0 pyyaml==6.0.3 psutil==7.2.1 tzdata==2025.3
+"""
+TORCHTITAN_3 = "torchtitan==0.3.0"
 """Each test's packages, with what they import."""
 
 
@@ -289,3 +295,70 @@ def test_accelerate_reads_what_is_written_for_deepspeed(run_script: Any, tmp_pat
         "lr": prediction.question.training.learning_rate or 1e-3,
     }
     assert "auto" not in (tmp_path / "ds.json").read_text()
+
+
+READ_BY_HTA = """
+import contextlib, json, sys
+with contextlib.redirect_stdout(sys.stderr):
+    from hta.trace_analysis import TraceAnalysis
+    analysis = TraceAnalysis(trace_dir=sys.argv[1])
+    table = analysis.get_temporal_breakdown(visualize=False)
+print(json.dumps(table.to_dict("list")))
+"""
+
+
+def test_holistic_trace_analysis_opens_what_is_written(run_script: Any, tmp_path: Path) -> None:
+    """HolisticTraceAnalysis 0.5: a rank computes as long as the prediction says; its times are whole microseconds."""
+    prediction = by_hand(*PIPELINE)
+    prediction.export("hta", out=tmp_path / "traces")
+    read = run_script(READ_BY_HTA, tmp_path / "traces", packages=HTA)
+    parts = prediction.breakdown()
+    assert read["rank"] == list(range(8))
+    for rank, computed in zip(read["rank"], read["compute_time(us)"], strict=True):
+        assert computed * 1e-6 == pytest.approx(parts["compute_s"][rank], rel=0.01)
+
+
+PRESETS_OF_TORCHTITAN = """
+import dataclasses, importlib, importlib.abc, importlib.machinery, json, sys
+from unittest.mock import MagicMock
+
+import torch, torch.distributed.tensor, torch.utils.flop_counter, torch.nn.attention.flex_attention
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # packages that torchtitan imports, and no preset needs
+    def find_spec(self, name, path, target=None):
+        known = name.startswith(("torch", "_")) or name.partition(".")[0] in sys.stdlib_module_names
+        return None if known else importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        module = MagicMock(name=spec.name)
+        module.__path__, module.__spec__, module.__version__ = [], spec, "1.0"
+        return module
+    def exec_module(self, module): pass
+
+sys.meta_path.append(Absent())
+found = {}
+for module, name in json.loads(sys.argv[1]):
+    config = getattr(importlib.import_module(f"torchtitan.models.{module}.config_registry"), name)()
+    found[name] = {
+        "seq": config.training.seq_len, "micro": config.training.local_batch_size,
+        "tp": config.parallelism.tensor_parallel_degree, "pp": config.parallelism.pipeline_parallel_degree,
+        "ep": config.parallelism.expert_parallel_degree, "again": type(config.activation_checkpoint).__qualname__,
+    }
+print(json.dumps(found))
+"""
+PRESETS = [("llama3", "llama3_8b"), ("llama3", "llama3_70b"), ("llama3", "llama3_405b"), ("qwen3", "qwen3_14b")]
+PRESETS += [("deepseek_v3", "deepseek_v3_16b"), ("deepseek_v3", "deepseek_v3_671b"), ("qwen3", "qwen3_30b_a3b")]
+
+
+def test_presets_of_torchtitan_are_read_as_they_are(run_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan 0.3.0: the registry, parsed and not run, says what its functions return."""
+    found = run_script(PRESETS_OF_TORCHTITAN, json.dumps(PRESETS), packages=TORCHTITAN_3)
+    folder = run_script("import json, sys; print(json.dumps(sys.path[1]))", packages=TORCHTITAN_3)
+    monkeypatch.syspath_prepend(folder)
+    for module, name in PRESETS:
+        tables = preset_tables(module, name)
+        assert tables is not None
+        recipe = read_toml(tables)
+        again = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}.get(found[name]["again"], "none")
+        said = {"seq": recipe.args["seq"], "micro": recipe.micro_batch, "tp": recipe.tp, "pp": recipe.pp, "ep": recipe.ep}
+        assert said == {key: value for key, value in found[name].items() if key != "again"}
+        assert recipe.recompute == again

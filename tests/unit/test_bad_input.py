@@ -130,7 +130,7 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("training.state_dtype=int4",), ("training.state_dtype", "'int4'", "fp8")),
     (("training.gradient_dtype=fp32",), ("training.gradient_dtype", "half precision", "drop gradient_dtype")),
     (("training.tune=dora",), ("training.tune", "'dora'", "lora")),
-    (("training.tune=lora:rank=8",), ("training.tune.rank", "did you mean")),
+    (("training.tune=lora:rank=8",), ("training.tune.rank", "known: alpha", "r, targets")),
     (("training.tune=lora:r",), ("training.tune", "'r'", "key=value")),
     (("training.tune=head:r=8",), ("training.tune", "method = 'head' has none", "set lora")),
     (("training.weight_dtype=fp8",), ("training.weight_dtype", "precision = ", "drop weight_dtype")),

@@ -18,7 +18,10 @@ from parsim.app.run_folder import RunFolder
 from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.formats.exports import written_formats
+from parsim.formats.kineto import read_kineto
+from parsim.formats.ledger import ledger_of
 from parsim.formats.recipe import read_recipe, written_out
+from parsim.formats.source import read_source
 from parsim.model.catalogue.names import sequence_of, shape_of
 
 SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
@@ -318,3 +321,17 @@ def test_the_command_and_python_write_the_same(
     done = prediction.export("megatron", out=tmp_path / "python.sh")
     assert done.to_dict() == told | {"file": str(tmp_path / "python.sh"), "launch": "bash python.sh"}
     assert (tmp_path / "python.sh").read_text() == by_command.read_text()
+
+
+def test_traces_of_every_rank_say_what_the_breakdown_says(tmp_path: Path) -> None:
+    """As torch.profiler's, read by the reader of these: step, computation and exposed communication of each rank."""
+    keys = ["plan.strategy=custom", "plan.mesh={pp=2,dp=2}", "plan.microbatches=2", "plan.zero_stage=1", "plan.recompute=none"]
+    prediction = simulate("llama3-8b", cluster="4xh100-sxm", global_batch=8, overrides=[*SMALL, *keys])
+    prediction.export("hta", out=tmp_path / "traces")
+    parts = prediction.breakdown()
+    for rank in range(4):
+        trace = read_kineto(read_source(tmp_path / "traces" / f"rank{rank}.json"))
+        ledger = ledger_of(trace, None)
+        assert (trace.rank, trace.world_size, trace.device) == (rank, 4, "h100-sxm")
+        assert ledger.compute_s == pytest.approx(parts["compute_s"][rank], rel=1e-3)
+        assert ledger.exposed_communication_s == pytest.approx(parts["exposed_communication_s"][rank], rel=0.01, abs=1e-5)

@@ -16,6 +16,8 @@ import parsim as ps
 from parsim.app.config import load_config
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
+from parsim.costs.compute.formula import KernelModel
+from parsim.costs.compute.launches import Launch, product_sizes
 from parsim.errors import ImportedFileError
 from parsim.formats.deepspeed import read_deepspeed
 from parsim.formats.kineto import KINDS, flop_of, read_kineto
@@ -126,6 +128,67 @@ PACKED = [[128, 4, 16], [128, 2, 16], [128, 2, 16], [3], [3]]
 )
 def test_attention_and_grouped_products_count(name: str, dims: list[object], concrete: list[str], flop: float) -> None:
     assert flop_of(name, {"Input Dims": dims, "Concrete Inputs": concrete}) == flop
+
+
+SHAPES = [(256, 512, 1024), (512, 4096, 4096), (1024, 1024, 512), (2048, 4096, 11008), (4096, 4096, 4096), (8192, 11008, 4096)]
+"""Rows, columns and depth of products."""
+
+
+def product_s(profile: str, rows: int, columns: int, depth: int) -> float:
+    """Seconds that a profile of H100 predicts of a product in bf16."""
+    loaded = load_profile(profile)
+    elements = rows * depth + depth * columns + rows * columns
+    sizes, flop = product_sizes(1, rows, columns, depth), 2.0 * rows * columns * depth
+    launch = Launch("matmul", "linear", "forward", sizes, flop=flop, size_bytes=2.0 * elements)
+    return KernelModel(loaded, cluster_from_profile(loaded).devices[0].type, "bf16").price(launch).seconds
+
+
+def products_trace(factor: float, shapes: list[tuple[int, int, int]]) -> Any:
+    """Each shape twice, `factor` as long as 8xh100-sxm predicts; every second one 2% longer."""
+    document: Any = gpu_trace()
+    events, at = [event for event in document["traceEvents"] if event["ph"] == "M"], 0.0
+    for key, (rows, columns, depth) in enumerate(shapes * 2):
+        length = 1e6 * factor * product_s("8xh100-sxm", rows, columns, depth) * (1.02 if key % 2 else 1.0)
+        args: dict[str, Any] = {"External id": key, "Input Dims": [[rows, depth], [depth, columns]]}
+        args["Input type"] = ["c10::BFloat16", "c10::BFloat16"]
+        common = {"ph": "X", "pid": 1, "ts": at, "dur": length}
+        events.append({**common, "cat": "cpu_op", "name": "aten::mm", "tid": 1, "args": args})
+        events.append({**common, "cat": "kernel", "name": "gemm", "tid": 7, "args": {"External id": key, "stream": 7}})
+        at += length + 1.0
+    return {**document, "traceEvents": events}
+
+
+def test_a_trace_of_one_gpu_calibrates_a_profile(tmp_path: Path) -> None:
+    """Products that take 1.5 times as long do so in the new profile, and held-out shapes are predicted within their noise."""
+    trace, mine = write(tmp_path / "trace.json", products_trace(1.5, SHAPES)), tmp_path / "mine.json"
+    imported = ps.import_file(trace, into=mine)
+    (entry,) = imported.found["factors"]
+    assert (entry["kind"], entry["phase"], entry["shapes"]) == ("matmul", "forward", len(SHAPES))
+    assert entry["factor"] == pytest.approx(1.5, rel=0.03)
+    assert entry["held_out"]["p90"] < 0.03 < entry["before"]
+    assert "held-out error" in str(imported)
+    for shape in [*SHAPES, (3000, 3000, 3000)]:
+        assert product_s(str(mine), *shape) == pytest.approx(1.5 * product_s("8xh100-sxm", *shape), rel=0.05)
+    fit = next(fit for fit in load_profile(str(mine)).compute.operator_fits if (fit.kind, fit.precision) == ("matmul", "bf16"))
+    assert fit.held_out["trace"].rows == len(SHAPES)
+    again = ps.import_file(trace, into=mine)  # what is added to is already as fast as the trace
+    assert again.found["factors"][0]["factor"] == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "said"),
+    [
+        (3, {}, "3 of matmul forward.*Record more layers"),
+        (6, {"cluster": "8xb200"}, "the trace is of NVIDIA H100.*8xb200 has b200"),
+        (6, {"precision": "fp64"}, "give --precision, one of"),
+        (0, {}, "calibrates nothing"),
+    ],
+)
+def test_a_trace_that_cannot_calibrate_says_why(tmp_path: Path, shapes: int, options: dict[str, str], said: str) -> None:
+    document = products_trace(1.0, SHAPES[:shapes]) if shapes else with_kernel("triton_mm")
+    with pytest.raises(ImportedFileError, match=said):
+        ps.import_file(write(tmp_path / "trace.json", document), into=tmp_path / "mine.json", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "mine.json").exists()
 
 
 def test_loading_is_told_from_other_launch_gaps() -> None:

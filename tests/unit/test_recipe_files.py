@@ -236,6 +236,16 @@ def test_a_deepspeed_config_beside_the_arguments_is_read(tmp_path: Path) -> None
     assert recipe.training["precision"] == "bf16"
 
 
+@pytest.mark.parametrize(("name", "tp", "pp"), [("axolotl.yaml", 2, 1), ("paddlenlp.json", 2, 4)])
+def test_axes_that_no_measured_framework_has_are_planned(name: str, tp: int, pp: int) -> None:
+    question = question_of(FILES / name, cluster="8xh100-sxm")
+    assert question.plan.mesh is not None
+    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, None)
+    recipe = read_recipe(FILES / name)
+    assert "software.framework" not in recipe.settings(8)
+    assert "above 1 are not known" in recipe.left_out["software.framework"]
+
+
 def test_what_fp8_and_the_optimizer_of_nemo_are_is_read_where_it_stands(tmp_path: Path) -> None:
     """A format of fp8 counts where fp8 is on; `name` of the optimizer is not the one of the run."""
     off, on = read(tmp_path, "a.yaml", NEMO), read(tmp_path, "b.yaml", NEMO.replace("fp8: False", "fp8: True"))
@@ -317,6 +327,45 @@ def test_scripts_that_start_torchtitan_are_read_by_their_file_or_preset(tmp_path
     assert (recipe.missing, recipe.micro_batch) == ({}, 4)
     with pytest.raises(ConfigError, match=r"absent\.toml is not beside the script"):
         read(tmp_path, "d.sh", "torchrun -m torchtitan.train --job.config_file absent.toml")
+
+
+REGISTRY = """
+from . import model_registry
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=-1),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def llama3_8b_float8() -> Trainer.Config:
+    config = llama3_8b()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config()])
+    config.training.seq_len = 4096
+    config.activation_checkpoint = FullAC.Config()
+    return config
+"""
+"""In the layout of torchtitan 0.3.0."""
+
+
+def test_presets_of_an_installed_torchtitan_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its registry is parsed and not run: nothing of it can be imported here."""
+    folder = tmp_path / "site" / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / "torchtitan" / "__init__.py").write_text("raise RuntimeError")
+    (folder / "config_registry.py").write_text(REGISTRY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    script = "torchrun -m torchtitan.train --module llama3 --config llama3_8b"
+    recipe = read(tmp_path, "a.sh", script)
+    assert (recipe.model, recipe.tp, recipe.micro_batch, recipe.recompute) == ("llama3-8b", 2, 1, "selective")
+    assert (recipe.args["seq"], recipe.training["precision"], recipe.missing) == (8192, "bf16", {})
+    recipe = read(tmp_path, "b.sh", script + "_float8 --parallelism.tensor_parallel_degree 4")
+    assert (recipe.tp, recipe.recompute, recipe.args["seq"], recipe.training["precision"]) == (4, "full", 4096, "fp8")
+    assert "is in the preset" in read(tmp_path, "c.sh", script + "_own").missing["plan.mesh.tp"]
 
 
 def test_the_matrix_of_readers_is_that_of_the_readers() -> None:

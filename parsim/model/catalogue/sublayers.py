@@ -372,12 +372,16 @@ class Layer:
         parts = {"proj": "o", "down": "down", HEAD: HEAD, "q_down": "q", "q_up": "q", "kv_down": "k", "kv_up": "v"}
         return (last,) if parts.get(last) in self.tuning.parts else ()
 
-    def reads_input(self, *names: str) -> bool:
-        """Whether the backward of one of these products needs what the product read: for its weight, or for an adapter."""
+    def input_bytes(self, *names: str) -> int:
+        """Bytes per element that are kept of what these products read: for the gradient of a weight, or of an adapter.
+
+        An adapter computes in 16 bits beside a product in 8. With dropout it keeps a copy of its own (`_adapter`).
+        """
         if not self.frozen:
-            return True
+            return self.part.operand_bytes(self.software)
         trained = self.tuning is not None and self.tuning.method == HEAD and "" in names
-        return trained or (any(map(self.adapted, names)) and not (self.tuning and self.tuning.dropout))
+        adapted = any(map(self.adapted, names)) and not (self.tuning and self.tuning.dropout)
+        return self.part.element_bytes if trained or adapted else 0
 
     @property
     def input_alone(self) -> str:
@@ -449,7 +453,14 @@ class Layer:
             if split == "column":
                 self.bias_kernel(problems * rows * outputs, added, divided=True)
         for part in self.adapted(name):
-            self._adapter(f"{name}.{part}", rows, (widths or {}).get(part, outputs), inputs, split=split, problems=problems)
+            self._adapter(
+                f"{name}.{part}" if name else part,
+                rows,
+                (widths or {}).get(part, outputs),
+                inputs,
+                split=split,
+                problems=problems,
+            )
 
     def _adapter(self, name: str, rows: int, outputs: int, inputs: int, *, split: str, problems: int) -> None:
         """Two products of low rank, what scales and adds the second, and what they keep."""
@@ -610,8 +621,7 @@ def _entering_norm(layer: Layer, name: str) -> None:
     shape, software, part = layer.shape, layer.software, layer.part
     n, h, begin = part.tokens, shape.hidden, len(layer.operators)
     layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-    reads = layer.reads_input(*(ATTENTION_READS if name == "norm1" else MLP_READS))
-    made = part.operand_bytes(software) * n * h if reads else 0
+    made = layer.input_bytes(*(ATTENTION_READS if name == "norm1" else MLP_READS)) * n * h
     layer.saved.add(part.element_bytes * n * h + made, divided=False)
     if name != "norm2" or not layer.given.total:  # a layer's second norm reads what its own attention has made
         layer.given.add(part.element_bytes * n * h, divided=False)
@@ -733,8 +743,7 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     activation = layer.since(begin)
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
     saved = copies if shape.gated else copies - 1
-    last = part.operand_bytes(software) if layer.reads_input(f"{name}.down") else 0
-    size = round(problems * rows * inner * (part.element_bytes * saved + last))
+    size = round(problems * rows * inner * (part.element_bytes * saved + layer.input_bytes(f"{name}.down")))
     layer.saved.add(size, divided=True)
     again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
     layer.repeat("moe_act", activation, again, divided=True)
@@ -789,7 +798,7 @@ def head(
     n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
     layer = Layer("wte" if shape.tied else "lm_head", shape, software, part, tuning)
     layer.linear("", counted, v, h, split="column", low=False)
-    made = part.element_bytes * n * h if layer.reads_input("") else 0
+    made = part.element_bytes * n * h if layer.input_bytes("") else 0
     if norm:
         begin = len(layer.operators)
         layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from parsim.errors import ModelError
 from parsim.model.catalogue.sublayers import (
@@ -210,13 +210,13 @@ def _by_sequence(shape: Shape, software: Software, part: SamplePart, tuning: Tun
         return component_of("h", layer, ("m", "y"), ("x",), ADDED, limit=limit_of(shape))
 
     steps = _attention_steps(shape, software, part, tuning)
-    norms = {keeps: _norm_component(shape, software, part, tuning, keeps=keeps) for keeps in (False, True)}
+    norm = cache(partial(_norm_component, shape, software, part, tuning))
     components, values = [embed(shape, software, part, tuning)], list[Value]()
 
     def normed(name: str, stream: str, producer: str, made: str, read_by: tuple[str, ...]) -> None:
-        keeps = Layer("h", shape, software, part, tuning).reads_input(*read_by)
+        keeps = Layer("h", shape, software, part, tuning).input_bytes(*read_by)
         values.append(stream_value(stream, producer, shape, part, (name,)))
-        components.append(_renamed(norms[keeps], name, (stream,), (made,)))
+        components.append(_renamed(norm(keeps), name, (stream,), (made,)))
         values.append(stream_value(made, name, shape, part, (name,) if keeps else ()))
 
     last = "embed"
@@ -260,20 +260,19 @@ def _attention_steps(
     residual_of(after, n * h, divided=True)
     inside.saved.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     inside.given.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
-    after.saved.add(part.element_bytes * n * queries if after.reads_input("proj") else 0, divided=True)
+    after.saved.add(part.element_bytes * n * queries if after.input_bytes("proj") else 0, divided=True)
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
     third = component_of("h", after, ("c", "x"), ("y",), {RULE: (("shard:2", "shard:1"), ("partial",))}, limit=limit)
     return [(first, "qkv", "q", queries + 2 * keys), (second, "core", "c", queries), (third, "proj", "", h)]
 
 
-def _norm_component(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, *, keeps: bool) -> Component:
-    """A norm, all of it divided along the sequence. `keeps`: who reads what it makes needs that for the backward."""
+def _norm_component(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, keeps: int) -> Component:
+    """A norm, all of it divided along the sequence. `keeps`: bytes per element that its reader keeps of what it makes."""
     n, h = part.tokens, shape.hidden
     layer = Layer("h", shape, software, part, tuning)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
-    made = part.operand_bytes(software) if keeps else 0
-    layer.saved.add((part.element_bytes + made) * n * h, divided=True)
+    layer.saved.add((part.element_bytes + keeps) * n * h, divided=True)
     layer.peak.divided = 2 * part.element_bytes * n * h
     return component_of("h", layer, ("x",), ("n",), {SEQUENCE: (("shard:1",), ("shard:1",))}, limit=part.tokens)
 
