@@ -352,10 +352,11 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
             taken[path] = getattr(section, key)
     name = question.model.name
     if source.model is None and is_transformer(name) and question.software.framework is None:
-        taken[FRAMEWORK] = UNKNOWN
+        taken[FRAMEWORK] = UNKNOWN if (guess := question.guess) is None else guess.frameworks[0].version
     if source.model is None and (name in ZOO or is_transformer(name)):
         spec = resolve(question.model_spec)
-        taken |= {f"model.args.{key}": value for key, value in spec.args if key not in dict(question.model.args)}
+        stated = question.priced_software.kernels | dict(question.model.args)
+        taken |= {f"model.args.{key}": value for key, value in spec.args if key not in stated}
         if question.model.input_shape is None and name in ZOO:
             taken["model.input_shape"] = spec.input_shape
     return taken

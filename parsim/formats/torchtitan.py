@@ -97,8 +97,9 @@ IGNORED = frozenset(
     float8.filter_fqns float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
     """.split()  # noqa: SIM905
 )
+ASYNC_TENSOR = "parallelism.enable_async_tensor_parallel"
 LEFT_OUT = {
-    "parallelism.enable_async_tensor_parallel": "tensor-parallel communication is not hidden behind products",
+    ASYNC_TENSOR: "tensor-parallel communication is not hidden behind products",
     "parallelism.enable_compiled_autograd": "autograd runs eagerly",
     "training.enable_cpu_offload": "all stays on the device; plan.optimizer_offload moves the states, not the parameters",
     "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
@@ -127,7 +128,8 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     flat = _newer(flat)
     name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
-    recipe = Recipe(framework=NAME, model=model or (f"{name}-{flavor}" if flavor else name))
+    software = {"framework": "torchtitan"}
+    recipe = Recipe(framework=NAME, model=model or (f"{name}-{flavor}" if flavor else name), software=software)
     if model is None and not is_transformer(recipe.model):
         near = near_matches(recipe.model.lower(), known_names())
         known = near if "did you mean" in near else " (`parsim models` lists those that are)"
@@ -158,7 +160,9 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     if recipe.pp > 1 and recipe.model:
         _read_cut(flat, number, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
-    recipe.args["kernels"] = "fused" if compiled else "eager"
+    recipe.software["compiled"] = compiled
+    if compiled and recipe.tp > 1 and flat.get(ASYNC_TENSOR):  # torchtitan refuses it without torch.compile
+        recipe.taken[ASYNC_TENSOR] = recipe.plan["tensor_overlap"] = True
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def test_a_shell_script_is_followed() -> None:
     assert (args["gated"], args["norm"], args["bias"], args["tied"], args["rotary"]) == (True, "rms", False, False, True)
     assert args["vocab"] == 32256  # a multiple of 128 * tp
     assert recipe.unknown == ["--brand-new-thing"]
-    assert "--tp-comm-overlap" in recipe.left_out
+    assert (settings["plan.tensor_overlap"], settings["plan.gather_ahead"]) == (True, False)
+    assert settings["software.framework"] == "megatron"
     assert {"--lr", "--save", "--log-interval", "--master-addr"} <= set(recipe.ignored)
 
 
@@ -329,6 +331,61 @@ def test_stages_of_megatron_are_those_that_its_options_count_out(layers: int, op
 def test_ends_that_leave_an_uneven_rest_are_refused(options: str) -> None:
     with pytest.raises(ConfigError, match="8 layers must be divisible by pp 4 x 1 stages per rank"):
         read_script(SIZES.replace("layers 4", "layers 8") + f"--pipeline-model-parallel-size 4 {options}")
+
+
+OVERLAPPED = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type {} "
+
+
+@pytest.mark.parametrize(
+    ("extra", "plan", "software"),
+    [
+        ("", {}, {}),
+        (OVERLAPPED, {"tensor_overlap": False, "gather_ahead": False}, {}),
+        (OVERLAPPED + "--tp-comm-overlap --overlap-param-gather", {"tensor_overlap": True, "gather_ahead": True}, {}),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {"tensor_overlap": False}, {}),
+        (EXPERTS.format("alltoall"), {}, {"dispatcher": "all_to_all"}),
+        (EXPERTS.format("flex") + "--moe-flex-dispatcher-backend hybridep", {}, {"dispatcher": "hybridep"}),
+        (
+            EXPERTS.format("flex") + "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-permute-fusion",
+            {},
+            {"dispatcher": "deepep", "expert_overlap": True, "delay_weight_gradients": True, "fused_permutation": True},
+        ),
+        ("--overlap-moe-expert-parallel-comm", {}, {}),
+    ],
+)
+def test_what_megatron_overlaps_is_what_the_plan_and_the_software_do(
+    extra: str, plan: dict[str, object], software: dict[str, object]
+) -> None:
+    recipe = read_script(SIZES + extra)
+    assert recipe.plan == plan
+    assert recipe.software == {"framework": "megatron", **software}
+    assert not recipe.unknown
+    assert not [key for key in recipe.left_out if "overlap" in key or "dispatcher" in key]
+
+
+@pytest.mark.parametrize(("value", "plan"), [("true", True), ("false", False), (None, None)])
+def test_a_recipe_of_megatron_bridge_overlaps_unless_it_says_otherwise(
+    tmp_path: Path, value: str | None, plan: bool | None
+) -> None:
+    pytest.importorskip("yaml")
+    text = (FILES / "bridge_dump.yaml").read_text()
+    text = re.sub(r"(?m)^.*tp_comm_overlap.*\n", "", text).rstrip() + "\n"
+    text = re.sub(r"tensor_model_parallel_size: *\d+", "tensor_model_parallel_size: 2\n  sequence_parallel: true", text)
+    file = tmp_path / "bridge.yaml"
+    file.write_text(text + ("" if value is None else f"comm_overlap:\n  tp_comm_overlap: {value}\n"))
+    recipe = read_recipe(file)
+    assert recipe.software["framework"] == "megatron-bridge"
+    assert recipe.plan.get("tensor_overlap") == plan
+
+
+def test_collectives_of_tensor_parallelism_in_torchtitan_run_beside_products_if_it_is_compiled() -> None:
+    keys = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
+    compiled = titan(parallelism=keys, compile={"enable": True})
+    assert (compiled.plan, compiled.software) == ({"tensor_overlap": True}, {"framework": "torchtitan", "compiled": True})
+    eager = titan(parallelism=keys)
+    assert (eager.plan, eager.software["compiled"]) == ({}, False)
+    assert "parallelism.enable_async_tensor_parallel" in eager.left_out
 
 
 def test_experts_of_megatron() -> None:
