@@ -138,13 +138,13 @@ encoders of a source that was left out; with this one they hold 90% (all rows: 8
 def interval_ends(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) -> dict[str, Ends]:
     """By class the ends of its interval in standard deviations; of classes that few sources show, from all rows.
 
-    Rows whose framework was guessed are a class of their own, and come without others.
+    Rows whose framework was guessed come without others. Of those the class UNKNOWN has the interval of them all.
     """
     found = {}
     guessed = all(row.facts.run.framework == UNKNOWN for row in rows)
-    for name in (UNKNOWN,) if guessed else (name for name in NOISE if name != UNKNOWN):
+    for name in (name for name in NOISE if name.startswith(UNKNOWN) == guessed):
         alike = [row for row in rows if class_of(row.facts.run) == name]
-        if len({row.source for row in alike}) < FEW_SOURCES:
+        if name == UNKNOWN or len({row.source for row in alike}) < FEW_SOURCES:
             alike = list(rows)
         scores = np.array([score_of(row, medians) for row in alike])
         found[name] = ends_of(scores, [row.source for row in alike], GUESSED_SHARE if guessed else SHARE)

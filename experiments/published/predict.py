@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +35,8 @@ from parsim.errors import ParsimError
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
 MEMORY_SIGMA = 0.05
 """Of a predicted peak."""
+SEVERAL_STAGES = re.compile(r"[01]\s*(?:-|to|or)\s*([123])\b")
+"""In a row that does not say which of several ZeRO stages ran; the first one prices it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +126,18 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
         return asked, found
     asked = question_of(row, without=without, known=known)
     found, lacks = answer(asked), asked.lacks
-    for place in range(1, asked.plausible):
+    others = [(row, place) for place in range(1, asked.plausible)]
+    if stages := SEVERAL_STAGES.search(row.zero):  # "1-2": either may have run
+        others += [(replace(row, zero=stages[1]), place) for place in range(max(1, asked.plausible))]
+    for stated, place in others:
         if found.peak_bytes <= found.limit_bytes:
             break
-        other = question_of(row, without=without, known=known, place=place)
+        other = question_of(stated, without=without, known=known, place=place)
         leaner = with_memory_of(found, other)
         if leaner.peak_bytes < found.peak_bytes:
             found = leaner
-            lacks = (*asked.lacks, f"memory as {other.framework.name} holds it")
+            zero = "" if stated is row else f" with ZeRO {stated.zero}"
+            lacks = (*asked.lacks, f"memory as {other.framework.name} holds it{zero}")
     asked = replace(asked, lacks=lacks)
     for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):

@@ -242,7 +242,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
     split = split_of(row, framework, shape, machine, notes)
     plausible = 0
     if framework.name == UNKNOWN:
-        divided = max(split.tp, split.pp, split.cp, row.ep or 1) > 1
+        axes = {"tp": split.tp, "pp": split.pp, "cp": split.cp, "ep": row.ep or 1}
+        divided = ", ".join(f"{axis} {ways}" for axis, ways in axes.items() if ways > 1)
         rules = plausible_rules(row, shape, machine.gpu, split.gpus, divided=divided)
         framework, plausible = rules[place], len(rules)
         notes.assumed.append(f"framework {framework.name}")

@@ -220,14 +220,13 @@ def usual_blanks(name: str, until: int = 0) -> dict[str, Any]:
     return CORE if not until and name in ("megatron", "nemo", "megatron-bridge") else {}
 
 
-def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: bool) -> list[Rule]:
+def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: str) -> list[Rule]:
     """Of frameworks that nothing but the row's other columns speaks for, the most likely first.
 
     Nothing is recomputed where the row does not say so and its plan fits, other than on V100: Megatron's scripts of 2020
     recompute all layers, and later ones what they must.
     """
-    low = LOW_BITS.search(row.precision) is not None
-    rows = plausible_frameworks(
+    guess = plausible_frameworks(
         shape,
         gpu,
         devices=devices,
@@ -235,17 +234,17 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
         divided=divided,
         zero=stage_of(row.zero),
         selective=recompute_of(row, NO_FRAMEWORK)[0] == "selective",
-        low=low,
+        low=LOW_BITS.search(row.precision) is not None,
     )
     return [
         rule(
             found.name,
             found.until,
-            compiled=is_compiled(row) or low,
+            compiled=is_compiled(row) or guess.compiled,
             recompute=found.recompute if found.until == 2020 else "none",
             **usual_blanks(found.name, found.until),
         )
-        for found in rows
+        for found in guess.frameworks
     ]
 
 

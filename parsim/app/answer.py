@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import Question
+from parsim.app.assumed_framework import AssumedFramework
+from parsim.app.config import LargestOf, Question
 from parsim.app.doctor import progress
 from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 
 PLANS_SHOWN = 8
-
-
-LargestOf = Literal["batch", "seq", "model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +76,7 @@ class Answer:
         question: the question and its defaults. problem: the same with the model and the cluster loaded.
         search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan
             (`Search.recommended`), or, if none fits, of the fastest.
+        assumed_framework: as which it is priced, where the question names none.
         largest: what was made as large as fits, which the question then has; None: it was asked as it is.
     """
 
@@ -85,6 +84,7 @@ class Answer:
     problem: PlanningProblem
     search: Search | None
     evaluation: Evaluation
+    assumed_framework: AssumedFramework | None = None
     largest: Largest | None = None
 
     @property
@@ -131,6 +131,7 @@ class Answer:
             problem=self.problem,
             evaluation=evaluation,
             among=() if self.search is None else self.search.candidates,
+            assumed_framework=self.assumed_framework,
         )
 
     def table(self) -> pd.DataFrame:
@@ -257,6 +258,7 @@ class Answer:
             loss_text(problem.model),
             constant_text(problem.model),
             assumed_text(self.assumed),
+            "" if self.assumed_framework is None else self.assumed_framework.text(),
             left_out_text(self.question),
             precision_text(self.assumed, problem.cluster.devices[0].type.peak_flop_per_s),
         ]
@@ -297,6 +299,7 @@ class Answer:
             "quoted": prediction.quoted,
             "samples_run": prediction.samples_run,
             "loading": self.problem.loading,
+            "framework": self.assumed_framework,
         }
         return document | {
             **{key: None if part is None else part.to_dict() for key, part in parts.items()},

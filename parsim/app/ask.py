@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from parsim.app.answer import Answer
+from parsim.app.assumed_framework import assumed_framework
 from parsim.app.config import Question
 from parsim.app.load import fixed_plan, on_this_machine, problem_of, search_plans
 from parsim.app.prediction import Prediction
@@ -17,7 +18,7 @@ from parsim.app.training_checks import loading_of
 from parsim.engines.scenario.scenario import load_scenario
 from parsim.engines.scenario.whole_run import KINDS
 from parsim.errors import ConfigError
-from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
+from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.forecast import Forecast, Played
 from parsim.predict.problem import PlanningProblem
 from parsim.report.more_tables import interval_table, run_table, states_table
@@ -43,7 +44,28 @@ def ask(
     question = on_this_machine(question)
     problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
-    return answer_of(question, problem, top=top, say=say)
+    return with_assumed_framework(answer_of(question, problem, top=top, say=say))
+
+
+def with_assumed_framework(answer: Answer) -> Answer:
+    """The answer with the framework that it assumes, where the question names none, and an interval that reaches to others."""
+    assumed = assumed_framework(answer.question, answer.evaluation)
+    if assumed is None:
+        return answer
+    problem, search = assumed.spanned(answer.problem), answer.search
+    if problem is answer.problem:
+        return replace(answer, assumed_framework=assumed)
+
+    def again(evaluation: Evaluation) -> Evaluation:
+        return with_interval(problem, evaluation, samples=SAMPLES, reason=evaluation.result.reason)
+
+    return replace(
+        answer,
+        problem=problem,
+        evaluation=again(answer.evaluation),
+        search=None if search is None else search.each(again),
+        assumed_framework=assumed,
+    )
 
 
 def answer_of(

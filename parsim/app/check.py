@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from parsim.app.answer import Answer
 from parsim.app.ask import ask
 from parsim.app.config import INNER_AXES, Question, question_from
 from parsim.app.prediction import Prediction
@@ -193,7 +194,7 @@ def check_question(question: Question) -> Checked:
 
     Raises: as `parsim.app.ask.ask`.
     """
-    answer = ask(question)
+    answer = whole(ask(question))
     candidates = answer.candidates
     prediction = answer.prediction if answer.fits else min(candidates, key=needed_bytes)
     base = answer.question
@@ -223,6 +224,13 @@ def _most_helpful(prediction: Prediction, found: Sequence[Help]) -> list[Help]:
     )
 
 
+def whole(answer: Answer) -> Answer:
+    """The answer, for whoever asks more than one. Raises KeyboardInterrupt: Ctrl-C cut its search short."""
+    if answer.search is not None and answer.search.cut_short:
+        raise KeyboardInterrupt
+    return answer
+
+
 def mesh_settings(plan: Plan) -> dict[str, object]:
     """Keys of a run file that ask for the mesh of a plan."""
     sizes = {axis: getattr(plan.mesh, axis) for axis in ("pp", "dp", "tp", "cp", "ep")}
@@ -243,7 +251,7 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
 def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
     """The change with its price; none where it contradicts the question."""
     try:
-        answer = ask(changed(question, settings))
+        answer = whole(ask(changed(question, settings)))
     except ParsimError:
         return []
     other = answer.prediction

@@ -34,16 +34,18 @@ from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
 from parsim.formats.recipe import Recipe
 from parsim.hardware.cluster import Cluster
+from parsim.hardware.parts import load_gpu, shipped_gpus
 from parsim.hardware.records import ConfigSection, Count, Name
+from parsim.model.catalogue.frameworks import Guess, plausible_frameworks, states_are_whole
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelKeys, ModelSpec, takes_usual
-from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_groups
+from parsim.plans.constraints import Layers, PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
-from parsim.plans.plan import AUTO, STRATEGIES, SWITCHES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import AUTO, STRATEGIES, SWITCHES, ZERO_STAGES, ZERO_STAGES_TEXT, Plan
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
@@ -53,8 +55,10 @@ from parsim.units import nearest_divisors
 Tables = TypeVar("Tables", bound=ConfigSection)
 
 Granularity = Literal["block", "sublayer", "layer"]
+LargestOf = Literal["batch", "seq", "model"]
+THIS_MACHINE = "this-machine"
 
-CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "stage_layers", "bucket_bytes")
 """Keys that constrain a search, and with strategy = "custom" fix the plan by hand."""
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 ADAPTIVE_KEYS = ("pin", "forbid")
@@ -106,6 +110,8 @@ class PlanSection(ConfigSection):
     """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
     chunks: PartCount | None = None
     """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
+    stage_layers: tuple[Layers, ...] | None = None
+    """Layers of each stage, in order: mesh.pp x chunks numbers. Left out: as the framework counts them out, else by cost."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
@@ -181,6 +187,7 @@ class QuestionSource:
         model, cluster: where they were given as values; the question then holds their names alone.
         form: what the model was given as: by name (zoo, factory, config, run file), as an nn.Module, or as a Model.
         recipe: what was read from a framework's file; None without one.
+        guess: who is taken to have written the loop; None: as `Question.guess` finds.
     """
 
     name: str = ""
@@ -188,6 +195,35 @@ class QuestionSource:
     cluster: Cluster | None = None
     form: Literal["name", "module", "model"] = "name"
     recipe: Recipe | None = None
+    guess: Guess | None = None
+
+
+LOW_PRECISIONS = ("fp8", "nvfp4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """What of a plan, or of the plans of a search, tells frameworks apart.
+
+    Attributes: divided: "tp 8, pp 2"; "": nothing. zero_stage: None: open. selective: parts of layers are recomputed.
+    is_open: a search may divide more.
+    """
+
+    divided: str
+    zero_stage: int | None
+    selective: bool = False
+    is_open: bool = False
+
+
+def in_words(ways: Mapping[str, int]) -> str:
+    """`tp 8, pp 2` of axes that have several ways."""
+    return ", ".join(f"{axis} {size}" for axis, size in ways.items() if size > 1)
+
+
+def facts_of_plan(plan: Plan) -> PlanFacts:
+    """Those of a plan."""
+    ways = {axis: getattr(plan.mesh, axis) for axis in ("tp", "pp", "cp", "ep")}
+    return PlanFacts(divided=in_words(ways), zero_stage=plan.zero_stage, selective=plan.recompute == "selective")
 
 
 class Question(ConfigSection):
@@ -211,6 +247,66 @@ class Question(ConfigSection):
         question._source = replace(self._source, **values)
         return question
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether published runs say something of it: a transformer by name, on shipped GPUs of one kind."""
+        gpu = self.cluster.gpu
+        by_name = self.source.form == "name" and is_transformer(self.model.name)
+        return by_name and gpu is not None and load_gpu(gpu).name in shipped_gpus()
+
+    @property
+    def guess(self) -> Guess | None:
+        """Who may have written the loop, where [software] does not say; None: it does, or published runs say nothing."""
+        if self.software.framework is not None or not self.is_judged:
+            return None
+        return self.source.guess or self.guess_for(self._asked_plan())
+
+    def guess_for(self, facts: PlanFacts) -> Guess:
+        """Who may have written the loop that runs such a plan."""
+        table = self.cluster
+        part = load_gpu(str(table.gpu))
+        per_node = table.gpus_per_node or part.gpus_per_node
+        devices = table.nodes * (table.devices or per_node) if not isinstance(table.devices, tuple) else len(table.devices)
+        shape = shape_of(self.model.name, dict(self.model.args))
+        memory_bytes = part.memory_bytes.value
+        divided = facts.divided
+        if facts.is_open and not divided and devices > 1 and not states_are_whole(shape, memory_bytes):
+            divided = "a search among all ways to divide the model"
+        return plausible_frameworks(
+            shape,
+            part.name,
+            devices=devices,
+            memory_bytes=memory_bytes,
+            divided=divided,
+            zero=facts.zero_stage,
+            selective=facts.selective,
+            low=self.training.precision in LOW_PRECISIONS,
+        )
+
+    def _asked_plan(self) -> PlanFacts:
+        """What [plan] says of the plans. Where it names a file: what that holds. Raises PlanError."""
+        plan = self.plan
+        if plan.plan_path is not None:
+            return facts_of_plan(Plan.load(plan.plan_path))
+        mesh = {axis: ways for axis in INNER_AXES if (ways := getattr(plan.mesh or MeshTable(), axis) or 1) > 1}
+        by_hand = plan.strategy == "custom"
+        words = "" if by_hand or mesh else {"mp": "model parallelism", "hp": "hybrid parallelism"}.get(plan.strategy, "")
+        return PlanFacts(
+            divided=in_words(mesh) or words,
+            zero_stage=plan.zero_stage if plan.zero_stage != AUTO else 0 if by_hand else None,
+            selective=plan.recompute == "selective",
+            is_open=plan.strategy not in ("custom", "single", "dp"),
+        )
+
+    @property
+    def priced_software(self) -> SoftwareSection:
+        """[software], and where it names no framework the one that is guessed: what prices are of.
+
+        Which plans a search proposes, and what a plan by hand leaves open, does not follow from a guess.
+        """
+        guess = self.guess
+        return self.software if guess is None else self.software.guessed(guess)
+
     def changed(self, **tables: Any) -> Question:
         """A question with other tables."""
         return self.model_copy(update=tables)
@@ -223,7 +319,7 @@ class Question(ConfigSection):
         if self.plan.sequence_parallel is not None:
             args[SEQUENCE_PARALLEL] = self.plan.sequence_parallel
         if is_transformer(self.model.name):
-            args = self.software.kernels | args
+            args = self.priced_software.kernels | args
         keys["args"] = tuple(sorted(args.items()))
         return ModelSpec.model_construct(**keys, tune=self.training.tune)
 
@@ -508,6 +604,7 @@ def _check_words(plan: PlanSection) -> None:
             'or a list of component names, "selective:NAME" for one by operator)'
         )
     chunks, order = plan.chunks, plan.pipeline_order
+    _check_stage_layers(plan)
     if chunks is None or (order is None and plan.strategy != "custom"):
         return
     order = order or "1f1b"
@@ -520,6 +617,19 @@ def _check_words(plan: PlanSection) -> None:
         check_chunks(order, chunks)
     except PlanError as error:
         raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
+
+
+def _check_stage_layers(plan: PlanSection) -> None:
+    layers, pp, chunks = plan.stage_layers, (plan.mesh or MeshTable()).pp or 1, plan.chunks or 1
+    if layers is None:
+        return
+    if len(layers) != pp * chunks:
+        raise ConfigError(
+            f"plan.stage_layers has {len(layers)} stages, and mesh.pp x chunks is {pp} x {chunks}; give as many numbers, or "
+            "another mesh.pp or chunks"
+        )
+    if not all(layers[1:-1]):
+        raise ConfigError(f"plan.stage_layers = {list(layers)} has a stage of nothing; only the first and the last may be 0")
 
 
 def _check_by_hand(question: Question) -> None:
@@ -715,6 +825,8 @@ def constraints_of(question: Question) -> PlanConstraints:
     """What a search must keep: the keys of [plan], and what the framework of [software] can run."""
     plan, row = question.plan, question.software.row
     kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"} | dict(plan.mesh or MeshTable())
+    if plan.stage_layers is not None:
+        kept["chunks"] = plan.chunks or 1
     if row is None:
         return PlanConstraints(**kept, synchronisation=plan.relaxed)
     kept |= {axis: 1 for axis in INNER_AXES if axis not in row.axes}
@@ -723,6 +835,7 @@ def constraints_of(question: Question) -> PlanConstraints:
         synchronisation=plan.relaxed,
         zero_stages=row.zero_stages,
         orders=row.orders,
+        cut=row.cut,
         layers_alike=not (plan.pin or plan.forbid),
         framework=row.name,
     )

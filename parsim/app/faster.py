@@ -106,6 +106,9 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
         try:
             with progress(f"Planning with {what}"):
                 other = ask(question())
+            if other.search is not None and other.search.cut_short:
+                changes.append(WhatIf(what=what, faster=None, reaches=False, reason="stopped by Ctrl-C, as were all after it"))
+                break
             if not other.fits:
                 raise DoesNotFitError("no plan fits")
         except ParsimError as error:

@@ -7,13 +7,15 @@ Leaves out: sizes that fit although a smaller one does not.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
-from parsim.app.answer import Answer, Largest, LargestOf
+from parsim.app.answer import Answer, Largest
 from parsim.app.ask import ask
-from parsim.app.check import changed, mesh_settings, rate_of
-from parsim.app.config import Question
+from parsim.app.check import changed, mesh_settings, rate_of, whole
+from parsim.app.config import LargestOf, Question
 from parsim.app.load import cluster_of
 from parsim.app.sections import MOST_SAMPLES
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError
@@ -53,11 +55,14 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
     if question.plan.plan_path is not None:
         raise ConfigError(f"--largest {what}: the plan of {question.plan.plan_path} is for one batch; name a strategy instead")
     sizes = _SIZES[what](question)
-    asked = ask(question)
+    asked = whole(ask(question))
 
     def at(number: int, mesh: Mapping[str, object] | None = None) -> Answer | None:
         say(f"{sizes.step * number:,} {sizes.noun}")
         return _safe(question, {**sizes.settings(number), **(mesh or {})})
+
+    def fits(mesh: Mapping[str, object], number: int) -> bool:
+        return at(number, mesh) is not None
 
     starts = ((number, at(number)) for number in dict.fromkeys((sizes.at, 1)))
     number, found = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
@@ -67,8 +72,7 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
             f"{asked.sentence()}"
         )
     for _ in range(MOST_MESHES):
-        mesh = mesh_settings(found.prediction.plan)
-        number = _bisected(number, sizes.most, lambda size, mesh=mesh: at(size, mesh) is not None)
+        number = _bisected(sizes, number, partial(fits, mesh_settings(found.prediction.plan)))
         more = at(number + 1) if number < sizes.most else None
         if more is None:
             break
@@ -84,22 +88,35 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
     return replace(found, largest=size)
 
 
-def _bisected(fits: int, most: int, does: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits, above one that does."""
+def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
+    """The largest number that fits, above one that does. Ctrl-C says what is known by then."""
     low, high = fits, 2 * fits
-    while high <= most and does(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if does(middle) else (low, middle)
+    try:
+        while high <= sizes.most and does(high):
+            low, high = high, 2 * high
+        high = min(high, sizes.most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if does(middle) else (low, middle)
+    except KeyboardInterrupt as ending:
+        known = f"{sizes.step * low:,} {sizes.noun} fit with 95%, and up to {sizes.step * high:,} not all were tried"
+        text = f"parsim: ended by SIGINT. {known}. Ask from there on with --set {_option(sizes.settings(low))}"
+        print(text, file=sys.stderr, flush=True)
+        ending.add_note(text)  # told
+        raise
     return low
+
+
+def _option(settings: Mapping[str, object]) -> str:
+    """`training.global_batch=64`: the first key, which is the size."""
+    key, value = next(iter(settings.items()))
+    return f"{key}={value}"
 
 
 def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:
     """The answer to the changed question where a plan fits with 95%; None where none does, or the sizes do not divide."""
     try:
-        answer = ask(changed(question, settings))
+        answer = whole(ask(changed(question, settings)))
     except ParsimError:
         return None
     return answer if answer.fits and answer.prediction.is_safe else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
-from parsim.app.config import Question, check_axes, constraints_of, mesh_of
+from parsim.app.config import THIS_MACHINE, MeshTable, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
@@ -24,13 +24,14 @@ from parsim.files import cache_folder, parse_json, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
-from parsim.hardware.parts import load_gpu, shipped_gpus
+from parsim.hardware.parts import load_gpu
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.formats import Numerics, recorded_weights
+from parsim.model.layers import all_layers_of
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
@@ -39,6 +40,7 @@ from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, SWITCHES, Plan, check_plan
+from parsim.plans.stages import CUTS
 from parsim.predict.breakdown import tokens_per_sample
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
@@ -82,10 +84,19 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
             model = replace(model, assumptions=(*model.assumptions, *partly_cut(model, plan.mesh.tp or 1)))
     check_groups_fill(plan.dp_shard, cluster.size)
+    if plan.stage_layers is not None and sum(plan.stage_layers) != (layers := len(all_layers_of(model))):
+        raise ConfigError(
+            f"plan.stage_layers puts {sum(plan.stage_layers)} layers into stages, and {model.name} has {layers}; change numbers"
+        )
+    model = replace(model, assumptions=(*model.assumptions, *_cut_by_cost(config, model)))
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
-    framework, by_hand = config.software.row, plan.strategy == "custom"
-    zero_stage = framework.zero if framework is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
+    named, by_hand = config.software.row, plan.strategy == "custom"
+    zero_stage = named.zero if named is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
+    framework = config.priced_software.row
     stated = {key: value for key in SWITCHES if (value := getattr(plan, key)) is not None}
+    switches = {} if framework is None else framework_switches(framework)
+    if stated.get("tensor_overlap") or stated.get("tensor_backward_overlap"):  # two ways to hide the same communication
+        switches |= {"tensor_overlap": False, "tensor_backward_overlap": False}
     scored: Scored = "averages" if training.ema is not None and training.ema.evaluate else "weights"
     return PlanningProblem(
         model=model,
@@ -95,7 +106,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         update_calls=2 if training.no_weight_decay else 1,
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
-        switches=tuple({**({} if framework is None else framework_switches(framework)), **stated}.items()),
+        switches=tuple({**switches, **stated}.items()),
         learnt=_learnt_of(config),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
@@ -114,16 +125,27 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
     )
 
 
+def _cut_by_cost(config: Question, model: Model) -> tuple[str, ...]:
+    """What is assumed of stages that are asked for, and into which the framework cuts no model by itself."""
+    plan, framework, layers = config.plan, config.software.row, len(all_layers_of(model))
+    stages = ((plan.mesh or MeshTable()).pp or 1) * (plan.chunks or 1)
+    if framework is None or not framework.cut or plan.stage_layers is not None or stages in (1, layers):
+        return ()
+    if layers >= stages and CUTS[framework.cut](layers, stages) is not None:
+        return ()
+    return (f"{framework.name} does not cut {layers} layers evenly into {stages} stages: cut by cost (plan.stage_layers)",)
+
+
 HALVES = dict.fromkeys(("fp16", "amp_fp16", "amp_bf16"), "bf16")
 """Precisions whose products take as long as those in bf16."""
 
 
 def _learnt_of(config: Question) -> Learnt:
-    """What published runs say of the question; nothing but of transformers by name on shipped GPUs of one kind."""
+    """What published runs say of the question; with a framework that is guessed, as with none."""
     framework = config.software.row
-    gpu = "" if config.cluster.gpu is None else load_gpu(config.cluster.gpu).name
-    if gpu not in shipped_gpus() or not is_transformer(config.model.name) or config.source.model is not None:
+    if not config.is_judged:
         return NOTHING_LEARNT
+    gpu = load_gpu(str(config.cluster.gpu)).name
     shape = shape_of(config.model.name, dict(config.model.args))
     precision = config.training.precision
     return learnt_of(
@@ -143,7 +165,7 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
 
     Raises ConfigError for CUDA graphs on a cluster of which no time of the host per launch is known.
     """
-    host, software = cluster.profile.host, config.software
+    host, software = cluster.profile.host, config.priced_software
     if host is not None and host.launch_s:
         return hosted(cluster, launches=software.launches, step_s=0.0 if software.row is None else software.row.step_s)
     if software.cuda_graphs:
@@ -170,13 +192,13 @@ def with_routing(model: Model, routing: ExpertRouting) -> Model:
 def routing_of(config: Question) -> ExpertRouting:
     """How tokens reach experts: as [plan] and [software] say, and where they do not, as the framework has it."""
     return replace(
-        config.software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
+        config.priced_software.routing, capacity_factor=config.plan.capacity_factor or 0.0, skew=config.plan.routing_skew or 0.0
     )
 
 
 def numerics_of(config: Question) -> Numerics:
     """The numbers of [training], with gradients as the framework keeps them where the question does not say."""
-    numerics, framework = config.training.numerics, config.software.row
+    numerics, framework = config.training.numerics, config.priced_software.row
     if framework is None or not framework.full_gradients or numerics.gradient_dtype or not numerics.is_half:
         return numerics
     return replace(numerics, gradient_dtype="fp32")
@@ -330,9 +352,6 @@ def search_plans(
 # GPUs), with as many cores, this version of torch and the same priority for communication. And it holds the question's
 # model at its local batches, and its optimizer. The newest that serves is taken. Otherwise the question's model is
 # calibrated quickly, in about a minute.
-
-
-THIS_MACHINE = "this-machine"
 
 
 def profiles_folder() -> Path:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
 from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
@@ -15,6 +16,7 @@ from parsim.app.question import taken_defaults
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
+from parsim.model.catalogue.names import KERNEL
 from parsim.plans.plan import Plan, plan_in_words
 from parsim.predict.breakdown import critical_path
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
@@ -47,6 +49,7 @@ class Prediction:
     Attributes:
         question: what was asked. problem, evaluation: the priced and simulated values, for more than the methods return.
         among: the best plan of each compared family; empty for a given plan.
+        assumed_framework: as which it is priced, where the question names none.
         engine: "static" or "dynamic". scenario: the scenario and its results; None without one.
     """
 
@@ -54,6 +57,7 @@ class Prediction:
     problem: PlanningProblem
     evaluation: Evaluation
     among: tuple[Evaluation, ...] = ()
+    assumed_framework: AssumedFramework | None = None
     engine: str = "static"
     scenario: Mapping[str, Any] | None = None
 
@@ -198,7 +202,12 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
-        parts = {"quoted": self.quoted, "samples_run": self.samples_run, "loading": self.problem.loading}
+        parts = {
+            "quoted": self.quoted,
+            "samples_run": self.samples_run,
+            "loading": self.problem.loading,
+            "framework": self.assumed_framework,
+        }
         return describe(self.evaluation) | {key: None if part is None else part.to_dict() for key, part in parts.items()}
 
     def headline(self) -> str:
@@ -223,6 +232,7 @@ class Prediction:
             lines.append(self.problem.loading.text())
         for figures in (self.quoted, self.samples_run):
             lines += [] if figures is None else figures.lines()
+        lines += [] if self.assumed_framework is None else [self.assumed_framework.text()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -267,11 +277,14 @@ def recipe_of(framework: str, config: Question, plan: Plan) -> PlannedRecipe:
     """The recipe of a plan and of how it trains, for the file of a framework. Raises ConfigError as `recipe_of_plan`."""
     training = config.training
     numbers = {"learning_rate": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}
+    args = dict(config.model_spec.args)  # with plan.sequence_parallel
+    if KERNEL not in dict(config.model.args) and args.pop(KERNEL, None) and config.software.compiled is False:
+        args[KERNEL] = "eager"
     return recipe_of_plan(
         framework,
         plan,
         model=config.model.name,
-        args=dict(config.model_spec.args),  # with plan.sequence_parallel
+        args=args,
         training=training.model_dump() | numbers,
         nodes=config.cluster.nodes,
     )

@@ -19,9 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
+from parsim.app.config import (
+    INNER_AXES,
+    THIS_MACHINE,
+    ModelSection,
+    PlanSection,
+    Question,
+    cluster_section,
+    load_config,
+    question_from,
+)
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
-from parsim.app.load import THIS_MACHINE, check_untuned, cluster_of, is_saved_model
+from parsim.app.load import check_untuned, cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
@@ -343,10 +352,11 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
             taken[path] = getattr(section, key)
     name = question.model.name
     if source.model is None and is_transformer(name) and question.software.framework is None:
-        taken[FRAMEWORK] = UNKNOWN
+        taken[FRAMEWORK] = UNKNOWN if (guess := question.guess) is None else guess.frameworks[0].version
     if source.model is None and (name in ZOO or is_transformer(name)):
         spec = resolve(question.model_spec)
-        taken |= {f"model.args.{key}": value for key, value in spec.args if key not in dict(question.model.args)}
+        stated = question.priced_software.kernels | dict(question.model.args)
+        taken |= {f"model.args.{key}": value for key, value in spec.args if key not in stated}
         if question.model.input_shape is None and name in ZOO:
             taken["model.input_shape"] = spec.input_shape
     return taken

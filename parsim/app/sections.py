@@ -27,7 +27,7 @@ from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.convolution import ConvolutionSoftware
-from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, framework_of
+from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, Guess, framework_of
 from parsim.model.catalogue.names import ATTENTION, FUSED_PERMUTATION, KERNEL
 from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
@@ -265,7 +265,8 @@ class SoftwareSection(ConfigSection):
     """[software]: who wrote the training loop. Keys that are left out are as the framework has them."""
 
     framework: Annotated[Name, RowOf(FRAMEWORKS)] | None = None
-    """A row of `parsim.model.catalogue.frameworks`, or "package.module:ROW"; left out: not known, and an answer says so."""
+    """A row of `parsim.model.catalogue.frameworks`, or "package.module:ROW"; left out: transformers by name on shipped GPUs
+    are priced as the most likely one runs them, and an answer says which."""
     year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
     """Of its version; left out: the current one."""
     compiled: StrictBool | None = None
@@ -325,6 +326,12 @@ class SoftwareSection(ConfigSection):
     def row(self) -> Framework | None:
         """The framework in the version that runs; None: not known."""
         return None if self.framework is None else framework_of(self.framework, self.year)
+
+    def guessed(self, guess: Guess) -> SoftwareSection:
+        """The table with the most likely framework of a guess in place of none. What it gives itself counts more."""
+        row = guess.frameworks[0]
+        compiled = guess.compiled if self.compiled is None and row.uncompiled else self.compiled
+        return self.model_copy(update={"framework": row.name, "year": row.until or None, "compiled": compiled})
 
     @property
     def kernels(self) -> dict[str, Any]:

@@ -26,9 +26,10 @@ import numpy as np
 
 from parsim.numeric import Floats
 
-SHARE, GUESSED_SHARE = 0.92, 0.90
+SHARE, GUESSED_SHARE = 0.92, 0.94
 """Of the held-out rows that intervals hold, so that those of most groups of rows hold 90%: of known and guessed frameworks."""
 UNKNOWN = "unknown"
+UNKNOWN_DENSE = "unknown, dense"
 STEP = 1e-6
 """To which covariances are rounded in the file."""
 
@@ -96,7 +97,7 @@ def features_of(run: PublishedRun) -> tuple[str, ...]:
 def class_of(run: PublishedRun) -> str:
     """Runs whose errors spread alike."""
     if run.framework == UNKNOWN:
-        return UNKNOWN
+        return UNKNOWN if run.experts or run.encoder or run.assumed == "plan" else UNKNOWN_DENSE
     if run.images:
         return "images"
     kind = "experts" if run.experts else "encoder" if run.encoder else "dense"
@@ -114,6 +115,7 @@ NOISE: Mapping[str, float] = {
     "experts": 0.30,
     "experts, recomputation assumed": 0.30,
     "experts, plan assumed": 0.30,
+    UNKNOWN_DENSE: 0.15,
     UNKNOWN: 0.20,
 }
 """Standard deviation of rows of one source, by class; of log seconds."""
@@ -205,7 +207,7 @@ def learnt_of(run: PublishedRun, effects: Effects | None = None) -> Learnt:
     low, high = fit.ends[class_of(run)]
     shown = [name for name in features_of(run) if fit.sources.get(name)]
     sources = ", ".join(f"{name.split(':')[1]} ({fit.sources[name]})" for name in shown)
-    framework = "framework unknown" if run.framework == UNKNOWN else f"by {run.framework}"
+    framework = "framework guessed" if run.framework == UNKNOWN else f"by {run.framework}"
     return Learnt(
         factor=math.exp(median),
         low=math.exp(low * sigma),

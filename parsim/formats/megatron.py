@@ -44,11 +44,14 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES, number_format
+from parsim.plans.stages import with_ends
 
 NAME = "Megatron-LM"
 NEMO = "NeMo (Megatron)"
 BRIDGE = "Megatron-Bridge"
 NEOX = "GPT-NeoX"
+FRAMEWORKS = {NAME: "megatron", NEMO: "nemo", BRIDGE: "megatron-bridge", NEOX: "megatron-deepspeed"}
+"""Rows of `parsim.model.catalogue.frameworks`, by whose file it is."""
 
 SAME_TIME = re.compile(
     r"(adam-|sgd-|lr|min-lr|weight-decay|start-weight|end-weight|clip-grad|seed|init-method|log-|tensorboard|wandb|save|load|"
@@ -56,7 +59,7 @@ SAME_TIME = re.compile(
     r"master|rdzv|node-rank|no-load|no-save|ckpt|dist-ckpt|async-save|use-dist-ckpt|finetune|train-iters|train-samples|"
     r"decay-|warmup|loss-scale|initial-loss|min-loss|hysteresis|norm-epsilon|layernorm-epsilon|rotary-base|rotary-percent|"
     r"use-rope-scaling|rope-|moe-aux|moe-z|moe-router-load|moe-router-dtype|moe-router-score|moe-router-bias|moe-router-enable|"
-    r"moe-router-topk-scaling|moe-router-pre|moe-router-num-groups|moe-router-group|moe-router-force|moe-token-dispatcher|"
+    r"moe-router-topk-scaling|moe-router-pre|moe-router-num-groups|moe-router-group|moe-router-force|"
     r"mock-data|dataloader|reset-|eod|override-opt|use-checkpoint|check-for|manual-gc|no-check|check-weight|hidden-dropout|"
     r"attention-dropout|apply-layernorm-1p|attention-softmax|no-query|query-key|config-path|config-name|trainer-log|"
     r"auto-detect|yaml-cfg|straggler|enable-one|legacy|use-legacy|transformer-impl|use-mcore|mscale|beta|multi-latent|"
@@ -69,8 +72,6 @@ SAME_TIME = re.compile(
 """Beginnings of options that change neither the time nor the memory of a step."""
 
 LEFT_OUT = {
-    "tp-comm-overlap": "tensor-parallel communication is not hidden behind products",
-    "overlap-moe-expert-parallel-comm": "the exchange of experts is not hidden",
     "cpu-offloading": "activations stay on the device: --cpu-offloading-num-layers says of how many layers they do not",
     "cpu-offloading-weights": "weights stay on the device",
     "optimizer-cpu-offload": "the optimizer's state stays on the device: only all of it can be in the host's memory",
@@ -85,16 +86,9 @@ LEFT_OUT = {
     "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
-    "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
-    "account-for-loss-in-pipeline-split": "stages are cut by their cost",
-    "decoder-first-pipeline-num-layers": "stages are cut by their cost",
-    "decoder-last-pipeline-num-layers": "stages are cut by their cost",
-    "pp-partition-method": "stages are cut by their cost",
-    "pipeline-model-parallel-layout": "stages are cut by their cost",
     "moe-enable-deepep": "experts exchange by an all-to-all of NCCL",
     "ds-sequence-parallel": "attention exchanges keys and values in a ring, where DeepSpeed exchanges heads",
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
-    "delay-wgrad-compute": "weights' gradients are computed with inputs'",
     "expert-tensor-parallel-size": "experts are cut as the rest is",
     "main-grads-dtype": "gradients are reduced in the width of the weights, and kept in fp32",
     "exp-avg-dtype": "the two moments have types of their own, and both are taken to be in fp32",
@@ -102,7 +96,9 @@ LEFT_OUT = {
 }
 HARMLESS = frozenset(
     """
-    overlap-grad-reduce overlap-param-gather no-overlap-p2p-communication overlap-p2p-communication bias-swiglu-fusion
+    tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute moe-token-dispatcher-type moe-enable-deepep
+    moe-flex-dispatcher-backend overlap-grad-reduce overlap-param-gather no-overlap-p2p-communication
+    overlap-p2p-communication bias-swiglu-fusion
     no-bias-swiglu-fusion no-masked-softmax-fusion no-gradient-accumulation-fusion no-bias-gelu-fusion no-bias-dropout-fusion
     no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-flash-attn attention-backend
     moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-upcycling moe-per-layer-logging moe-layer-recompute
@@ -126,6 +122,7 @@ NEMO_NAMES = {
     "virtual-pipeline-model-parallel-size": "num-virtual-stages",
     "share-embeddings-and-output-weights": "share-embeddings",
     "num-moe-experts": "num-experts",
+    "ub-tp-comm-overlap": "tp-comm-overlap",
     "bias": "add-bias-linear",
 }
 NEOX_NAMES = {
@@ -164,6 +161,8 @@ OLDER_NAMES = {
     "pad-vocab-size-to": "padded-vocab-size",
 }
 """Options of older releases, of Megatron-DeepSpeed and of Pai-Megatron-Patch: today's."""
+STATED_OFF = frozenset({"tp-comm-overlap", "overlap-param-gather"})
+"""Options that are on where the file of Megatron-Bridge does not have them."""
 SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-bias-linear": "disable-bias-linear"}
 """Options of a YAML file whose `false` is another option."""
 
@@ -214,6 +213,8 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
         name = NEMO_NAMES.get(key, key)
         if value is False and name in SWITCHED_OFF:
             options[SWITCHED_OFF[name]] = []
+        elif value is False and name in STATED_OFF:
+            options[name] = ["false"]
         elif value is not None and value is not False:
             options[name] = [] if value is True else [str(value)]
     if nemo or bridge or "gated-linear-unit" in options:
@@ -345,17 +346,11 @@ LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "
 LAYOUT = "pipeline-model-parallel-layout"
 ROUNDS = "microbatch-group-size-per-virtual-pipeline-stage"
 MOST_STAGES = 4096
-UNEVEN = frozenset(
-    {
-        LAYOUT,
-        "decoder-first-pipeline-num-layers",
-        "decoder-last-pipeline-num-layers",
-        "account-for-embedding-in-pipeline-split",
-        "account-for-loss-in-pipeline-split",
-        "pp-partition-method",
-    }
-)
-"""Options that cut the layers otherwise than evenly."""
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+ENDS_COUNT = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+"""Options that cut the layers otherwise than evenly: layers of the first and last ranks, and that an end counts as a layer."""
+PARTITION = "pp-partition-method"
+"""Of Megatron-DeepSpeed: what counts as a layer, \'type:transformer|embedding\' (DeepSpeed\'s PipelineModule)."""
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
@@ -399,7 +394,7 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     if "activations-checkpoint-method" in given:  # it recomputed whole layers
         words.setdefault("recompute-granularity", ["full"])
     options = _Options(framework, words)
-    recipe = Recipe(framework=framework)
+    recipe = Recipe(framework=framework, software={"framework": FRAMEWORKS[framework]})
     if model:
         recipe.name_model("model", model)
         recipe.args = {key: options.number(name, 0) for name, key in RESIZED.items() if name in words}
@@ -454,6 +449,7 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     args["sequence_parallel"] = options.flag("sequence-parallel")
     _read_recompute(options, recipe)
     _read_chunks(options, recipe)
+    _read_overlap(options, recipe)
     if options.flag("cross-entropy-loss-fusion") and options.text("cross-entropy-fusion-impl") == "te":
         args[LOSS] = "fused"
     if "optimizer-cpu-offload" in words and _is_one(words.get("optimizer-offload-fraction", ["1"])):
@@ -485,6 +481,39 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
         else:
             recipe.unknown.append(f"--{name}")
     return recipe
+
+
+def _read_overlap(options: _Options, recipe: Recipe) -> None:
+    """What runs beside what. Where the file says nothing it is off, but in Megatron-Bridge, whose recipes turn it on."""
+    if recipe.framework == NEOX and recipe.zero > 1:  # the row of Megatron-DeepSpeed has ZeRO 1 at most
+        recipe.software.clear()
+    usual_off = recipe.framework != BRIDGE
+    overlapped = options.flag("tp-comm-overlap")
+    if overlapped and (recipe.tp == 1 or not recipe.args["sequence_parallel"]):
+        overlapped = False  # there is nothing to overlap
+    if recipe.tp > 1 and (overlapped or usual_off or "tp-comm-overlap" in options.words):
+        recipe.plan["tensor_overlap"] = overlapped
+    ahead = options.flag("overlap-param-gather")
+    if recipe.zero == 1 and (usual_off or "overlap-param-gather" in options.words):
+        recipe.plan["gather_ahead"] = ahead
+    row = named(recipe.model) if recipe.model else None
+    experts = recipe.args.get("experts") or (row.shape.experts if row is not None and row.shape is not None else 0)
+    if not experts:
+        return
+    dispatcher = options.text("moe-token-dispatcher-type")
+    backend = "deepep" if options.flag("moe-enable-deepep") else options.text("moe-flex-dispatcher-backend", "deepep")
+    if dispatcher == "allgather":
+        recipe.left_out["--moe-token-dispatcher-type"] = "tokens reach experts by all_to_all"
+    if dispatcher and recipe.ep > 1:
+        recipe.software["dispatcher"] = backend if dispatcher == "flex" else "all_to_all"
+    if options.flag("moe-permute-fusion"):
+        recipe.software["fused_permutation"] = True
+    if recipe.ep == 1:
+        return
+    if options.flag("overlap-moe-expert-parallel-comm"):
+        recipe.software["expert_overlap"] = True
+        if options.flag("delay-wgrad-compute"):
+            recipe.software["delay_weight_gradients"] = True
 
 
 def _lacking(name: str, options: _Options) -> str:
@@ -602,24 +631,48 @@ def _read_chunks(options: _Options, recipe: Recipe) -> None:
                 f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
             )
         recipe.chunks = layers // pp // each
-    elif layout := options.words.get(LAYOUT):
-        recipe.chunks = max(1, _stages_of_layout("".join(layout)) // pp)
+    layout = "".join(options.words.get(LAYOUT, ()))
+    if layout:
+        options.text(LAYOUT)
+        recipe.stage_layers = _stages_of_layout(layout)
+        recipe.chunks = max(1, len(recipe.stage_layers) // pp)
     if pp == 1:
-        recipe.chunks = 1
+        recipe.chunks, recipe.stage_layers = 1, ()
     if recipe.chunks > 1:
         recipe.rounds_of = options.number(ROUNDS, pp)
         if recipe.rounds_of != pp:
             recipe.left_out[f"--{ROUNDS}"] = f"a rank turns to its next chunk after pp = {pp} microbatches"
-    if pp > 1 and not UNEVEN & set(options.words) and layers % (pp * recipe.chunks):
+    if pp > 1 and layers and not recipe.stage_layers:
+        recipe.stage_layers = _stages_of_ends(options, recipe, layers)
+
+
+def _stages_of_ends(options: _Options, recipe: Recipe, layers: int) -> tuple[int, ...]:
+    """Layers of each stage, evenly but for what is said of the first and last ranks, or that an end counts as a layer.
+
+    Source: Megatron-LM, megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
+    """
+    pp, chunks = recipe.pp, recipe.chunks
+    first, last = (options.number(name, 0, 1) for name in ENDS)
+    weighed = "embedding" in options.text(PARTITION).lower()
+    ends = [options.flag(name) or weighed for name in ENDS_COUNT]
+    rest, inner = layers - first - last, pp - bool(first) - bool(last)
+    if not first and not last and not (layers + sum(ends)) % (pp * chunks):
+        return tuple(with_ends(layers, pp * chunks, *ends) or ())
+    ranks = [first] * bool(first) + [rest // max(1, inner)] * inner + [last] * bool(last)
+    if (not first and not last) or sum(ranks) != layers or any(count % chunks for count in ranks):
+        between = f", here {rest} by the {inner} ranks that have no number of their own" if first or last else ""
         raise ConfigError(
-            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {recipe.chunks} stages per rank; change "
-            f"one of them, or give --{LAYOUT}"
+            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {chunks} stages per rank{between}; change one "
+            f"of them, or give --{LAYOUT}"
         )
+    return tuple(count // chunks for _ in range(chunks) for count in ranks)
 
 
-def _stages_of_layout(text: str) -> int:
-    """Stages of a pipeline layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core counts them."""
-    return 1 + re.sub(r"\(([^)]+)\)\*(\d+)", lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text).count("|")
+def _stages_of_layout(text: str) -> tuple[int, ...]:
+    """Layers of each stage of a layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core reads it."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(\w)\*(\d+)"):
+        text = re.sub(pattern, lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text[:MOST_LETTERS])
+    return tuple(stage.count("t") for stage in text[:MOST_LETTERS].split("|"))
 
 
 UNKNOWN = "?"

@@ -216,6 +216,12 @@ class PlanningProblem(Remembering):
         problem.__dict__["_cache"] = self._cache
         return problem
 
+    def knowing(self, learnt: Learnt) -> PlanningProblem:
+        """The problem of which published runs say something else. What does not depend on it is shared."""
+        problem = replace(self, learnt=learnt)
+        problem.__dict__["_cache"] = self._cache
+        return problem
+
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """Peak memory of every rank of a plan."""
         memories = self._cache.memories

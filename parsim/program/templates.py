@@ -322,7 +322,7 @@ class _Expansion:
         self._copies: list[_Copies] = []
         self._kinds: list[Unit] = []
         self._kind: list[Ints] = []
-        self._rows: dict[tuple[Hashable, ...], tuple[Ints, int]] = {}
+        self._rows: dict[tuple[Hashable, ...], tuple[list[int], int]] = {}
         mesh = self._plan.mesh
         self._place = [layout.stage_of[component.name] for component in layout.model.components]
         self._step = mesh.copies * mesh.tp  # from the ranks of a place to those of the next
@@ -451,10 +451,10 @@ class _Expansion:
                 row = rows[task] = self._row_of(*task)
             microbatch = key[3]
             assert isinstance(microbatch, int)
-            numbers.append(int(row[0][microbatch]) + row[1])
+            numbers.append(row[0][microbatch] + row[1])
         return numbers
 
-    def _row_of(self, phase: Hashable, rank: Hashable, name: Hashable, *part: Hashable) -> tuple[Ints, int]:
+    def _row_of(self, phase: Hashable, rank: Hashable, name: Hashable, *part: Hashable) -> tuple[list[int], int]:
         """The first tasks, by microbatch, of the pieces of a computation of a kept rank, and its place in the piece."""
         assert isinstance(phase, Phase)
         assert isinstance(rank, int)
@@ -466,7 +466,7 @@ class _Expansion:
             raise GraphError(f"{phase} of {name} on rank {rank} is not a task of the program")
         component, replica = self._layout.model.component_index[name], self._replica_row[plan.replica_of_rank(rank)]
         starts, inside = self._numbers.by_microbatch(phase, component, replica)
-        return starts, inside + offset
+        return starts.tolist(), inside + offset
 
     def _units(self) -> tuple[Unit, ...]:
         """Every unit by itself, with the names of its own component."""

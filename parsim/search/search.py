@@ -94,6 +94,12 @@ class Search:
         median = self.chosen.result.step_s.median
         return max(0.0, (median - self.lower_bound_s) / median)
 
+    def each(self, change: Callable[[Evaluation], Evaluation]) -> Search:
+        """The search with every evaluation changed."""
+        named = ("chosen", "recommended", "riskier")
+        kept = {name: None if (entry := getattr(self, name)) is None else change(entry) for name in named}
+        return replace(self, candidates=tuple(map(change, self.candidates)), **kept)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "candidates": [candidate.result.to_dict() for candidate in self.candidates],
@@ -138,11 +144,11 @@ def search(
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
     names = _known_names(strategies)
-    opening = _Opening(problem, divided_problems(problem))
+    opening = _Opening(problem, divided_problems(problem), _Telling(say))
     families = _families_of(opening, names, mixes="adaptive" in strategies, top=top)
     cut_short = False
     try:
-        unrefined = _open_all(opening, families, _Telling(say))
+        unrefined = _open_all(opening, families)
     except KeyboardInterrupt:
         if not opening.judged:
             raise
@@ -201,10 +207,9 @@ class _Families:
 
 
 def _families_of(opening: _Opening, names: Sequence[str], *, mixes: bool, top: int | None) -> _Families:
-    """The parts of every family; those of a small problem are opened at once."""
+    """The parts of every family."""
     problem = opening.problem
     families = _Families(Incumbents(wanted=top or 1), mixes, top)
-    together = families.together
     for name in names:
         if name != "single" and problem.cluster.size == 1:
             families.skipped[name] = "one device: there is nothing to distribute"
@@ -215,11 +220,7 @@ def _families_of(opening: _Opening, names: Sequence[str], *, mixes: bool, top: i
             families.skipped[name] = str(error)
             continue
         shared = name == "adaptive" or top is not None
-        own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
-        families.owners[name] = own
-        if opening.spare is None:
-            opening.early(name, families.parts[name], own)
-            together.steps_s.update(own.steps_s)
+        families.owners[name] = families.together if shared else Incumbents()
     return families
 
 
@@ -304,12 +305,17 @@ def _evaluated_choice(problem: PlanningProblem, rows: _Rows, steps: _Steps, *, s
     return _Choice(candidates, chosen, recommended, riskier)
 
 
-def _open_all(opening: _Opening, families: _Families, tell: _Telling) -> list[str]:
+def _open_all(opening: _Opening, families: _Families) -> list[str]:
     """Open the parts of all families, then those that refine what was found; which families were not refined for themselves."""
     parts, owners, together, mixes = families.parts, families.owners, families.together, families.mixes
     if opening.spare is not None:
-        early = open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes, tell=tell)
+        early = open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes, tell=opening.tell)
         opening.tally.add(early)
+    for name, own in owners.items() if opening.spare is None else ():
+        if mixes and own is not together:
+            own.rival_s = together.best_s
+        opening.early(name, parts[name], own)
+        together.steps_s.update(own.steps_s)
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
     unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
     if opening.spare is not None:
@@ -318,7 +324,6 @@ def _open_all(opening: _Opening, families: _Families, tell: _Telling) -> list[st
         # where mixed placements only tie they are not recommended, so they are not searched for
         ahead = TIE if name == "adaptive" and opening.spare is not None else 0.0
         found = own if not mixes and families.top is None else Incumbents(steps_s=together.steps_s, ahead=ahead)
-        tell(f"refinements of {name}", len(opening.late[name]), found.best_s)
         opening.later(name, found, 1 / (len(owners) - number))
     for own in owners.values():
         opening.misfit(own)
@@ -509,6 +514,7 @@ class _Opening:
 
     problem: PlanningProblem
     divided: Sequence[PlanningProblem]
+    tell: _Telling
     judged: list[JudgedPlan] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     late: defaultdict[str, list[Node]] = field(default_factory=lambda: defaultdict(list))
@@ -524,16 +530,18 @@ class _Opening:
 
     def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
         """Open parts of a family."""
-        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare)
+        tell = partial(self.tell, name) if self.spare is None else None  # else it is told which part of all families is opened
+        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare, tell)
 
     def later(self, name: str, incumbents: Incumbents, share: float) -> None:
         """Open the late parts of a family, as many as may be, for a share of what may still be spent."""
+        nodes, most, tell = self.late.pop(name, []), most_late(self.problem), partial(self.tell, f"refinements of {name}")
         if self.spare is None:
-            self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), None)
+            self._open(name, nodes, incumbents, None, most, None, tell)
             return
         own = replace(self.spare, left=share * self.spare.left)
         rest = self.spare.left - own.left
-        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem), own)
+        self._open(name, nodes, incumbents, None, most, own, tell)
         self.spare.left, self.spare.memories = rest + max(0.0, own.left), own.memories
 
     def misfit(self, incumbents: Incumbents) -> None:
@@ -574,8 +582,9 @@ class _Opening:
         late: list[Node] | None,
         most: float,
         spare: Allowance | None,
+        tell: Callable[[int, float], None] | None,
     ) -> None:
-        judged, tally = judged_best_first(
+        _, tally = judged_best_first(
             nodes,
             excess_bytes=partial(_unsafe_bytes, self.problem),
             fits=lambda plan: not _excess_bytes(self.problem, plan),
@@ -587,8 +596,9 @@ class _Opening:
             most=most,
             singles=most_singles(self.problem),
             spare=spare,
+            tell=tell,
+            found=self.judged.append,  # each at once: Ctrl-C may end this search
         )
-        self.judged.extend(judged)
         self.tally.add(tally)
         self.impossible[name].update(tally.infeasible)
 

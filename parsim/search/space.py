@@ -5,7 +5,6 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import math
 from bisect import bisect_right
@@ -114,10 +113,14 @@ def divided_problems(problem: PlanningProblem) -> list[PlanningProblem]:
     contexts = [asked.cp] if asked.cp else pieces if free and pieces else [1]
     experts = [asked.ep] if asked.ep else list(divisors(experts_of(problem.model))) if free else [1]
     choices = [(cp, ep) for cp in contexts for ep in experts if math.lcm(cp, ep) <= size or (asked.cp and asked.ep)]
-    found = list[PlanningProblem]()
+    found, refused = list[PlanningProblem](), list[PlanError]()
     for cp, ep in choices:
-        with contextlib.nullcontext() if len(choices) == 1 else contextlib.suppress(PlanError):
+        try:
             found.append(problem.on(Mesh(dp=ep, cp=cp, ep=ep), len(experts)))
+        except PlanError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
     return found
 
 

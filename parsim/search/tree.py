@@ -229,9 +229,6 @@ def is_tie(step_s: float, best_s: float) -> bool:
     return step_s <= best_s * (1 + TIE)
 
 
-DEAR = 0.05
-"""Of a bound: so much later come parts that take long to open, because recomputation takes longer than its bound."""
-
 LOSERS_WITHIN = 0.02
 """A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
 
@@ -285,6 +282,8 @@ def judged_best_first(
     spare: Allowance | None = None,
     fits: Callable[[Plan], bool] = lambda _: False,
     floor_bytes: Callable[[Plan], float] = lambda _: 0.0,
+    tell: Callable[[int, float], None] | None = None,
+    found: Callable[[JudgedPlan], None] = lambda _: None,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
@@ -295,16 +294,18 @@ def judged_best_first(
         most: parts that are opened, once some plan fits; those that cost nothing apart. singles: how many more if they are
             single plans, which wait behind parts of lower bounds.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
+        tell: hears before every part how many are left and the best step so far. found: receives every plan once it is judged.
 
     Returns:
         Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
     """
-    front = _Front(excess_bytes, judge, fits, incumbents, late, spare)
+    front = _Front(excess_bytes, judge, fits, incumbents, late, spare, tell, found)
     front.open(nodes, most, singles)
     if spare is not None:
         incumbents.closest.add(front.closest)
     elif late is not None and not front.judged and not incumbents.steps_s:
-        front.judged += front.closest.judged(judge, excess_bytes, variants, floor_bytes)
+        for entry in front.closest.judged(judge, excess_bytes, variants, floor_bytes):
+            front.keep(entry)
     return front.judged, front.tally
 
 
@@ -322,6 +323,8 @@ class _Front:
     incumbents: Incumbents
     late: list[Node] | None
     spare: Allowance | None
+    tell: Callable[[int, float], None] | None
+    found: Callable[[JudgedPlan], None]
     tally: Tally = field(default_factory=Tally)
     judged: list[JudgedPlan] = field(default_factory=list)
     closest: Closest = field(default_factory=Closest)
@@ -337,6 +340,8 @@ class _Front:
             self._push(node)
         while self.queue:
             node = self.queue[0][-1]
+            if self.tell is not None:
+                self.tell(len(self.queue), self.incumbents.best_s)
             wanted = self._expected_s(node) < self.incumbents.bar_s
             if wanted and self._is_over(node, most, singles):
                 break
@@ -364,8 +369,7 @@ class _Front:
             self.late.append(node)
             return
         first = node.fits and self.spare is not None and not self.incumbents.steps_s  # then the search knows when to stop
-        likely_s = 0.0 if first else own_s * (1 + DEAR if node.instead_of_one else 1)
-        heapq.heappush(self.queue, (not node.at_once, likely_s, next(self.number), node))
+        heapq.heappush(self.queue, (not node.at_once, 0.0 if first else own_s, next(self.number), node))
 
     def _expected_s(self, node: Node) -> float:
         """The bound of a part; of a single plan of a large problem what it would take if it exceeds its bound as others do."""
@@ -397,6 +401,11 @@ class _Front:
             else:
                 self._judge(node, node.plan)
 
+    def keep(self, entry: JudgedPlan) -> None:
+        """Add a plan that was judged."""
+        self.judged.append(entry)
+        self.found(entry)
+
     def _judge(self, node: Node, plan: Plan) -> None:
         step_s = self.judge(plan)
         if self.spare is not None:
@@ -404,7 +413,7 @@ class _Front:
             key, longer = _without_gathers(plan), step_s / node.bound_s if node.bound_s else 1.0
             self.longer[key] = min(longer, self.longer.get(key, longer))
         self.tally.simulated += 1
-        self.judged.append(JudgedPlan(plan=plan, step_s=step_s))
+        self.keep(JudgedPlan(plan=plan, step_s=step_s))
         self.incumbents.steps_s[plan.program] = step_s
 
     def _stand_in(self, node: Node, plan: Plan, over: float) -> None:
@@ -412,7 +421,7 @@ class _Front:
         others = list(node.instead()) if node.instead is not None else []
         others = [other for other in others if self.late is not None or not other.covered]
         if not node.over_bytes and node.bound_s < self.incumbents.risky_bar_s and self.fits(plan):
-            self.judged.append(JudgedPlan(plan=plan, step_s=self.judge(plan), safe=False))
+            self.keep(JudgedPlan(plan=plan, step_s=self.judge(plan), safe=False))
             self.incumbents.risky_s = min(self.incumbents.risky_s, self.judged[-1].step_s)
             self.tally.simulated += 1
         else:

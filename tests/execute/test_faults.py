@@ -181,10 +181,15 @@ def test_stopped_ranks_are_named_and_the_training_goes_on_from_where_the_message
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_training_that_is_ended_says_where_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "every"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, ("--checkpoint-every", "5")), (signal.SIGHUP, ("--checkpoint-every", "5"))],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_a_training_that_is_ended_says_where_it_goes_on(tmp_path: Path, number: signal.Signals, every: tuple[str, ...]) -> None:
+    """Also where nobody says how often checkpoints are written: within seconds."""
     folder = folder_with_run(tmp_path, steps=100_000)
-    process = start(folder, "run", "RUN.toml", "--out", "kept", "--checkpoint-every", "5")
+    process = start(folder, "run", "RUN.toml", "--out", "kept", *every)
     wait_for_training(folder / "kept", process)
     process.send_signal(number)
     stderr = process.communicate()[1]

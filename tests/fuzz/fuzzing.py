@@ -25,11 +25,13 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from parsim.errors import LONGEST_MESSAGE, ParsimError
+from parsim.files import HOME_VARIABLE
 from parsim.units import CONTROL
 
 LIMIT_S, PLANNED_S = 5.0, 20.0
@@ -52,6 +54,22 @@ ODD_NUMBERS = (
     *(b"true", b"3", b"\x1b[2J", b"*o"),
 )
 
+FRAMEWORKS = Path(__file__).parents[1] / "frameworks"
+"""Files in the layout of each framework, and what `parsim` reads of them (expected.json)."""
+REFUSED_WHOLE = (
+    *(
+        "axolotl.yaml",
+        "colossal.sh",
+        "llama_factory_dpo.yaml",
+        "megatron_bert.sh",
+        "megatron_bloom_176b.slurm",
+        "neox_160m.yml",
+    ),
+    *("megatron_deepseek_v3.sh", "megatron_gpt3_175b.sh", "megatron_mixtral_8x7b.sh", "megatron_positional.sh", "neox_20b.yml"),
+    *("megatron_t5.sh", "nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
+    *("paddlenlp.json", "primus_maxtext.yaml"),
+)
+"""Of these: for what they train, for a size that they lack, or because eight samples and GPUs do not divide as they ask."""
 MEGATRON = """\
 OPTIONS="--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --bf16"
 torchrun --nproc-per-node 8 --nnodes 1 pretrain.py $OPTIONS --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \\
@@ -89,9 +107,14 @@ class Reader:
     read: Callable[[Path], object]
 
     @property
+    def is_planned(self) -> bool:
+        """Whether what was read is planned, too."""
+        return self.name.endswith(", planned")
+
+    @property
     def limit_s(self) -> float:
         """Seconds of the processor that a file may take."""
-        return PLANNED_S if self.name.endswith(", planned") else LIMIT_S
+        return PLANNED_S if self.is_planned else LIMIT_S
 
 
 def damaged(sample: bytes, random_: random.Random) -> bytes:
@@ -232,15 +255,17 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.app.config import load_config
     from parsim.app.functions import plan as plan_of
     from parsim.app.import_file import import_file
+    from parsim.app.question import question_of
     from parsim.app.run_folder import RunFolder
     from parsim.costs.conformal import ValidationRecord
-    from parsim.costs.history import read_history
+    from parsim.costs.history import fingerprint, read_history
     from parsim.engines.scenario.scenario import load_scenario
     from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
     from parsim.execute.job import Job, RunSpec
     from parsim.execute.measurement import RankRecord
     from parsim.execute.streams import TaskTime
     from parsim.hardware.compose import load_profile
+    from parsim.hardware.instances import instance_named
     from parsim.hardware.network import load_network, shipped_networks
     from parsim.hardware.profile import save_profile
     from parsim.model.catalogue.hugging_face import read_config
@@ -279,15 +304,19 @@ def readers(folder: Path) -> list[Reader]:
     profile = load_profile(str(made / "profile.json"))
     save_profile(profile, made / "profile.json")
     record = ValidationRecord(
-        model="m", run="r", predicted_s=1.0, low_s=0.9, high_s=1.1, measured_s=1.0, when="2026", profile="x", machine="none"
+        model="m", run="r", predicted_s=1.0, low_s=0.9, high_s=1.1, measured_s=1.0, when="2026", machine="none"
     )
-    from dataclasses import asdict
+    record = replace(record, profile=fingerprint(profile))
 
-    (made / "history.jsonl").write_text(json.dumps({**asdict(record), "schema_version": 1}) + "\n")
+    lines = [{**asdict(record), "schema_version": 2, "measurement": str(number)} for number in range(12)]
+    (made / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (made / "RUN.toml").write_text(
         '[model]\nname = "mlp"\nargs = { width = 64 }\n[cluster]\nprofile = "dgx1-v100-32gb"\ndevices = 4\n'
         '[training]\nglobal_batch = 64\nsteps = 3\n[plan]\nstrategy = "dp"\nzero_stage = 1\nmesh = { dp = 4 }\n'
     )
+    (made / "prices").mkdir()
+    price = {"usd_per_hour": 40.0, "region": "us-east-1", "as_of": "gpuhunt, 2026-11-28"}
+    (made / "prices" / "clouds.json").write_text(json.dumps({"p5.48xlarge": price, "p4d.24xlarge": price}))
     (made / "scenario.toml").write_text(
         "[[stragglers]]\nrank = 0\nfactor = 1.5\n[jitter]\ncompute_sigma = 0.1\n"
         "[run]\nepochs = 2\nsamples_per_epoch = 1000\n[failures]\nrank_mtbf_s = 1000.0\n"
@@ -321,6 +350,39 @@ def readers(folder: Path) -> list[Reader]:
         is_recipe = isinstance(model, Path) and model.suffix != ".json"  # which says its mesh itself
         asked = str(model) if isinstance(model, Path) else model
         return plan_of(asked, "8xh100-sxm", global_batch=8, overrides=[] if is_recipe else ["plan.strategy=dp"])
+
+    def of_framework(name: str) -> Reader:
+        """A file of tests/frameworks, planned as it is but for its layers, and with what it lacks."""
+        says = json.loads((FRAMEWORKS / "expected.json").read_text())[name]
+        nodes = max(says.get("processes", 8), says.get("tp", 1) * says.get("pp", 1)) // 8 or 1
+        given = ["model.args.layers=4", *(['model.name="gpt2"'] if says.get("model") == "" else [])]
+        given += ['cluster.network="infiniband-400g"'] if nodes > 1 else []
+
+        def read(path: Path) -> object:
+            return plan_of(path, f"{8 * nodes}xh100-sxm", global_batch=128, overrides=given)
+
+        return Reader(f"{name}, planned", (FRAMEWORKS / name).read_bytes(), name, read)
+
+    def on_machine(machine: Path | str, **settings: object) -> object:
+        """A small plan on what a file describes."""
+        given = {"plan.strategy": "dp", "plan.zero_stage": 0, **{key.replace("__", "."): own for key, own in settings.items()}}
+        return plan_of("mlp", machine, global_batch=64, settings=given)
+
+    def imported(path: Path, kind: str) -> object:
+        """A machine of another tool, written as a profile and planned on."""
+        into = path.with_name("imported.json")
+        into.unlink(missing_ok=True)
+        import_file(path, cluster="4xa100-sxm-80gb", kind=kind, into=into)
+        return on_machine(into)
+
+    def with_history(path: Path) -> object:
+        """Intervals by the records of a history."""
+        return on_machine(made / "profile.json", cluster__history=str(path))
+
+    def priced(path: Path) -> object:
+        """Prices that `parsim profile prices --refresh` keeps, where parsim looks for them."""
+        with mock.patch.dict("os.environ", {HOME_VARIABLE: str(path.parent.parent)}):
+            return question_of("mlp", cluster="p5.48xlarge", global_batch=64), instance_named("p5.48xlarge")
 
     step = f"checkpoints/{place.name}"
     kept = folder / "cases" / step
@@ -359,6 +421,18 @@ def readers(folder: Path) -> list[Reader]:
         entry("torchtitan.toml, planned", planned, "torchtitan.toml"),
         entry("model.json, planned", lambda path: planned(Model.load(path)), "model.json"),
         entry("config.json, planned", planned, "config.json"),
+        entry("RUN.toml, planned", lambda path: plan_of(path), "RUN.toml"),
+        entry("profile.json, planned", on_machine, "profile.json"),
+        entry(
+            "history.jsonl, planned",
+            lambda path: on_machine(made / "profile.json", cluster__history=str(path)),
+            "history.jsonl",
+        ),
+        entry("network.json, planned", lambda path: on_machine("2xp5.48xlarge", cluster__network=str(path)), "network.json"),
+        entry("topo.txt, planned", lambda path: imported(path, "topo"), "topo.txt"),
+        entry("lstopo.xml, planned", lambda path: imported(path, "lstopo"), "lstopo.xml"),
+        entry("prices/clouds.json, planned", priced, "prices/clouds.json"),
+        *map(of_framework, sorted({path.name for path in FRAMEWORKS.iterdir()} - {"expected.json", *REFUSED_WHOLE})),
         entry("p.raw.json.gz, fitted", lambda path: refit(path.with_name("p.json")), "p.raw.json.gz"),
     ]
 

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from parsim.errors import ConfigError
 from tests.fuzz import fuzzing
 from tests.fuzz.fuzzing import Reader, fuzz, play, readers, recorded, table
+from tests.quick import some_quick
 
 CASES = 40
 
@@ -30,10 +31,12 @@ def test_whole_files_are_read(every: tuple[Path, list[Reader]]) -> None:
         assert reader.read(path) is not None, reader.name
 
 
-def test_damaged_files_are_read_or_refused(every: tuple[Path, list[Reader]]) -> None:
+@pytest.mark.parametrize("planned", some_quick((False, True), False))
+def test_damaged_files_are_read_or_refused(every: tuple[Path, list[Reader]], planned: bool) -> None:
     folder, found = every
     for reader in found:
-        assert fuzz(reader, folder / "cases", CASES, seed=1)[1] == {}
+        if reader.is_planned == planned:
+            assert fuzz(reader, folder / "cases", CASES, seed=1)[1] == {}
 
 
 def test_the_record_goes_on_where_it_ends_and_forgets_what_was_mended(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.errors import ScheduleError
+from parsim.errors import PlanError, ScheduleError
 from parsim.model.divided import divided_model, experts_of, tokens_of
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
@@ -68,6 +68,12 @@ def test_choices_are_those_that_divide_and_that_the_question_leaves_open() -> No
     assert choices(asked(cp=1)) == [(1, 1), (1, 2), (1, 4)]
     assert choices(asked(ep=4)) == [(1, 4), (2, 4)]
     assert choices(replace(asked(), inner_axes=False)) == []  # one problem, as it is
+
+
+def test_a_model_that_no_choice_can_divide_is_refused_with_the_reason() -> None:
+    dense = load_model(ModelSpec(name="llama3-8b", args=(("layers", 1), ("seq", 4096))), granularity="block")
+    with pytest.raises(PlanError, match=r"mesh\.ep = 2.*has no experts.*use ep = 1"):
+        divided_problems(replace(asked(ep=2), model=dense))  # cp is free: no single choice is refused
 
 
 @pytest.mark.parametrize(("strategy", "gib"), [("dp", 2), pytest.param("hp", 3, marks=pytest.mark.slow)])

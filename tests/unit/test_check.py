@@ -6,20 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import parsim as ps
-from parsim.app.check import changed, check_question, mesh_settings, rate_of, verdict_of
+from parsim.app.answer import LargestOf
+from parsim.app.check import Help, changed, check_question, mesh_settings, rate_of, verdict_of, whole
 from parsim.app.functions import _question
+from parsim.app.largest import _bisected, _Sizes
 from parsim.cli import main
 from parsim.errors import ConfigError, DoesNotFitError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "check"
-WHOLE = {"strategy": "dp", "mesh": {"pp": 1, "dp": 8, "tp": 1}, "microbatches": 8}
+WHOLE: dict[str, Any] = {"strategy": "dp", "mesh": {"pp": 1, "dp": 8, "tp": 1}, "microbatches": 8}
 TOO_LARGE = """
 [model]
 name = "llama3-8b"
@@ -77,10 +83,9 @@ def test_a_check_says_what_simulate_says_and_each_help_is_what_plan_says() -> No
     assert best.faster == pytest.approx(rate_of(again.prediction) / rate_of(alone.prediction) - 1)
 
 
-def set_of(found: object) -> list[str]:
+def set_of(found: Help) -> list[str]:
     """What a help tells to give, as `--set` takes it."""
-    settings: dict[str, object] = dict(found.settings)
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found.settings.items()]
 
 
 def test_what_does_not_fit_gets_changes_that_need_less() -> None:
@@ -128,8 +133,9 @@ def test_a_changed_question_keeps_what_it_was_made_from() -> None:
         changed(question, {"training.global_batch": 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["batch", "seq", "model"])
-def test_the_largest_fits_and_the_next_does_not(what: str) -> None:
+def test_the_largest_fits_and_the_next_does_not(what: LargestOf) -> None:
     mesh = {"pp": 1, "dp": 8, "tp": 1}
     answer = ps.plan("llama3-8b", "8xh100-sxm", global_batch=64, seq=8192, mesh=mesh, largest=what)
     found = answer.largest
@@ -151,6 +157,36 @@ def test_what_has_no_largest_is_refused() -> None:
         ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, strategy="dp", largest="seq")
     with pytest.raises(DoesNotFitError, match="no plan fits with 95% at 1 samples"):
         ps.plan("llama3-8b", "1x4090", global_batch=4, strategy="single", largest="batch")
+
+
+def test_ctrl_c_ends_what_asks_more_than_once_and_says_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search that is cut short answers with what it has; a bisection on such answers would be wrong."""
+    sizes = _Sizes(noun="samples", step=8, most=1000, at=1, settings=lambda number: {"training.global_batch": 8 * number})
+
+    def does(number: int) -> bool:
+        if number == 6:
+            raise KeyboardInterrupt
+        return number < 6
+
+    with pytest.raises(KeyboardInterrupt) as ending:
+        _bisected(sizes, 1, does)
+    error = capsys.readouterr().err
+    assert "32 samples fit with 95%, and up to 64 not all were tried" in error
+    assert "--set training.global_batch=32" in error
+    assert ending.value.__notes__
+    answer = ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, devices=2, strategy="dp")
+    assert answer.search is not None
+    with pytest.raises(KeyboardInterrupt):
+        whole(replace(answer, search=replace(answer.search, cut_short=True)))
+    assert whole(answer) is answer
+
+
+@given(most=st.integers(1, 300), limit=st.integers(1, 300))
+def test_bisection_finds_the_largest(most: int, limit: int) -> None:
+    sizes = _Sizes(noun="layers", step=1, most=most, at=1, settings=lambda number: {"model.args.layers": number})
+    assert _bisected(sizes, 1, lambda number: number <= limit) == max(1, min(most, limit))
 
 
 # Recipes.
@@ -182,7 +218,8 @@ def test_the_prolog_cancels_a_job_that_does_not_fit(programs: Path, tmp_path: Pa
     stub(programs, "scancel", f'echo "scancel $*" >>{said}')
     stub(programs, "logger", f'echo "logger ${{*:1:5}}" >>{said}')
     stub(programs, "runuser", 'while [[ $1 != -- ]]; do shift; done; shift; exec "$@"')
-    environment = {**os.environ, "PARSIM_PATH": str(programs), "SLURM_JOB_ID": "7", "SLURM_JOB_USER": "ann"}
+    environment = {**os.environ, "PARSIM_PATH": str(programs), "PARSIM_TIMEOUT_S": "600"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_USER": "ann"}
     done = subprocess.run([RECIPES / "prolog.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     text = said.read_text() if said.exists() else ""

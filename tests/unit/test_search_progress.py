@@ -11,6 +11,8 @@ from parsim.app.question import question_of
 from parsim.predict.problem import PlanningProblem
 from parsim.search import search as module
 from parsim.search.search import search
+from tests.machines import machine
+from tests.models import chain_model
 
 
 def problem() -> PlanningProblem:
@@ -46,6 +48,22 @@ def test_after_ctrl_c_the_best_plan_so_far_is_the_answer(monkeypatch: pytest.Mon
     assert whole.chosen is not None
     assert found.chosen.result.step_s.median >= whole.chosen.result.step_s.median
     assert found.to_dict()["cut_short"] is True
+
+
+def test_a_search_that_opens_all_it_has_to_says_so_and_can_be_ended_within_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = iter(range(0, 10**6, 3)), list[str]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+
+    def ended(line: str) -> None:
+        lines.append(line)
+        if line.startswith("hp") and "best so far" in line and len(lines) > 40:
+            raise KeyboardInterrupt
+
+    few = PlanningProblem(model=chain_model((4e9, 2e9, 6e9, 2e9)), cluster=machine(4), global_batch=16)
+    found = search(few, ("hp",), say=ended)
+    assert found.cut_short
+    assert found.chosen is not None
+    assert lines[-1].startswith("hp: ")
 
 
 def test_ctrl_c_before_any_plan_was_simulated_stops_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

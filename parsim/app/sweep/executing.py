@@ -71,7 +71,9 @@ NOTHING_SHARED = SharedValues()
 
 def model_key(config: Question) -> str:
     """Equal for questions of one Model."""
-    return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
+    return json.dumps(
+        [config.model.model_dump(mode="json"), config.model_spec.to_dict(), config.training.precision], sort_keys=True
+    )
 
 
 def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues) -> list[Numbered]:

@@ -25,6 +25,7 @@ from parsim.costs.communication.closed_forms import (
     ring_steps,
 )
 from parsim.costs.communication.contention import (
+    NodeShare,
     RingSet,
     Way,
     distinct_pairs,
@@ -62,11 +63,15 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, "through", _distinct(concurrent))
-    places: Counter[Hashable] = Counter()
+    kinds: Counter[tuple[int, tuple[int, ...], tuple[NodeShare, ...], float]] = Counter()  # hashing shapes takes long
     for node, members in spread:
         leaf = nodes.leaves.get(nodes.leaf[node])
         latency_s = 0.0 if leaf is None else leaf.uplink_latency_s
-        places[nodes.shapes[node], members, others.get(node, ()), latency_s] += 1
+        kinds[id(nodes.shapes[node]), members, others.get(node, ()), latency_s] += 1
+    shapes = {id(shape): shape for shape in nodes.shapes}
+    places: Counter[Hashable] = Counter()
+    for (shape, *rest), count in kinds.items():
+        places[shapes[shape], *rest] += count
     uplinks = []
     for way in WAYS if len({nodes.leaf[node] for node, _ in spread}) > 1 else ():
         own_shares, total = leaf_shares(cluster, group, way, concurrent)

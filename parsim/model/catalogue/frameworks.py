@@ -1,8 +1,8 @@
 """What the software that trains does beside the products: one row per framework, with its source.
 
 A question names the framework of its training loop (`[software]` of a run file). The row fills in what the question leaves
-open: kernels, switches of a plan by hand, and what its host adds. Without a framework nothing is filled in, and the answer
-says so.
+open: kernels, switches of a plan by hand, and what its host adds. Without a framework, transformers by name on shipped GPUs
+are priced as the most likely one runs them (`plausible_frameworks`), and the answer says which that is.
 
 Leaves out: what a user of a framework turns on beside its defaults.
 """
@@ -92,6 +92,7 @@ class Framework:
         full_gradients: beside weights in half precision it keeps gradients in fp32.
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
         graphs: its layers are launched as CUDA graphs.
+        cut: how it counts out layers into stages, a row of `parsim.plans.stages.CUTS`; "": as the plan has them.
         axes: of a mesh beside dp, which its plans may have. zero_stages, orders: that it has; no orders: any.
         launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
             which nothing of the plan runs.
@@ -110,6 +111,7 @@ class Framework:
     repeats_sums: bool = True
     spares_layers: bool = False
     zero: int = 0
+    cut: str = ""
     axes: tuple[str, ...] = ("pp", "tp", "cp", "ep")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     orders: tuple[str, ...] = ()
@@ -142,6 +144,11 @@ class Framework:
         """How its tokens reach experts."""
         return ExpertRouting(dispatcher=self.dispatcher, overlapped=self.expert_overlap, delayed=self.delay_weight_gradients)
 
+    @property
+    def version(self) -> str:
+        """`megatron`; `megatron of 2021`."""
+        return f"{self.name} of {self.until}" if self.until else self.name
+
     def kernels_of(self, compiled: bool) -> str:
         """The row of `KERNELS` with torch.compile or without."""
         return self.kernels if compiled else self.uncompiled or self.kernels
@@ -153,6 +160,7 @@ MEGATRON_2020 = Framework(
     until=2020,
     kernels="megatron-2021",
     recompute="full",
+    cut="megatron",
     axes=("pp", "tp"),
     zero_stages=(0,),
     orders=("1f1b", "interleaved"),
@@ -179,6 +187,7 @@ MEGATRON_CORE = Framework(
     source="NVIDIA's recipes, and notes of Megatron-LM's own table of H100 rows: tp_comm_overlap",
     earlier=(MEGATRON_2020, MEGATRON_OF_2021, MEGATRON_2022),
     kernels="megatron-core",
+    cut="megatron",
     zero=1,
     orders=("1f1b", "interleaved"),
     sequence=True,
@@ -253,6 +262,7 @@ TITAN = replace(
     source="pytorch/torchtitan, torchtitan/config: selective recomputation of every second layer",
     recompute="selective",
     alternate=True,
+    cut="torchtitan",
     axes=("pp", "tp", "cp", "ep"),
     orders=("1f1b", "gpipe", "interleaved", "zero-bubble"),
 )
@@ -329,6 +339,7 @@ MAXTEXT = replace(
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
     early_stop=False,
+    cut="megatron",
     axes=("pp", "tp", "cp", "ep"),
     zero_stages=(0, 1, 2, 3),
 )
@@ -336,6 +347,7 @@ INTERNEVO = Framework(
     name="internevo",
     source="InternLM/InternEvo with FlashAttention 1",
     kernels="flash-1",
+    cut="megatron",
     zero=1,
     axes=("pp", "tp", "cp"),
     bucket_bytes=512 * 2**20,
@@ -416,42 +428,67 @@ def is_recent(shape: Shape) -> bool:
     return shape.gated or bool(shape.experts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Attributes:
+    frameworks: that may have written a loop, the most likely first. by: what speaks for that one. compiled: by torch.compile.
+    """
+
+    frameworks: tuple[Framework, ...]
+    by: str
+    compiled: bool = False
+
+
 def plausible_frameworks(
-    shape: Shape, gpu: str, *, devices: int, memory_bytes: float, divided: bool, zero: int | None, selective: bool, low: bool
-) -> tuple[Framework, ...]:
-    """The frameworks that may have written a loop of which no more than this is known, the most likely first.
+    shape: Shape,
+    gpu: str,
+    *,
+    devices: int,
+    memory_bytes: float,
+    divided: str,
+    zero: int | None,
+    selective: bool = False,
+    low: bool = False,
+) -> Guess:
+    """The frameworks that may have written a loop of which no more than this is known.
 
     Divided parameters are FSDP's, and torchtitan's where something else is divided too, where recomputation is selective, or
     products are in 8 bits. Otherwise what is divided, experts and 8 bits are Megatron's. Whole states are those of DDP; on one
     GPU recent models are fine-tuned, most often by transformers.Trainer. BERT has MLPerf's kernels on GPUs after A100.
 
     Args:
-        gpu: a part by name, of which so many train. divided: along tp, pp, cp or ep. zero: stage; None: not known.
-        selective: parts of layers are recomputed. low: products are in 8 or 4 bits.
+        gpu: a part by name, of which so many train. divided: what is along tp, pp, cp or ep, in words; "": nothing.
+        zero: stage; None: not known. selective: parts of layers are recomputed. low: products are in 8 or 4 bits.
     """
     year = None if is_recent(shape) else SOFTWARE_OF.get(gpu.split("-")[0])
-    whole = STATE_BYTES * shape.weights <= memory_bytes / 2
+    whole = states_are_whole(shape, memory_bytes)
     names: tuple[str, ...]
     if zero == 3:
         first = ("torchtitan", "fsdp") if divided or selective or low else ("fsdp", "torchtitan")
-        names = (*first, "composer", "torchtune", "deepspeed")
+        by, names = "ZeRO 3", (*first, "composer", "torchtune", "deepspeed")
     elif shape.experts or (divided and gpu.startswith(("b", "gb"))):
-        names = ("megatron-bridge", "megatron", "nemo")
+        by, names = "its experts" if shape.experts else divided, ("megatron-bridge", "megatron", "nemo")
     elif divided:
-        names = ("megatron", "nemo", "megatron-bridge")
+        by, names = divided, ("megatron", "nemo", "megatron-bridge")
     elif not shape.causal:
-        names = ("mlperf",) if year is None else ("deeplearningexamples", "mlperf")
+        by, names = "attention to both sides", ("mlperf",) if year is None else ("deeplearningexamples", "mlperf")
     elif zero == 1 or low:
-        names = ("megatron", "nemo", "megatron-bridge")
+        by, names = "ZeRO 1" if zero == 1 else "products in 8 bits or fewer", ("megatron", "nemo", "megatron-bridge")
     elif zero == 2:
-        names = ("deepspeed", "hf-trainer")
+        by, names = "ZeRO 2", ("deepspeed", "hf-trainer")
     elif zero is None and devices > 1 and not whole:
-        names = ("fsdp", "torchtitan", "composer", "torchtune", "deepspeed")
+        by, names = "states that one GPU cannot hold", ("fsdp", "torchtitan", "composer", "torchtune", "deepspeed")
     elif devices == 1 and is_recent(shape):
-        names = ("hf-trainer", "torchtune")
+        by, names = "one GPU", ("hf-trainer", "torchtune")
     else:
-        names = ("megatron", "ddp") if year is not None and devices > ONE_NODE else ("ddp", "megatron")
-    return tuple(framework_of(name, year) for name in names)
+        several = year is not None and devices > ONE_NODE
+        by, names = "states that nothing divides", ("megatron", "ddp") if several else ("ddp", "megatron")
+    return Guess(frameworks=tuple(framework_of(name, year) for name in names), by=by, compiled=low)
+
+
+def states_are_whole(shape: Shape, memory_bytes: float) -> bool:
+    """Whether weights, gradients and the optimizer's states of a model take at most half of a GPU."""
+    return STATE_BYTES * shape.weights <= memory_bytes / 2
 
 
 def hosted(cluster: Cluster, *, launches: float, step_s: float) -> Cluster:
