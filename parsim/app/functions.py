@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from parsim.app.answer import Answer, LargestOf
+from parsim.app.answer import Answer
 from parsim.app.ask import ask, check_options, simulate_prediction
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.check import Checked, check_question
-from parsim.app.config import Granularity, Question, keys_by_name
+from parsim.app.config import THIS_MACHINE, Granularity, LargestOf, Question, keys_by_name
 from parsim.app.doctor import progress
 from parsim.app.judging import updatable
 from parsim.app.launch import check_launchable
-from parsim.app.load import THIS_MACHINE, cache_path
+from parsim.app.load import cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.prices import CostTable, collective_row, component_rows
