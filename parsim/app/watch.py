@@ -115,6 +115,7 @@ class WatchedTraining:
             self.windows_s.append((now - since) / self.every)
             for write in self.writes:
                 write(self.figures(), self.steps)
+            self._since = time.perf_counter()  # writing is no part of the next window
         self._warm = True
 
     def pause(self) -> None:

@@ -88,5 +88,11 @@ def installed(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 def environment_of(home: Path) -> dict[str, str]:
     """Of a process that writes nothing outside `home` and asks nobody."""
-    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(home / "trackio")}
+    offline = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "HF_HUB_OFFLINE": "1",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(home / "trackio"),
+    }
     return {**os.environ, **offline, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
