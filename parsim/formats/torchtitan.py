@@ -161,7 +161,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.software["compiled"] = compiled
     if compiled and recipe.tp > 1 and flat.get(ASYNC_TENSOR):  # torchtitan refuses it without torch.compile
-        recipe.taken[ASYNC_TENSOR] = recipe.plan["tensor_overlap"] = True
+        recipe.taken[ASYNC_TENSOR] = recipe.plan_keys["tensor_overlap"] = True
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
