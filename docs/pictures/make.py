@@ -4,7 +4,8 @@
     .venv/bin/python docs/pictures/make.py run parsim-demo/vit_small --run mp --to predicted-and-measured.png
     .venv/bin/python docs/pictures/make.py run measured --to measured.png
     .venv/bin/parsim explore nvlink --plot docs/pictures/nvlink.png
-    .venv/bin/python docs/pictures/make.py pages parsim-demo/report.html nvlink/explorer.html
+    .venv/bin/parsim report parsim-demo/vit_small
+    .venv/bin/python docs/pictures/make.py pages parsim-demo/vit_small/report.html nvlink/explorer.html
 
 `pages` writes the first screen of each page at 390, 1,280 and 2,560 pixels, the middle one also in dark, in few colours. It
 needs Chromium (`apt-get install chromium`).
@@ -26,7 +27,7 @@ from parsim.predict.evaluate import evaluate
 
 HERE = Path(__file__).parent
 SCREENS = ((390, 844, "light"), (1280, 900, "light"), (1280, 900, "dark"), (2560, 1440, "light"))
-COLOURS = 64
+COLOURS = 128
 
 
 def draw_run(path: Path, name: str, picture: str) -> None:
@@ -49,15 +50,18 @@ def photograph(pages: list[Path]) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for page in pages:
+            tab = browser.new_page()
+            tab.set_default_timeout(300_000)
+            tab.goto(page.resolve().as_uri())
+            tab.locator("body[data-ready]").wait_for(state="attached")
             for width, height, scheme in SCREENS:
-                tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-                tab.set_default_timeout(300_000)
-                tab.goto(page.resolve().as_uri())
-                tab.locator("body[data-ready]").wait_for(state="attached")
+                tab.emulate_media(color_scheme=scheme)
+                tab.set_viewport_size({"width": width, "height": height})
+                tab.wait_for_timeout(2500)  # the figures are drawn anew
                 seen = Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
                 suffix = "-dark" if scheme == "dark" else ""
                 seen.save(HERE / f"{page.stem}-{width}{suffix}.png", optimize=True)
-                tab.close()
+            tab.close()
         browser.close()
 
 

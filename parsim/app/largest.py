@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
-from parsim.app.answer import Answer, Largest, LargestOf
+from parsim.app.answer import Answer, Largest
 from parsim.app.ask import ask
 from parsim.app.check import changed, mesh_settings, rate_of, whole
-from parsim.app.config import Question
+from parsim.app.config import LargestOf, Question
 from parsim.app.load import cluster_of
 from parsim.app.sections import MOST_SAMPLES
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError
@@ -60,6 +61,9 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
         say(f"{sizes.step * number:,} {sizes.noun}")
         return _safe(question, {**sizes.settings(number), **(mesh or {})})
 
+    def fits(mesh: Mapping[str, object], number: int) -> bool:
+        return at(number, mesh) is not None
+
     starts = ((number, at(number)) for number in dict.fromkeys((sizes.at, 1)))
     number, found = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
     if found is None:
@@ -68,8 +72,7 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
             f"{asked.sentence()}"
         )
     for _ in range(MOST_MESHES):
-        mesh = mesh_settings(found.prediction.plan)
-        number = _bisected(sizes, number, lambda size, mesh=mesh: at(size, mesh) is not None)
+        number = _bisected(sizes, number, partial(fits, mesh_settings(found.prediction.plan)))
         more = at(number + 1) if number < sizes.most else None
         if more is None:
             break

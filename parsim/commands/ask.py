@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from parsim.app.answer import LargestOf
 from parsim.app.config import Granularity
 from parsim.app.config_text import parse_numbers, scalar_pairs
 from parsim.app.run_folder import new_folder, write_json
@@ -92,7 +91,7 @@ def plan(
     ] = None,
     plot: PlotOption = None,
     largest: Annotated[
-        LargestOf | None,
+        Literal["batch", "seq", "model"] | None,
         typer.Option("--largest", help="Find the largest batch, sequence or model (layers) that fits with 95%."),
     ] = None,
     explain: Annotated[

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
-from parsim.app.load import THIS_MACHINE
 from parsim.errors import ConfigError
 from parsim.files import finite
 from parsim.hardware.network import shipped_networks
@@ -68,6 +67,8 @@ def complete_network(incomplete: str) -> list[str]:
 
 
 def _complete_cluster(incomplete: str) -> list[str]:
+    from parsim.app.load import THIS_MACHINE
+
     machines = [name for name in (THIS_MACHINE, *shipped_profiles()) if name.startswith(incomplete)]
     return machines + complete_gpus(incomplete)
 

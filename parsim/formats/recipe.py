@@ -47,7 +47,8 @@ class Recipe:
         rounds_of: microbatches that a rank runs of one chunk in a row, where a rest of fewer than pp is refused; 0: none is.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
             "selective" (by operator).
-        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
+        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank. stage_layers:
+            layers of each stage; none: as the framework counts them out.
         optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
         missing: keys of a run file that the file does not say and --set may, with why.
@@ -75,6 +76,7 @@ class Recipe:
     chunks: int = 1
     rounds_of: int = 0
     order: str = ""
+    stage_layers: tuple[int, ...] = ()
     processes: int = 0
     optimizer_offload: bool = False
     offloaded_layers: int = 0
@@ -123,6 +125,8 @@ class Recipe:
         if self.pp > 1:
             settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             settings["plan.chunks"] = self.chunks
+            if self.stage_layers:
+                settings["plan.stage_layers"] = list(self.stage_layers)
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import parsim.execute.train as training
 from parsim.execute.train import CheckpointTimes
 
 STEPS = 3000
@@ -17,8 +16,8 @@ STEPS = 3000
 def written(monkeypatch: pytest.MonkeyPatch, step_s: float, save_s: float, state_bytes: int = 0) -> tuple[list[float], float]:
     """The seconds at which a training of one rank with steps and checkpoints of these lengths wrote, and its whole length."""
     now = [100.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(training, "gather_values", lambda value: [value])
+    monkeypatch.setattr("parsim.execute.train.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("parsim.execute.train.gather_values", lambda value: [value])
     times = CheckpointTimes(7, state_bytes)
     saves = []
     for done in range(8, 8 + STEPS):

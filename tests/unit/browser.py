@@ -13,6 +13,8 @@ import pytest
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
+PATIENCE_MS = 120_000
+"""A busy machine takes its time to load 5 MB of a page."""
 HEIGHTS = {390: 844, 1280: 900, 2560: 1440}
 """Of the first screen, by its width."""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
@@ -68,6 +70,7 @@ class Visit:
     def tab(self, url: str, scheme: str = "light") -> Any:
         """A new page that has told that it is drawn; the system prefers the colour scheme."""
         page = self.browser.new_page(viewport={"width": self.width, "height": HEIGHTS[self.width]}, color_scheme=scheme)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: self.problems.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", lambda dialog: self.problems.append(f"dialog {dialog.message}"))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parsim as ps
-from parsim.app.check import changed, check_question, mesh_settings, rate_of, verdict_of, whole
+from parsim.app.answer import LargestOf
+from parsim.app.check import Help, changed, check_question, mesh_settings, rate_of, verdict_of, whole
 from parsim.app.functions import _question
 from parsim.app.largest import _bisected, _Sizes
 from parsim.cli import main
@@ -23,7 +25,7 @@ from parsim.errors import ConfigError, DoesNotFitError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "check"
-WHOLE = {"strategy": "dp", "mesh": {"pp": 1, "dp": 8, "tp": 1}, "microbatches": 8}
+WHOLE: dict[str, Any] = {"strategy": "dp", "mesh": {"pp": 1, "dp": 8, "tp": 1}, "microbatches": 8}
 TOO_LARGE = """
 [model]
 name = "llama3-8b"
@@ -81,10 +83,9 @@ def test_a_check_says_what_simulate_says_and_each_help_is_what_plan_says() -> No
     assert best.faster == pytest.approx(rate_of(again.prediction) / rate_of(alone.prediction) - 1)
 
 
-def set_of(found: object) -> list[str]:
+def set_of(found: Help) -> list[str]:
     """What a help tells to give, as `--set` takes it."""
-    settings: dict[str, object] = dict(found.settings)
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found.settings.items()]
 
 
 def test_what_does_not_fit_gets_changes_that_need_less() -> None:
@@ -134,7 +135,7 @@ def test_a_changed_question_keeps_what_it_was_made_from() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["batch", "seq", "model"])
-def test_the_largest_fits_and_the_next_does_not(what: str) -> None:
+def test_the_largest_fits_and_the_next_does_not(what: LargestOf) -> None:
     mesh = {"pp": 1, "dp": 8, "tp": 1}
     answer = ps.plan("llama3-8b", "8xh100-sxm", global_batch=64, seq=8192, mesh=mesh, largest=what)
     found = answer.largest

@@ -16,7 +16,7 @@ from parsim.report import explorer as page
 from parsim.report.explorer import ExplorerData, document_of, explorer_html
 from parsim.report.legend import METRICS
 from parsim.units import format_bytes, format_energy, format_money, format_percent, format_seconds
-from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
+from tests.unit.browser import PATIENCE_MS, PROBLEMS_OF_ACCESS, needs_chromium, visiting
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -234,6 +234,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         # the table is filled once the browser says it is open
         visit.expect(tab.locator("#table tbody tr")).to_have_count(2)
         other = visit.browser.new_page(viewport={"width": width, "height": 900})
+        other.set_default_timeout(PATIENCE_MS)
         other.goto(f"{path.as_uri()}{address}")
         other.wait_for_selector("body[data-ready]", state="attached")
         assert other.evaluate(front) == 2
