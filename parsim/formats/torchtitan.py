@@ -451,8 +451,8 @@ def read_launch(source: SourceFile) -> Recipe:
         module = given.get("module", "").rpartition(".")[2] or given["config"].partition("_")[0]
         flavor = re.sub(r"(?<=\d)_(?=\d)", ".", given["config"].removeprefix(f"{module}_")).replace("_", "-")
         document = {"model": {"name": module, "flavor": flavor}, "activation_checkpoint": {"mode": "none"}}
-        if (own := preset_tables(module, given["config"])) is not None:
-            document, read = own, True
+        if (registered := preset_tables(module, given["config"])) is not None:
+            document, read = registered, True
     else:
         raise ConfigError(f"{NAME}: the script names neither --job.config_file nor --module and --config")
     tables: dict[str, dict[str, Any]] = {table: dict(keys) for table, keys in document.items() if isinstance(keys, Mapping)}
