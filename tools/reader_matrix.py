@@ -54,7 +54,7 @@ def samples() -> tuple[Counter[str], Counter[str]]:
 
 def differences(recipe: Recipe, expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What a recipe says and what it should say, by key, where they differ; of tables only the expected keys count."""
-    found = {key: getattr(recipe, key, None) for key in expected}
+    found: dict[str, Any] = {key: getattr(recipe, key, None) for key in expected}
     for key, value in expected.items():
         table = found[key]
         if isinstance(value, Mapping) and isinstance(table, Mapping):

@@ -492,10 +492,10 @@ def _read_overlap(options: _Options, recipe: Recipe) -> None:
     if overlapped and (recipe.tp == 1 or not recipe.args["sequence_parallel"]):
         overlapped = False  # there is nothing to overlap
     if recipe.tp > 1 and (overlapped or usual_off or "tp-comm-overlap" in options.words):
-        recipe.plan["tensor_overlap"] = overlapped
+        recipe.plan_keys["tensor_overlap"] = overlapped
     ahead = options.flag("overlap-param-gather")
     if recipe.zero == 1 and (usual_off or "overlap-param-gather" in options.words):
-        recipe.plan["gather_ahead"] = ahead
+        recipe.plan_keys["gather_ahead"] = ahead
     row = named(recipe.model) if recipe.model else None
     experts = recipe.args.get("experts") or (row.shape.experts if row is not None and row.shape is not None else 0)
     if not experts:

@@ -40,7 +40,7 @@ class Recipe:
 
     Attributes:
         framework: whose file it is. model: a name of the table, "" where the file has none; args: its arguments.
-        training, software, plan: keys of [training] and [software], and those of [plan] that the others do not give.
+        training, software, plan_keys: keys of [training] and [software], and those of [plan] that the others do not give.
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
         replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
@@ -61,7 +61,7 @@ class Recipe:
     args: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan_keys: dict[str, Any] = field(default_factory=dict)
     tp: int = 1
     pp: int = 1
     dp: int = 0
@@ -112,7 +112,7 @@ class Recipe:
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
         settings |= {f"software.{key}": value for key, value in self._software().items()}
-        settings |= {f"plan.{key}": value for key, value in self.plan.items()}
+        settings |= {f"plan.{key}": value for key, value in self.plan_keys.items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1

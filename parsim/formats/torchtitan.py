@@ -162,7 +162,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.software["compiled"] = compiled
     if compiled and recipe.tp > 1 and flat.get(ASYNC_TENSOR):  # torchtitan refuses it without torch.compile
-        recipe.taken[ASYNC_TENSOR] = recipe.plan["tensor_overlap"] = True
+        recipe.taken[ASYNC_TENSOR] = recipe.plan_keys["tensor_overlap"] = True
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
@@ -457,15 +457,15 @@ def read_launch(source: SourceFile) -> Recipe:
         raise ConfigError(f"{NAME}: the script names neither --job.config_file nor --module and --config")
     tables: dict[str, dict[str, Any]] = {table: dict(keys) for table, keys in document.items() if isinstance(keys, Mapping)}
     for key, text in given.items():
-        table, dot, own = key.partition(".")
+        table, dot, inner = key.partition(".")
         if dot and table in SECTIONS:
-            tables.setdefault(table, {})[own] = plain_value(text)
+            tables.setdefault(table, {})[inner] = plain_value(text)
     recipe = read_toml(tables)
     if "config" in given and not file and not read:
         preset = f"{given.get('module', '')} {given['config']}".strip()
-        for key, own, what in PRESET_KEYS:
-            if own not in tables.get(key.partition(".")[0], {}) and own not in tables.get("parallelism", {}):
-                recipe.missing[what] = f"{own} is in the preset {preset}, which is Python and not run"
+        for key, inner, what in PRESET_KEYS:
+            if inner not in tables.get(key.partition(".")[0], {}) and inner not in tables.get("parallelism", {}):
+                recipe.missing[what] = f"{inner} is in the preset {preset}, which is Python and not run"
         recipe.left_out["activation_checkpoint"] = f"what the preset {preset} recomputes is not known: nothing is taken"
     return recipe
 

@@ -358,7 +358,7 @@ def test_what_megatron_overlaps_is_what_the_plan_and_the_software_do(
     extra: str, plan: dict[str, object], software: dict[str, object]
 ) -> None:
     recipe = read_script(SIZES + extra)
-    assert recipe.plan == plan
+    assert recipe.plan_keys == plan
     assert recipe.software == {"framework": "megatron", **software}
     assert not recipe.unknown
     assert not [key for key in recipe.left_out if "overlap" in key or "dispatcher" in key]
@@ -376,15 +376,15 @@ def test_a_recipe_of_megatron_bridge_overlaps_unless_it_says_otherwise(
     file.write_text(text + ("" if value is None else f"comm_overlap:\n  tp_comm_overlap: {value}\n"))
     recipe = read_recipe(file)
     assert recipe.software["framework"] == "megatron-bridge"
-    assert recipe.plan.get("tensor_overlap") == plan
+    assert recipe.plan_keys.get("tensor_overlap") == plan
 
 
 def test_collectives_of_tensor_parallelism_in_torchtitan_run_beside_products_if_it_is_compiled() -> None:
     keys = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
     compiled = titan(parallelism=keys, compile={"enable": True})
-    assert (compiled.plan, compiled.software) == ({"tensor_overlap": True}, {"framework": "torchtitan", "compiled": True})
+    assert (compiled.plan_keys, compiled.software) == ({"tensor_overlap": True}, {"framework": "torchtitan", "compiled": True})
     eager = titan(parallelism=keys)
-    assert (eager.plan, eager.software["compiled"]) == ({}, False)
+    assert (eager.plan_keys, eager.software["compiled"]) == ({}, False)
     assert "parallelism.enable_async_tensor_parallel" in eager.left_out
 
 
