@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parsim.app.answer import Answer
     from parsim.app.calibration import Calibration
     from parsim.app.check import Checked
-    from parsim.app.functions import calibrate, check, cost, load_cluster, open_run, plan, run, simulate, trace, validate
+    from parsim.app.functions import calibrate, check, cost, load_cluster, open_run, plan, run, simulate, trace, validate, watch
     from parsim.app.import_file import import_file
     from parsim.app.measured import Measured
     from parsim.app.prediction import Prediction
@@ -54,6 +54,7 @@ __all__ = [
     "sweep",
     "trace",
     "validate",
+    "watch",
 ]
 
 _FUNCTIONS = "parsim.app.functions"
@@ -70,7 +71,7 @@ _HOMES = {
     "import_file": "parsim.app.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
-        ("calibrate", "check", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        ("calibrate", "check", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate", "watch"),
         _FUNCTIONS,
     ),
 }

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from parsim import __version__
+from parsim.commands.agent import mcp
 from parsim.commands.ask import check, cost, plan, simulate
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
@@ -49,6 +50,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "report": report,
     "export": export,
     "demo": demo,
+    "mcp": mcp,
 }
 
 

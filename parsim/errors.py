@@ -28,6 +28,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -176,6 +177,30 @@ class DivergedError(ExecutionError):
 
 class MissingDependencyError(ParsimError):
     """A package is needed that is not installed, or cannot be imported."""
+
+
+EXTRA_OF = {
+    "cvxpy": "solvers",
+    "lightning": "lightning",
+    "mcp": "mcp",
+    "mlflow": "mlflow",
+    "numba": "fast",
+    "plotly": "pages",
+    "scipy": "solvers",
+    "tensorboard": "tensorboard",
+    "torch": "torch",
+    "trackio": "trackio",
+    "transformers": "hf",
+    "wandb": "wandb",
+}
+"""Packages that a question may need, and the extra of pyproject.toml that brings each."""
+
+
+def require(package: str, purpose: str) -> None:
+    """Raises MissingDependencyError, which names the extra, unless the package is installed."""
+    if importlib.util.find_spec(package) is None:
+        extra = f"parsim[{EXTRA_OF[package]}]"
+        raise MissingDependencyError(f"{purpose} needs {package}, which is not installed; pip install '{extra}'")
 
 
 AS_LIKELY = 0.15

@@ -42,6 +42,7 @@ LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 HEAVY = frozenset(
     ("torch", "transformers", "sklearn", "safetensors", "tensorboard", "cvxpy", "simpy", "numba", "scipy", "pandas", "pyarrow")
 ) | frozenset(("plotly", "matplotlib", "rich", "yaml", "IPython", "joblib", "dask", "distributed", "optuna", "SALib"))
+HEAVY |= frozenset(("lightning", "mcp", "mlflow", "trackio", "wandb"))
 """Packages that take long to load or are extras: only these, and modules that load them, are imported inside functions."""
 LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "matplotlib", "simpy", "numba", "pandas", "transformers", "sklearn"))
 """What `import parsim` and `parsim --help` must not load."""

@@ -54,10 +54,11 @@ def samples() -> tuple[Counter[str], Counter[str]]:
 
 def differences(recipe: Recipe, expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What a recipe says and what it should say, by key, where they differ; of tables only the expected keys count."""
-    found = {key: getattr(recipe, key, None) for key in expected}
+    found: dict[str, Any] = {key: getattr(recipe, key, None) for key in expected}
     for key, value in expected.items():
-        if isinstance(value, Mapping) and isinstance(found[key], Mapping):
-            found[key] = {inner: found[key].get(inner) for inner in value}
+        table = found[key]
+        if isinstance(value, Mapping) and isinstance(table, Mapping):
+            found[key] = {inner: table.get(inner) for inner in value}
     return {key: (found[key], value) for key, value in expected.items() if found[key] != value}
 
 

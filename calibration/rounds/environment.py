@@ -146,7 +146,8 @@ def look_apart() -> Found:
             raise ConfigError(f"a process that looks at this machine's GPUs failed: {last}; `parsim doctor` looks at them too")
         found = json.loads(kept.read_text(encoding="utf-8"))
     gpus = tuple(Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in found["gpus"])
-    return Found(**{**found, "gpus": gpus, "backends": tuple(found["backends"])})
+    listed = {name: tuple(found[name]) for name in ("backends", "packages")}
+    return Found(**{**found, **listed, "gpus": gpus})
 
 
 def keep_look(path: str) -> None:

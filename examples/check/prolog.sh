@@ -2,7 +2,7 @@
 # PrologSlurmctld of slurm.conf: cancels a job whose training does not fit, before it holds any node.
 # A job asks for it with: sbatch --comment='parsim: /shared/run.yaml --gpus 16xh100-sxm' train.sbatch
 # It runs as the user of the job. An answer that is uncertain, or an error, stops nothing: both are in the log alone.
-export PATH="${PARSIM_PATH:-/opt/parsim/bin}:/usr/bin:/bin"
+export PATH="${PARSIM_PATH:+$PARSIM_PATH:}/usr/local/bin:/usr/bin:/bin"
 
 comment=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oP '\bComment=parsim: \K.*?(?= \w+=|$)')
 [[ -n $comment ]] || exit 0

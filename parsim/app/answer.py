@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from parsim.app.assumed_framework import AssumedFramework
-from parsim.app.config import Question
+from parsim.app.config import LargestOf, Question
 from parsim.app.doctor import progress
 from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 
 PLANS_SHOWN = 8
-
-
-LargestOf = Literal["batch", "seq", "model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -289,8 +289,10 @@ def _smaller(question: Question, prediction: Prediction) -> Iterator[Change]:
     name = question.model.name
     if given.recompute != AUTO:
         layers: object = [LAYERS] if is_transformer(name) else "full"
-        yield from [("selective recomputation", {"plan.recompute": SELECTIVE})] if given.recompute == NONE else []
-        yield from [("layers recomputed", {"plan.recompute": layers})] if given.recompute != "full" else []
+        if given.recompute == NONE:
+            yield "selective recomputation", {"plan.recompute": SELECTIVE}
+        if given.recompute != "full":
+            yield "layers recomputed", {"plan.recompute": layers}
     if isinstance(given.zero_stage, int) and plan.mesh.dp > 1:
         for stage in range(given.zero_stage + 1, 4):
             yield f"ZeRO {stage} instead of {given.zero_stage}", {"plan.zero_stage": stage}

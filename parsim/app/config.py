@@ -41,7 +41,7 @@ from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shap
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelKeys, ModelSpec, takes_usual
-from parsim.plans.constraints import PartCount, PlanConstraints, check_sharding_groups
+from parsim.plans.constraints import Layers, PartCount, PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -55,8 +55,10 @@ from parsim.units import nearest_divisors
 Tables = TypeVar("Tables", bound=ConfigSection)
 
 Granularity = Literal["block", "sublayer", "layer"]
+LargestOf = Literal["batch", "seq", "model"]
+THIS_MACHINE = "this-machine"
 
-CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "stage_layers", "bucket_bytes")
 """Keys that constrain a search, and with strategy = "custom" fix the plan by hand."""
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 ADAPTIVE_KEYS = ("pin", "forbid")
@@ -108,6 +110,8 @@ class PlanSection(ConfigSection):
     """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
     chunks: PartCount | None = None
     """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
+    stage_layers: tuple[Layers, ...] | None = None
+    """Layers of each stage, in order: mesh.pp x chunks numbers. Left out: as the framework counts them out, else by cost."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
@@ -600,6 +604,7 @@ def _check_words(plan: PlanSection) -> None:
             'or a list of component names, "selective:NAME" for one by operator)'
         )
     chunks, order = plan.chunks, plan.pipeline_order
+    _check_stage_layers(plan)
     if chunks is None or (order is None and plan.strategy != "custom"):
         return
     order = order or "1f1b"
@@ -612,6 +617,19 @@ def _check_words(plan: PlanSection) -> None:
         check_chunks(order, chunks)
     except PlanError as error:
         raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
+
+
+def _check_stage_layers(plan: PlanSection) -> None:
+    layers, pp, chunks = plan.stage_layers, (plan.mesh or MeshTable()).pp or 1, plan.chunks or 1
+    if layers is None:
+        return
+    if len(layers) != pp * chunks:
+        raise ConfigError(
+            f"plan.stage_layers has {len(layers)} stages, and mesh.pp x chunks is {pp} x {chunks}; give as many numbers, or "
+            "another mesh.pp or chunks"
+        )
+    if not all(layers[1:-1]):
+        raise ConfigError(f"plan.stage_layers = {list(layers)} has a stage of nothing; only the first and the last may be 0")
 
 
 def _check_by_hand(question: Question) -> None:
@@ -807,6 +825,8 @@ def constraints_of(question: Question) -> PlanConstraints:
     """What a search must keep: the keys of [plan], and what the framework of [software] can run."""
     plan, row = question.plan, question.software.row
     kept = {key: getattr(plan, key) for key in CONSTRAINT_KEYS if key != "mesh"} | dict(plan.mesh or MeshTable())
+    if plan.stage_layers is not None:
+        kept["chunks"] = plan.chunks or 1
     if row is None:
         return PlanConstraints(**kept, synchronisation=plan.relaxed)
     kept |= {axis: 1 for axis in INNER_AXES if axis not in row.axes}
@@ -815,6 +835,7 @@ def constraints_of(question: Question) -> PlanConstraints:
         synchronisation=plan.relaxed,
         zero_stages=row.zero_stages,
         orders=row.orders,
+        cut=row.cut,
         layers_alike=not (plan.pin or plan.forbid),
         framework=row.name,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from parsim.errors import MissingDependencyError
+from parsim.errors import EXTRA_OF, MissingDependencyError
 from parsim.execute.processes.machine import describe_environment, machine_line, memory_limit_bytes
 from parsim.hardware.profile import shipped_profiles
 from parsim.report.tables import NOTHING, Column, ReportTable
@@ -28,6 +28,13 @@ OTHERS_SHARE = 0.1
 GPUS, CALIBRATE_ON_GPUS = "train on GPUs", "calibrate --device cuda"
 """Names of their lines."""
 WITH_TORCH = "pip install 'parsim[torch]'"
+PURPOSES = {
+    "numba": "simulate large graphs by compiled loops",
+    "plotly": "write report.html and explorer.html",
+    "cvxpy": "prove placements by a solver",
+    "mcp": "answer an agent",
+}
+"""Packages that planning can do without, and what each adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,7 @@ class Found:
         torch: its version, "" without it. cuda_build: the version of CUDA that torch was built with, "" for a CPU build.
         backends: of torch.distributed. gpu_error: why torch could not say what its GPUs have, "" where it could.
         numba_error: why numba cannot be imported and what to do, "" where it can.
+        packages: those of PURPOSES that are installed.
     """
 
     torch: str = ""
@@ -61,6 +69,7 @@ class Found:
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
     transformers: bool = False
+    packages: tuple[str, ...] = ()
     numba_error: str = ""
     cores: int = 1
     memory_bytes: int = 0
@@ -98,6 +107,7 @@ def look(environment: dict[str, Any]) -> Found:
     except MissingDependencyError as error:
         numba_error = str(error)
     here = Found(
+        packages=tuple(package for package in PURPOSES if importlib.util.find_spec(package) is not None),
         transformers=importlib.util.find_spec("transformers") is not None,
         numba_error=numba_error,
         cores=len(environment["affinity"]),
@@ -170,6 +180,15 @@ def checks_of(found: Found) -> tuple[Check, ...]:
             f"{format_bytes(found.memory_bytes)} for this process",
             f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
         ),
+        *(
+            _check(
+                purpose,
+                package in found.packages,
+                package if package in found.packages else f"{package} is not installed",
+                f"pip install 'parsim[{EXTRA_OF[package]}]'",
+            )
+            for package, purpose in PURPOSES.items()
+        ),
     )
 
 
@@ -200,7 +219,7 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
 
 def commands_of(found: Found) -> tuple[Check, ...]:
     """Whether each command works here, by what that command needs."""
-    simulation, torch, gloo, gpus, _, _, memory = checks_of(found)
+    simulation, torch, gloo, gpus, _, _, memory, *_, agent = checks_of(found)
     return (
         _needing(
             "plan, check, simulate, sweep, compare, explore, cost, report, coverage, history, profile, models, import",
@@ -212,6 +231,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run and validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),
+        _needing("mcp", simulation, agent, found=agent.found),
         _on_gpus(found, CALIBRATE_ON_GPUS, gpus),
         _on_gpus(found, "run and validate on GPUs", simulation, gpus),
     )

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from parsim.app.answer import Answer, LargestOf
+from parsim.app.answer import Answer
 from parsim.app.ask import ask, check_options, simulate_prediction
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.check import Checked, check_question
-from parsim.app.config import Granularity, Question, keys_by_name
+from parsim.app.config import THIS_MACHINE, Granularity, LargestOf, Question, keys_by_name
 from parsim.app.doctor import progress
 from parsim.app.judging import updatable
 from parsim.app.launch import check_launchable
-from parsim.app.load import THIS_MACHINE, cache_path
+from parsim.app.load import cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.prices import CostTable, collective_row, component_rows
@@ -41,6 +41,8 @@ from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from parsim.app.watch import Destination, WatchedTraining
 
 
 AskedModel: TypeAlias = "str | Path | Model | nn.Module"
@@ -270,6 +272,49 @@ def run(
         elastic=elastic,
         max_restarts=max_restarts,
     )
+
+
+@_takes_keys
+def watch(
+    model: AskedModel | Answer | Prediction,
+    cluster: AskedCluster | None = None,
+    *,
+    global_batch: int | None = None,
+    to: Destination | tuple[Destination, ...] = (),
+    every: int = 20,
+    example_inputs: Any = None,
+    settings: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    **keys: Any,
+) -> WatchedTraining:
+    """Predict the step of a training loop of your own, and compare while it runs.
+
+    Call `step()` of the result after every optimizer step, or give a trainer its `lightning()` or `hugging_face()`.
+
+    Args:
+        model, cluster, global_batch, example_inputs, keys, settings, overrides: as for `plan`. strategy: "single" by default,
+            "dp" where more processes train (WORLD_SIZE). Or an Answer (its chosen plan) or a Prediction alone.
+        to: "tensorboard", "wandb", "mlflow", "trackio" or several: where each window's mean step goes, beside the prediction.
+        every: steps of a window.
+
+    Raises:
+        ParsimError: as `plan`; ConfigError if other processes train than the plan has ranks; MissingDependencyError.
+
+    >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, devices=1, strategy="single")
+    >>> watch(predicted, every=2).steps
+    0
+    """
+    from parsim.app.watch import watched, world_size_here
+
+    if isinstance(model, Answer | Prediction):
+        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "example_inputs": example_inputs}
+        _check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
+        prediction = model.chosen if isinstance(model, Answer) else model
+    else:
+        if not any("strategy" in text for text in (*keys, *(settings or {}), *overrides)):
+            keys["strategy"] = "single" if (world_size_here() or 1) == 1 else "dp"
+        prediction = _ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs)).prediction
+    return watched(prediction, to, every)
 
 
 def validate(

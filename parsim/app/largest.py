@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from parsim.app.answer import Answer, Largest, LargestOf
+from parsim.app.answer import Answer, Largest
 from parsim.app.ask import ask
 from parsim.app.check import changed, mesh_settings, rate_of, whole
-from parsim.app.config import Question
+from parsim.app.config import LargestOf, Question
 from parsim.app.load import cluster_of
 from parsim.app.sections import MOST_SAMPLES
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError

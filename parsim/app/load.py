@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
-from parsim.app.config import Question, check_axes, constraints_of, mesh_of
+from parsim.app.config import THIS_MACHINE, MeshTable, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
 from parsim.app.sections import ClusterSection
 from parsim.costs.history import history_path, read_history
@@ -31,6 +31,7 @@ from parsim.model.catalogue.frameworks import hosted
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.catalogue.transformer import BALANCED
 from parsim.model.formats import Numerics, recorded_weights
+from parsim.model.layers import all_layers_of
 from parsim.model.load import load_model
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.routing import ExpertRouting
@@ -39,6 +40,7 @@ from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, SWITCHES, Plan, check_plan
+from parsim.plans.stages import CUTS
 from parsim.predict.breakdown import tokens_per_sample
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
@@ -82,6 +84,11 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
             model = replace(model, assumptions=(*model.assumptions, *partly_cut(model, plan.mesh.tp or 1)))
     check_groups_fill(plan.dp_shard, cluster.size)
+    if plan.stage_layers is not None and sum(plan.stage_layers) != (layers := len(all_layers_of(model))):
+        raise ConfigError(
+            f"plan.stage_layers puts {sum(plan.stage_layers)} layers into stages, and {model.name} has {layers}; change numbers"
+        )
+    model = replace(model, assumptions=(*model.assumptions, *_cut_by_cost(config, model)))
     pins = pins_by_pattern(parse_placements(plan.pin), model, cluster.size)
     named, by_hand = config.software.row, plan.strategy == "custom"
     zero_stage = named.zero if named is not None and by_hand and plan.zero_stage == AUTO else plan.zero_stage
@@ -116,6 +123,17 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
+
+
+def _cut_by_cost(config: Question, model: Model) -> tuple[str, ...]:
+    """What is assumed of stages that are asked for, and into which the framework cuts no model by itself."""
+    plan, framework, layers = config.plan, config.software.row, len(all_layers_of(model))
+    stages = ((plan.mesh or MeshTable()).pp or 1) * (plan.chunks or 1)
+    if framework is None or not framework.cut or plan.stage_layers is not None or stages in (1, layers):
+        return ()
+    if layers >= stages and CUTS[framework.cut](layers, stages) is not None:
+        return ()
+    return (f"{framework.name} does not cut {layers} layers evenly into {stages} stages: cut by cost (plan.stage_layers)",)
 
 
 HALVES = dict.fromkeys(("fp16", "amp_fp16", "amp_bf16"), "bf16")
@@ -334,9 +352,6 @@ def search_plans(
 # GPUs), with as many cores, this version of torch and the same priority for communication. And it holds the question's
 # model at its local batches, and its optimizer. The newest that serves is taken. Otherwise the question's model is
 # calibrated quickly, in about a minute.
-
-
-THIS_MACHINE = "this-machine"
 
 
 def profiles_folder() -> Path:

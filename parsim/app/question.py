@@ -19,9 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import INNER_AXES, ModelSection, PlanSection, Question, cluster_section, load_config, question_from
+from parsim.app.config import (
+    INNER_AXES,
+    THIS_MACHINE,
+    ModelSection,
+    PlanSection,
+    Question,
+    cluster_section,
+    load_config,
+    question_from,
+)
 from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
-from parsim.app.load import THIS_MACHINE, check_untuned, cluster_of, is_saved_model
+from parsim.app.load import check_untuned, cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number

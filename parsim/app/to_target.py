@@ -130,7 +130,7 @@ class TargetRanking:
 
     def figure(self) -> Any:
         """Accuracy over simulated seconds, a plotly Figure."""
-        import plotly.graph_objects as go
+        from parsim.report.plots import go
 
         figure = go.Figure()
         for contender in self.contenders:

@@ -67,7 +67,7 @@ def complete_network(incomplete: str) -> list[str]:
 
 
 def _complete_cluster(incomplete: str) -> list[str]:
-    from parsim.app.load import THIS_MACHINE
+    from parsim.app.config import THIS_MACHINE
 
     machines = [name for name in (THIS_MACHINE, *shipped_profiles()) if name.startswith(incomplete)]
     return machines + complete_gpus(incomplete)

@@ -291,11 +291,19 @@ def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]
 
 def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
     """The exact confidence interval of a binomial share. Raises CostError unless 0 <= successes <= trials and trials >= 1."""
-    from scipy.special import betaincinv
-
     if not 0 <= successes <= trials or trials < 1:
         raise CostError(f"a share needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}")
     tail = (1 - level) / 2
-    low = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
-    high = 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
+    low = 0.0 if successes == 0 else 1.0 - _share_at(trials - successes, trials, tail)
+    high = 1.0 if successes == trials else _share_at(successes, trials, tail)
     return low, high
+
+
+def _share_at(most: int, trials: int, chance: float) -> float:
+    """The share of successes of which at most `most` < trials happen with this chance, by bisection to the last bit."""
+    ways = [math.log(math.comb(trials, count)) for count in range(most + 1)]
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        logs = (way + k * math.log(middle) + (trials - k) * math.log1p(-middle) for k, way in enumerate(ways))
+        low, high = (middle, high) if math.fsum(map(math.exp, logs)) > chance else (low, middle)
+    return (low + high) / 2

@@ -1,5 +1,5 @@
 """The compiled loops of the static engine. Importing this module loads numba (about a second); static.py does so when
-it first simulates.
+it first simulates. Without numba they run as Python, and those over many draws by numpy (`plain`).
 
 `g` is a GraphArrays; `floor[r]` is the second from which resource r is free; `slowdown` is a Slowdown, `on_core` the resources
 of each core. No fast-math: sums and maxima are those of
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.engines import plain
 from parsim.jit import njit
 from parsim.numeric import Bools, Floats, Ints
 
@@ -55,7 +56,7 @@ def longest_path(order, before, durations, end):  # type: ignore[no-untyped-def]
     return longest
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, plain=plain.run_plain)
 def run_plain(g, durations, floor, start, end):  # type: ignore[no-untyped-def]
     """Fill start and end: start = max of the ends before, and of the floors of the resources a task is first on."""
     for position in range(len(g.order)):
@@ -309,7 +310,7 @@ LANES = 4
 """Rows of durations that one pass over a graph takes side by side: its arrays are most of what a pass reads."""
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, plain=plain.last_ends_of_rows)
 def last_ends_of_rows(g, durations, unit, steps, together):  # type: ignore[no-untyped-def]
     """float64 [S]: as `last_ends` where nothing slows anything, of several rows at a time."""
     samples, n = len(durations), len(g.kind)
@@ -352,7 +353,7 @@ def last_ends_of_rows(g, durations, unit, steps, together):  # type: ignore[no-u
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, plain=plain.last_ends_side_by_side)
 def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, together):  # type: ignore[no-untyped-def]
     """float64 [draws]: as `last_ends` without slowdown, of a program whose tasks have a time in each of several rows.
 
@@ -441,7 +442,7 @@ def slowest_of(table, x, low, step):  # type: ignore[no-untyped-def]
     return table[cell] + (place - cell) * (table[cell + 1] - table[cell])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, plain=plain.slowest_delays)
 def slowest_delays(  # type: ignore[no-untyped-def]
     order, latest, states, wrap, spread, level, joins_shards, joins_replicas, mean1, var1, tables, table_of, low, step_z, draws
 ):

@@ -23,8 +23,10 @@ to wait for the slowest shard too, and those of a sharding group (`Mesh.dp_shard
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,11 +171,15 @@ def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Int
 @lru_cache(maxsize=256)
 def _table(ranks: int) -> Floats:
     """g_m on the points from -REACH to REACH."""
-    from scipy.special import log_ndtr, ndtri_exp
-
     z = np.linspace(-REACH, REACH, POINTS)
-    table: Floats = z if ranks == 1 else ndtri_exp(log_ndtr(z) / ranks)
-    return table
+    return z if ranks == 1 else np.array([_slowest(value, ranks) for value in z.tolist()])
+
+
+def _slowest(z: float, ranks: int) -> float:
+    """g_m(z), by the smaller of the two tails."""
+    normal, beyond = NormalDist(), math.erfc(abs(z) / math.sqrt(2)) / 2
+    log_share = (math.log(beyond) if z < 0 else math.log1p(-beyond)) / ranks
+    return normal.inv_cdf(math.exp(log_share)) if log_share < -math.log(2) else -normal.inv_cdf(-math.expm1(log_share))
 
 
 def _moments(ranks: int) -> tuple[float, float]:

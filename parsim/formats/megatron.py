@@ -44,6 +44,7 @@ from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES, number_format
+from parsim.plans.stages import with_ends
 
 NAME = "Megatron-LM"
 NEMO = "NeMo (Megatron)"
@@ -85,12 +86,6 @@ LEFT_OUT = {
     "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
-    "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
-    "account-for-loss-in-pipeline-split": "stages are cut by their cost",
-    "decoder-first-pipeline-num-layers": "stages are cut by their cost",
-    "decoder-last-pipeline-num-layers": "stages are cut by their cost",
-    "pp-partition-method": "stages are cut by their cost",
-    "pipeline-model-parallel-layout": "stages are cut by their cost",
     "moe-enable-deepep": "experts exchange by an all-to-all of NCCL",
     "ds-sequence-parallel": "attention exchanges keys and values in a ring, where DeepSpeed exchanges heads",
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
@@ -351,17 +346,11 @@ LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "
 LAYOUT = "pipeline-model-parallel-layout"
 ROUNDS = "microbatch-group-size-per-virtual-pipeline-stage"
 MOST_STAGES = 4096
-UNEVEN = frozenset(
-    {
-        LAYOUT,
-        "decoder-first-pipeline-num-layers",
-        "decoder-last-pipeline-num-layers",
-        "account-for-embedding-in-pipeline-split",
-        "account-for-loss-in-pipeline-split",
-        "pp-partition-method",
-    }
-)
-"""Options that cut the layers otherwise than evenly."""
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+ENDS_COUNT = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+"""Options that cut the layers otherwise than evenly: layers of the first and last ranks, and that an end counts as a layer."""
+PARTITION = "pp-partition-method"
+"""Of Megatron-DeepSpeed: what counts as a layer, \'type:transformer|embedding\' (DeepSpeed\'s PipelineModule)."""
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
@@ -503,10 +492,10 @@ def _read_overlap(options: _Options, recipe: Recipe) -> None:
     if overlapped and (recipe.tp == 1 or not recipe.args["sequence_parallel"]):
         overlapped = False  # there is nothing to overlap
     if recipe.tp > 1 and (overlapped or usual_off or "tp-comm-overlap" in options.words):
-        recipe.plan["tensor_overlap"] = overlapped
+        recipe.plan_keys["tensor_overlap"] = overlapped
     ahead = options.flag("overlap-param-gather")
     if recipe.zero == 1 and (usual_off or "overlap-param-gather" in options.words):
-        recipe.plan["gather_ahead"] = ahead
+        recipe.plan_keys["gather_ahead"] = ahead
     row = named(recipe.model) if recipe.model else None
     experts = recipe.args.get("experts") or (row.shape.experts if row is not None and row.shape is not None else 0)
     if not experts:
@@ -642,24 +631,48 @@ def _read_chunks(options: _Options, recipe: Recipe) -> None:
                 f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
             )
         recipe.chunks = layers // pp // each
-    elif layout := options.words.get(LAYOUT):
-        recipe.chunks = max(1, _stages_of_layout("".join(layout)) // pp)
+    layout = "".join(options.words.get(LAYOUT, ()))
+    if layout:
+        options.text(LAYOUT)
+        recipe.stage_layers = _stages_of_layout(layout)
+        recipe.chunks = max(1, len(recipe.stage_layers) // pp)
     if pp == 1:
-        recipe.chunks = 1
+        recipe.chunks, recipe.stage_layers = 1, ()
     if recipe.chunks > 1:
         recipe.rounds_of = options.number(ROUNDS, pp)
         if recipe.rounds_of != pp:
             recipe.left_out[f"--{ROUNDS}"] = f"a rank turns to its next chunk after pp = {pp} microbatches"
-    if pp > 1 and not UNEVEN & set(options.words) and layers % (pp * recipe.chunks):
+    if pp > 1 and layers and not recipe.stage_layers:
+        recipe.stage_layers = _stages_of_ends(options, recipe, layers)
+
+
+def _stages_of_ends(options: _Options, recipe: Recipe, layers: int) -> tuple[int, ...]:
+    """Layers of each stage, evenly but for what is said of the first and last ranks, or that an end counts as a layer.
+
+    Source: Megatron-LM, megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
+    """
+    pp, chunks = recipe.pp, recipe.chunks
+    first, last = (options.number(name, 0, 1) for name in ENDS)
+    weighed = "embedding" in options.text(PARTITION).lower()
+    ends = [options.flag(name) or weighed for name in ENDS_COUNT]
+    rest, inner = layers - first - last, pp - bool(first) - bool(last)
+    if not first and not last and not (layers + sum(ends)) % (pp * chunks):
+        return tuple(with_ends(layers, pp * chunks, *ends) or ())
+    ranks = [first] * bool(first) + [rest // max(1, inner)] * inner + [last] * bool(last)
+    if (not first and not last) or sum(ranks) != layers or any(count % chunks for count in ranks):
+        between = f", here {rest} by the {inner} ranks that have no number of their own" if first or last else ""
         raise ConfigError(
-            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {recipe.chunks} stages per rank; change "
-            f"one of them, or give --{LAYOUT}"
+            f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {chunks} stages per rank{between}; change one "
+            f"of them, or give --{LAYOUT}"
         )
+    return tuple(count // chunks for _ in range(chunks) for count in ranks)
 
 
-def _stages_of_layout(text: str) -> int:
-    """Stages of a pipeline layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core counts them."""
-    return 1 + re.sub(r"\(([^)]+)\)\*(\d+)", lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text).count("|")
+def _stages_of_layout(text: str) -> tuple[int, ...]:
+    """Layers of each stage of a layout such as "Et*2|(t|)*3tL", as PipelineParallelLayerLayout of Megatron-Core reads it."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(\w)\*(\d+)"):
+        text = re.sub(pattern, lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text[:MOST_LETTERS])
+    return tuple(stage.count("t") for stage in text[:MOST_LETTERS].split("|"))
 
 
 UNKNOWN = "?"

@@ -448,7 +448,7 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
         digest: names the file's content. where: name of the file, without its folder.
 
     Raises:
-        ImportedFileError: the profile is not of NCCL, lacks a device, or there are fewer than two sizes.
+        ImportedFileError: the profile is not of NCCL, lacks a device, or there are fewer than two ranks or sizes.
     """
     communication = profile.communication
     if communication.backend != "nccl":
@@ -457,6 +457,10 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
             "import into the profile of the GPUs"
         )
     for test in log.tests:
+        if len(test.group) < 2:
+            raise ImportedFileError(
+                f"{test.operation} was measured on one rank, which communicates with no other; measure on two GPUs (-g 2)"
+            )
         if lost := sorted(set(test.group) - {entry.index for entry in profile.devices}):
             raise ImportedFileError(
                 f"the file was measured on devices {list(test.group)}, and profile {profile.name} has no device {lost[0]}; "

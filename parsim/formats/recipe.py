@@ -40,14 +40,15 @@ class Recipe:
 
     Attributes:
         framework: whose file it is. model: a name of the table, "" where the file has none; args: its arguments.
-        training, software, plan: keys of [training] and [software], and those of [plan] that the others do not give.
+        training, software, plan_keys: keys of [training] and [software], and those of [plan] that the others do not give.
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
         replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
         rounds_of: microbatches that a rank runs of one chunk in a row, where a rest of fewer than pp is refused; 0: none is.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
             "selective" (by operator).
-        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
+        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank. stage_layers:
+            layers of each stage; none: as the framework counts them out.
         optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
         missing: keys of a run file that the file does not say and --set may, with why.
@@ -60,7 +61,7 @@ class Recipe:
     args: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan_keys: dict[str, Any] = field(default_factory=dict)
     tp: int = 1
     pp: int = 1
     dp: int = 0
@@ -75,6 +76,7 @@ class Recipe:
     chunks: int = 1
     rounds_of: int = 0
     order: str = ""
+    stage_layers: tuple[int, ...] = ()
     processes: int = 0
     optimizer_offload: bool = False
     offloaded_layers: int = 0
@@ -110,7 +112,7 @@ class Recipe:
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
         settings |= {f"software.{key}": value for key, value in self._software().items()}
-        settings |= {f"plan.{key}": value for key, value in self.plan.items()}
+        settings |= {f"plan.{key}": value for key, value in self.plan_keys.items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
@@ -123,6 +125,8 @@ class Recipe:
         if self.pp > 1:
             settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             settings["plan.chunks"] = self.chunks
+            if self.stage_layers:
+                settings["plan.stage_layers"] = list(self.stage_layers)
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
 

@@ -29,6 +29,7 @@ from parsim.formats.recipe import (
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, is_transformer, known_names, normalised, shape_of
 from parsim.plans.pipeline import check_torch_schedule
+from parsim.plans.stages import with_ends
 
 NAME = "torchtitan"
 TABLES = frozenset({"parallelism", "activation_checkpoint", "job", "lr_scheduler", "float8", "metrics", "profiling"})
@@ -161,7 +162,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.software["compiled"] = compiled
     if compiled and recipe.tp > 1 and flat.get(ASYNC_TENSOR):  # torchtitan refuses it without torch.compile
-        recipe.taken[ASYNC_TENSOR] = recipe.plan["tensor_overlap"] = True
+        recipe.taken[ASYNC_TENSOR] = recipe.plan_keys["tensor_overlap"] = True
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
@@ -270,11 +271,9 @@ def _read_cut(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe
                 + (f"a multiple of {recipe.pp} from {2 * recipe.pp} on" if recipe.chunks > 1 else f"{recipe.pp}")
                 + "; change the layers per stage"
             )
-        counts = torchtitan_stages(layers, stages, *less)
+        counts = _counted_out(layers, stages, *less)
     recipe.chunks = len(counts) // recipe.pp
-    recipe.left_out["plan.stages"] = (
-        f"{NAME} puts {' + '.join(map(str, counts))} layers into its stages, and parsim cuts them by cost"
-    )
+    recipe.stage_layers = tuple(counts)
     micro, local = recipe.micro_batch, recipe.local_batch
     if local % micro:
         raise ConfigError(
@@ -290,28 +289,15 @@ def _read_cut(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe
         ) from error
 
 
-def torchtitan_stages(layers: int, stages: int, first_less: int = 1, last_less: int = 1) -> list[int]:
-    """Layers of each stage as torchtitan cuts them: evenly, the embedding and the head counted as layers.
-
-    Args:
-        first_less, last_less: layers that the embedding and the head count as.
-
-    Raises:
-        ConfigError: more stages than layers, or an embedding or a head that counts for more than a stage has.
-
-    Source: torchtitan 0.2.2, torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
-    """
-    every, heaviest = layers + first_less + last_less, max(1, first_less, last_less)
-    each, more = divmod(every, stages)
-    if each < heaviest:
-        raise ConfigError(
-            f"{NAME} cannot cut {layers} layers into {stages} stages: each has {each}, and the embedding counts as "
-            f"{first_less} and the head as {last_less}; use at most {every // heaviest} stages"
-        )
-    counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less
-    counts[-1] -= last_less
-    return counts
+def _counted_out(layers: int, stages: int, first: int, last: int) -> list[int]:
+    """Layers of each stage (`with_ends`). Raises ConfigError: an end alone would fill a stage."""
+    if (counts := with_ends(layers, stages, first, last)) is not None:
+        return counts
+    every, heaviest = layers + first + last, max(1, first, last)
+    raise ConfigError(
+        f"{NAME} cannot cut {layers} layers into {stages} stages: each has {every // stages}, and the embedding counts as "
+        f"{first} and the head as {last}; use at most {every // heaviest} stages"
+    )
 
 
 def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
@@ -435,7 +421,7 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
             )
         table |= {"pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": recipe.micro_batch}
         if (layers := layers_of_stages(plan)) is None:
-            counts = torchtitan_stages(shape_of(recipe.model, recipe.args).layers, len(plan.stages))
+            counts = _counted_out(shape_of(recipe.model, recipe.args).layers, len(plan.stages), 1, 1)
             recipe.left_out["plan.stages"] = cut_in_layers(recipe, counts)
         else:
             parts = [[f"layers.{layer}" for layer in stage] for stage in layers]
@@ -465,21 +451,21 @@ def read_launch(source: SourceFile) -> Recipe:
         module = given.get("module", "").rpartition(".")[2] or given["config"].partition("_")[0]
         flavor = re.sub(r"(?<=\d)_(?=\d)", ".", given["config"].removeprefix(f"{module}_")).replace("_", "-")
         document = {"model": {"name": module, "flavor": flavor}, "activation_checkpoint": {"mode": "none"}}
-        if (own := preset_tables(module, given["config"])) is not None:
-            document, read = own, True
+        if (registered := preset_tables(module, given["config"])) is not None:
+            document, read = registered, True
     else:
         raise ConfigError(f"{NAME}: the script names neither --job.config_file nor --module and --config")
     tables: dict[str, dict[str, Any]] = {table: dict(keys) for table, keys in document.items() if isinstance(keys, Mapping)}
     for key, text in given.items():
-        table, dot, own = key.partition(".")
+        table, dot, inner = key.partition(".")
         if dot and table in SECTIONS:
-            tables.setdefault(table, {})[own] = plain_value(text)
+            tables.setdefault(table, {})[inner] = plain_value(text)
     recipe = read_toml(tables)
     if "config" in given and not file and not read:
         preset = f"{given.get('module', '')} {given['config']}".strip()
-        for key, own, what in PRESET_KEYS:
-            if own not in tables.get(key.partition(".")[0], {}) and own not in tables.get("parallelism", {}):
-                recipe.missing[what] = f"{own} is in the preset {preset}, which is Python and not run"
+        for key, inner, what in PRESET_KEYS:
+            if inner not in tables.get(key.partition(".")[0], {}) and inner not in tables.get("parallelism", {}):
+                recipe.missing[what] = f"{inner} is in the preset {preset}, which is Python and not run"
         recipe.left_out["activation_checkpoint"] = f"what the preset {preset} recomputes is not known: nothing is taken"
     return recipe
 

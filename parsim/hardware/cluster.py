@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from parsim.errors import ProfileError
 from parsim.hardware.devices import DEVICE_KINDS, Device, DeviceType, device_name
@@ -239,7 +240,7 @@ class CopiedTopology(Topology):
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return CopiedTopology, self.__dict__["_made_of"]
 
     @property
@@ -254,7 +255,7 @@ class CopiedTopology(Topology):
         return shape
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:  # type: ignore[override]
+    def links(self) -> tuple[Link, ...]:
         return cluster_links(*self.__dict__["_made_of"])
 
     @cached_property

@@ -34,11 +34,11 @@ class AdaptedLinear(nn.Module):
         like = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.base_layer = base
         self.lora_dropout = nn.Dropout(tuning.dropout) if tuning.dropout else nn.Identity()
-        self.lora_A = nn.ModuleDict({ADAPTER: nn.Linear(inputs, tuning.rank, bias=False, **like)})
-        self.lora_B = nn.ModuleDict({ADAPTER: nn.Linear(tuning.rank, outputs, bias=False, **like)})
+        down, up = nn.Linear(inputs, tuning.rank, bias=False, **like), nn.Linear(tuning.rank, outputs, bias=False, **like)
+        self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER: down}), nn.ModuleDict({ADAPTER: up})
         self.scale = tuning.scale
-        nn.init.kaiming_uniform_(self.lora_A[ADAPTER].weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B[ADAPTER].weight)
+        nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
+        nn.init.zeros_(up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         low_rank: Tensor = self.lora_B[ADAPTER](self.lora_A[ADAPTER](self.lora_dropout(x)))
@@ -65,7 +65,8 @@ def adapt(module: nn.Module, tuning: Tuning | None) -> nn.Module:
         return module
     for name in _targets(module, tuning, layers, head):
         layer, (owner, _, own_name) = layers[name], name.rpartition(".")
-        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
+        weight: Tensor = layer.get_parameter("weight")
+        outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
         setattr(module.get_submodule(owner), own_name, AdaptedLinear(layer, inputs, outputs, tuning))
     return module
 

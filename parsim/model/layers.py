@@ -32,6 +32,15 @@ def layers_of(model: Model) -> Runs:
     return tuple((first, last) for first, last in found if len(set(prints[first:last])) > 1)
 
 
+def all_layers_of(model: Model) -> Runs:
+    """The layers, in order: those of several components, or else the components that are like one beside them."""
+    if several := layers_of(model):
+        return several
+    prints = ("", *model.fingerprints, "")
+    neighbours = enumerate(zip(prints, prints[1:], prints[2:], strict=False))
+    return tuple((number, number + 1) for number, (before, own, behind) in neighbours if own in (before, behind))
+
+
 LONGEST_LAYER = 64
 """Components of a repeated block at most."""
 

@@ -21,6 +21,7 @@ from parsim.registry import RowOf
 from parsim.units import nearest_divisors
 
 PartCount = Annotated[Count, Field(le=MOST_MICROBATCHES)]
+Layers = Annotated[int, Field(strict=True, ge=0)]
 """Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
 
 
@@ -33,6 +34,8 @@ class PlanConstraints:
         microbatches: per replica. bucket_bytes: of gradient buckets. chunks: stages per rank.
         synchronisation: of every plan; it is never free.
         zero_stages, orders: among which the plans' are; no orders: any.
+        stage_layers: layers of each stage, in order. cut: a row of `parsim.plans.stages.CUTS`, by which layers are counted out
+            where stage_layers does not; "": stages are cut by cost.
         layers_alike: all layers are placed alike, and recomputed as a whole or not at all, as frameworks do.
         framework: whose these are.
     """
@@ -52,6 +55,8 @@ class PlanConstraints:
     synchronisation: Synchronisation = ALL_REDUCE
     zero_stages: tuple[int, ...] = ZERO_STAGES
     orders: tuple[str, ...] = ()
+    stage_layers: tuple[Layers, ...] | None = None
+    cut: str = ""
     layers_alike: bool = False
     framework: str = ""
 

@@ -151,6 +151,37 @@ def even_parts(names: Sequence[str], stages: int) -> list[tuple[str, ...]]:
     return [tuple(names[first:last]) for first, last in pairwise(even_cuts(len(names), stages))]
 
 
+def with_ends(layers: int, stages: int, first: int = 1, last: int = 1) -> list[int] | None:
+    """Layers of each stage, as even as can be where the embedding counts as `first` layers and the head as `last`, the
+    earliest with one more; None: an end alone would fill a stage.
+
+    Source: torchtitan 0.2.2, torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
+    """
+    each, more = divmod(layers + first + last, stages)
+    if each < max(1, first, last):
+        return None
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    return counts
+
+
+def as_megatron(layers: int, stages: int) -> list[int] | None:
+    """Equally many layers in each stage, or one fewer in the last or in both ends; None: no such cut is equal.
+
+    Source: Megatron-LM, megatron/core/transformer/transformer_block.py, get_num_layers_to_build, with
+    account_for_loss_in_pipeline_split and account_for_embedding_in_pipeline_split.
+    """
+    for first, last in ((0, 0), (0, 1), (1, 1)):
+        if not (layers + first + last) % stages:
+            return with_ends(layers, stages, first, last)
+    return None
+
+
+CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": as_megatron, "torchtitan": with_ends}
+"""How frameworks count out layers into stages, from layers and stages; None: they have no such cut."""
+
+
 def stages_of(
     mesh: Mesh,
     parts: Iterable[Sequence[str]],

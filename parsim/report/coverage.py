@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import plotly.graph_objects as go
-
 from parsim.costs.conformal import (
     LEVEL,
     Judged,
@@ -19,6 +17,7 @@ from parsim.costs.conformal import (
 )
 from parsim.report.figures import error_bars, styled
 from parsim.report.legend import BLUE, GREY, INK, ORANGE, VERMILION
+from parsim.report.plots import go
 from parsim.report.tables import NOTHING, ReportTable, columns_of
 from parsim.units import format_percent
 

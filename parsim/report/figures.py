@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from parsim.predict.memory import NOT_TENSORS
 from parsim.program.task import parse_resource
@@ -35,6 +33,7 @@ from parsim.report.legend import (
     axis_scale,
     value_name,
 )
+from parsim.report.plots import go, make_subplots
 from parsim.report.tables import CATEGORIES, format_error, interval_texts, is_chosen, line_name, memory_lines, plan_text
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Timeline

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-
 from parsim.files import write_text_atomically
 from parsim.program.taskgraph import TaskGraph
 from parsim.report import figures, tables
+from parsim.report.plots import go
 from parsim.report.standalone import standalone_page
 from parsim.timeline import Timeline
 from parsim.units import format_seconds

@@ -28,7 +28,7 @@ PIXELS_PER_INCH = 100
 SHARPNESS = 1.6
 """Pixels of a PNG for each pixel of the figure."""
 SOFT, LINE = "#52606d", "#dde2e8"
-LOOK = {
+LOOK: dict[Any, Any] = {
     "font.size": 9.5,
     "text.color": INK,
     "axes.edgecolor": LINE,
@@ -106,7 +106,8 @@ def drawn(figure: go.Figure, title: str) -> Any:
     with mpl.rc_context(LOOK):
         picture = Figure(figsize=size, dpi=PIXELS_PER_INCH, facecolor="white", layout="constrained")
         top = 1 - head / (layout.height + head)
-        picture.get_layout_engine().set(rect=(0.005, 0.005, 0.98, top - 0.005))
+        layout_engine: Any = picture.get_layout_engine()
+        layout_engine.set(rect=(0.005, 0.005, 0.98, top - 0.005))
         picture.text(0.012, 1 - 8 / (layout.height + head), "\n".join(lines), va="top", fontsize=11, fontweight="bold")
         handles: dict[str, Any] = {}
         for axes, traces, (across, up), heading in _panels(figure, picture):

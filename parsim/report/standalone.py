@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import importlib.resources
 
+from parsim.errors import require
+
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 """Forbids every request."""
 
@@ -21,6 +23,7 @@ def standalone_page(title: str, *, body: str, data: tuple[str, str], script: str
         title: a text, which is escaped. body: HTML. data: id of the element that the script reads, and its JSON without "<".
         script: name of the page's own asset.
     """
+    require("plotly", "a page with figures")
     from plotly.offline import get_plotlyjs
 
     plotly_js = get_plotlyjs().replace("</script", "<\\/script")

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import cast
 
 import numpy as np
@@ -14,14 +14,14 @@ import numpy as np
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
-from parsim.model.layers import layers_of
+from parsim.model.layers import all_layers_of, layers_of
 from parsim.model.model import Model
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, Plan, Recompute, named
-from parsim.plans.stages import stages_of
+from parsim.plans.stages import CUTS, stages_of
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.problem import is_chain
@@ -382,7 +382,28 @@ class Cutting:
             return ((0, len(self.problem.model.components)),)
         return self._cut(self._costs.seconds)
 
+    @cached_property
+    def _counted_out(self) -> Bounds | None:
+        """The cut by numbers of layers, that a question or its framework asks for; None: stages are cut by cost.
+
+        Raises ScheduleError: the framework has no cut into these stages, and no question asks for them.
+        """
+        constraints, layers = self.problem.constraints, all_layers_of(self.problem.model)
+        stages = self.mesh.pp * self.chunks
+        counts: Sequence[int] | None = constraints.stage_layers
+        if counts is None and constraints.cut and len(layers) >= stages:
+            counts = CUTS[constraints.cut](len(layers), stages)
+            if counts is None and (constraints.pp is None or (constraints.chunks is None and self.chunks > 1)):
+                raise ScheduleError(f"{constraints.framework} does not cut {len(layers)} layers into {stages} stages")
+        if counts is None:
+            return None
+        places = [*(first for first, _ in layers), layers[-1][1]]
+        starts = [places[number] for number in accumulate(counts[:-1])]
+        return tuple(pairwise((0, *starts, len(self.problem.model.components))))
+
     def _cut(self, stage_s: Callable[[int], Floats]) -> Bounds:
+        if self._counted_out is not None:
+            return self._counted_out
         places = self._costs.places
         crossing_s = self._costs.cuts_s()
         cut = partition(len(places) - 1, self.mesh.pp * self.chunks, stage_s, [crossing_s[place] for place in places[:-1]])
@@ -395,6 +416,8 @@ class Cutting:
     @property
     def others(self) -> int:
         """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
+        if self._counted_out is not None:
+            return 0
         count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
         if count > components or not are_listed(components, count) or len(self._costs.places) <= components:
             return 0

@@ -2,7 +2,8 @@
 
 The figures are tokens per second and GPU of Qwen3 30B A3B, sequences of 4096 tokens, batch 512, dp = ep = 8 on 8 B200 in FP8
 (NVIDIA-NeMo/Megatron-Bridge, performance page). The release of 25.11 has no CUDA graphs and a microbatch of one sample; that of
-26.04.01 has graphs, HybridEP and a microbatch of four.
+26.04.01 has graphs, HybridEP and a microbatch of four. Without graphs a layer took 9.2 ms of a microbatch of one sample (9,299
+tokens/s) in 25.11, and up to 17.0 ms (5,020) in others (`parsim.costs.compute.formula.LOW_EXPERT_LAUNCHES`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,6 @@ def tokens_per_s(micro: int, **software: object) -> float:
 def test_switches_tell_releases_apart() -> None:
     graphs, launched = tokens_per_s(4), tokens_per_s(1, cuda_graphs=False)
     assert graphs == pytest.approx(27136, rel=0.3)
-    assert launched == pytest.approx(9299, rel=0.3)
+    assert 5020 < launched < 9299
     assert tokens_per_s(1) > 1.5 * launched
     assert tokens_per_s(4, dispatcher="all_to_all") < graphs < tokens_per_s(4, expert_overlap=True)

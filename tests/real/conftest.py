@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 BASE = ("torch==2.13.0", "numpy==2.4.1", "setuptools==80.9.0", "wheel==0.45.1")
 Script = Callable[..., Any]
 
@@ -59,3 +60,39 @@ def run_script(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> S
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+@pytest.fixture(scope="session")
+def installed(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`installed("name==version", ...)` is a Python with parsim, these packages and all that they depend on, and torch of
+    `interpreter`. PARSIM_REAL_INSTALLED names one that has them already."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def install(*packages: str) -> Path:
+        if given := os.environ.get("PARSIM_REAL_INSTALLED"):
+            return Path(given)
+        if packages not in made:
+            folder = tmp_path_factory.mktemp("installed")
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+            shared, own = (
+                subprocess.check_output([python, "-c", where], text=True) for python in (interpreter, folder / "bin" / "python")
+            )
+            Path(own.strip(), "torch.pth").write_text(shared)
+            subprocess.run([folder / "bin" / "pip", "install", "-q", ROOT, *packages], check=True)
+            made[packages] = folder / "bin" / "python"
+        return made[packages]
+
+    return install
+
+
+def environment_of(home: Path) -> dict[str, str]:
+    """Of a process that writes nothing outside `home` and asks nobody."""
+    offline = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "HF_HUB_OFFLINE": "1",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(home / "trackio"),
+    }
+    return {**os.environ, **offline, "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

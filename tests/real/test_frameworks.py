@@ -13,8 +13,9 @@ import pytest
 from parsim.app.functions import simulate
 from parsim.errors import ConfigError
 from parsim.formats.recipe import Recipe, read_recipe
-from parsim.formats.torchtitan import preset_tables, read_toml, torchtitan_stages
+from parsim.formats.torchtitan import preset_tables, read_toml
 from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.stages import with_ends
 from parsim.work import Phase
 
 pytestmark = pytest.mark.real
@@ -101,11 +102,7 @@ def test_torchtitan_cuts_layers_as_said(run_script: Any) -> None:
     found = run_script(SPLIT_BY_TORCHTITAN, json.dumps(asked), packages=TORCHTITAN)
     assert found[asked.index((4, 32, 1, 1))] == [8, 9, 8, 7]
     for (stages, layers, first, last), counts in zip(asked, found, strict=True):
-        if counts is None:
-            with pytest.raises(ConfigError):
-                torchtitan_stages(layers, stages, first, last)
-        else:
-            assert torchtitan_stages(layers, stages, first, last) == counts
+        assert with_ends(layers, stages, first, last) == counts
 
 
 READ_BY_MEGATRON = """

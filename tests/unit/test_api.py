@@ -20,7 +20,7 @@ from parsim.search.tree import TIE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "answer.txt"
-MOST_NAMES = 20
+MOST_NAMES = 23
 REPR_LINES = 15
 
 
@@ -71,6 +71,7 @@ assert isinstance(ps.cost("dgx1-v100-32gb", model="mlp", batch=4), CostTable)
 assert len(ps.sweep("mlp", {"cluster.devices": [1, 2]}, cluster="dgx1-v100-32gb", global_batch=8).rows) == 2
 assert isinstance(ps.load_cluster("dgx2-v100"), ps.Cluster)
 assert isinstance(ps.trace(torch.nn.Sequential(torch.nn.Linear(8, 4)), input_shape=(8,)), ps.Model)
+assert ps.watch(answer.chosen).steps == 0
 def refused(call):
     try:
         call()
@@ -83,7 +84,7 @@ assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
 assert "cannot read nowhere" in refused(lambda: ps.import_file("nowhere"))
 assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
 called = {"plan", "check", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
-called |= {"import_file", "sweep"}
+called |= {"import_file", "sweep", "watch"}
 functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
 assert functions == called, functions ^ called
 values = {"Answer", "Prediction", "Plan", "Cluster", "Model"}

@@ -149,6 +149,7 @@ EDITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("plan.zero_stage=1", COMPOSER), ("plan.zero_stage = 1", "'composer'", "0 or 2 or 3 alone", "drop one")),
     (("software.dispatcher=deepep", COMPOSER), ("software.dispatcher = 'deepep'", "'composer'", "share experts", "drop one")),
     (("software.compiled=true", COMPOSER), ("software.compiled = true", "'composer'", "drop compiled")),
+    (("plan.mesh.pp=2", "plan.stage_layers=[1]"), ("plan.stage_layers has 1 stages", "2 x 1", "as many numbers")),
     (("plan.pipeline_order=gpipe", MEGATRON), ("plan.pipeline_order = 'gpipe'", "'megatron'", "1f1b, interleaved alone")),
     (("plan.tensor_backward_overlap=true", MEGATRON), ("tensor_backward_overlap", "'megatron'", "plan.tensor_overlap = false")),
     (("plan.tensor_overlap=true", "plan.sequence_parallel=false"), ("tensor_overlap", "sequence_parallel = false", "drop one")),

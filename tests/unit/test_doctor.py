@@ -11,7 +11,7 @@ from parsim.cli import COMMANDS
 from parsim.units import GIB
 
 H100 = Gpu(name="NVIDIA H100", free_bytes=79 * GIB, total_bytes=80 * GIB)
-BARE = Found(cores=4, memory_bytes=16 * GIB)
+BARE = Found(cores=4, memory_bytes=16 * GIB, packages=("numba", "plotly", "cvxpy", "mcp"))
 CPU_ONLY = replace(BARE, torch="2.13.0+cpu", backends=("gloo",))
 NO_GPU = replace(BARE, torch="2.11.0+cu130", cuda_build="13.0", backends=("gloo", "nccl"))
 GPUS = replace(NO_GPU, gpus=(H100, H100))

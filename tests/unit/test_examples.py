@@ -14,9 +14,12 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 PRINTS = {
     "hugging_face.py": "tokens/s; fits with probability",
+    "kueue.py": '"kueue.x-k8s.io/queue-name": "gpus"',
     "large_models.py": (EXAMPLES.parent / "docs" / "large-models.md").read_text(encoding="utf-8"),
     "own_module.py": "optimizer_state",
     "run_and_compare.py": "loss:",
+    "skypilot.py": "8 x H100: ",
+    "watch_training.py": "measured",
     "what_if.py": "ms disturbed",
     "which_cluster.py": "samples/s per GPU",
     "which_plan.py": "Where the",

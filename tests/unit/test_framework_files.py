@@ -249,22 +249,24 @@ def test_rounds_that_torch_refuses_are_refused(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "layers", "chunks"),
     [
-        ({}, "8 + 9 + 8 + 7", 1),
-        ({"pipeline_parallel_schedule": "Interleaved1F1B"}, "4 + 5 + 4 + 4 + 4 + 4 + 4 + 3", 2),
-        ({"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}, "8 + 8 + 8 + 8", 1),
+        ({}, (8, 9, 8, 7), 1),
+        ({"pipeline_parallel_schedule": "Interleaved1F1B"}, (4, 5, 4, 4, 4, 4, 4, 3), 2),
+        ({"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}, (8, 8, 8, 8), 1),
         (
             {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 3},
-            "2 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 3 + 2 + 1",
+            (2, *[3] * 9, 2, 1),
             3,
         ),
     ],
 )
-def test_stages_of_torchtitan_count_the_embedding_and_the_head(keys: dict[str, object], layers: str, chunks: int) -> None:
+def test_stages_of_torchtitan_count_the_embedding_and_the_head(
+    keys: dict[str, object], layers: tuple[int, ...], chunks: int
+) -> None:
     """torchtitan 0.2.2: the embedding and the head count as a layer each, unless the file says otherwise
     (generate_llm_fqn_per_model_part). With 3 layers per stage 34 layers make 12 stages, 3 per rank."""
     recipe = pipelined(8, keys)
     assert recipe.chunks == chunks
-    assert f"{layers} layers into its stages" in recipe.left_out["plan.stages"]
+    assert recipe.settings(4)["plan.stage_layers"] == list(layers)
 
 
 def test_stages_that_torchtitan_cannot_make_are_refused() -> None:
@@ -299,7 +301,36 @@ def test_layers_that_megatron_refuses_to_cut_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 layers must be divisible by pp 3 x 1 stages"):
         read_script(SIZES + pipeline)
     recipe = read_script(SIZES + pipeline + "--pipeline-model-parallel-layout 'Et|(t|)*3L|'")
-    assert recipe.chunks == 2
+    assert (recipe.chunks, recipe.stage_layers) == (2, (1, 1, 1, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "stages"),
+    [
+        (8, "", (2, 2, 2, 2)),
+        (8, "--num-virtual-stages-per-pipeline-rank 2", (1,) * 8),
+        (7, "--account-for-loss-in-pipeline-split", (2, 2, 2, 1)),
+        (6, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", (1, 2, 2, 1)),
+        (9, "--decoder-first-pipeline-num-layers 3", (3, 2, 2, 2)),
+        (8, "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1", (3, 2, 2, 1)),
+        (
+            12,
+            "--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2",
+            (3, 1, 1, 1, 3, 1, 1, 1),
+        ),
+        (9, "--pipeline-model-parallel-layout 'Et*3|(tt|)*2t*2L'", (3, 2, 2, 2)),
+    ],
+)
+def test_stages_of_megatron_are_those_that_its_options_count_out(layers: int, options: str, stages: tuple[int, ...]) -> None:
+    """Megatron-Core 0.16, get_num_layers_to_build and PipelineParallelLayerLayout; layers are dealt chunk after chunk."""
+    recipe = read_script(SIZES.replace("layers 4", f"layers {layers}") + f"--pipeline-model-parallel-size 4 {options}")
+    assert recipe.stage_layers == stages
+
+
+@pytest.mark.parametrize("options", ["--decoder-first-pipeline-num-layers 7", "--account-for-loss-in-pipeline-split"])
+def test_ends_that_leave_an_uneven_rest_are_refused(options: str) -> None:
+    with pytest.raises(ConfigError, match="8 layers must be divisible by pp 4 x 1 stages per rank"):
+        read_script(SIZES.replace("layers 4", "layers 8") + f"--pipeline-model-parallel-size 4 {options}")
 
 
 OVERLAPPED = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
@@ -327,7 +358,7 @@ def test_what_megatron_overlaps_is_what_the_plan_and_the_software_do(
     extra: str, plan: dict[str, object], software: dict[str, object]
 ) -> None:
     recipe = read_script(SIZES + extra)
-    assert recipe.plan == plan
+    assert recipe.plan_keys == plan
     assert recipe.software == {"framework": "megatron", **software}
     assert not recipe.unknown
     assert not [key for key in recipe.left_out if "overlap" in key or "dispatcher" in key]
@@ -345,15 +376,15 @@ def test_a_recipe_of_megatron_bridge_overlaps_unless_it_says_otherwise(
     file.write_text(text + ("" if value is None else f"comm_overlap:\n  tp_comm_overlap: {value}\n"))
     recipe = read_recipe(file)
     assert recipe.software["framework"] == "megatron-bridge"
-    assert recipe.plan.get("tensor_overlap") == plan
+    assert recipe.plan_keys.get("tensor_overlap") == plan
 
 
 def test_collectives_of_tensor_parallelism_in_torchtitan_run_beside_products_if_it_is_compiled() -> None:
     keys = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
     compiled = titan(parallelism=keys, compile={"enable": True})
-    assert (compiled.plan, compiled.software) == ({"tensor_overlap": True}, {"framework": "torchtitan", "compiled": True})
+    assert (compiled.plan_keys, compiled.software) == ({"tensor_overlap": True}, {"framework": "torchtitan", "compiled": True})
     eager = titan(parallelism=keys)
-    assert (eager.plan, eager.software["compiled"]) == ({}, False)
+    assert (eager.plan_keys, eager.software["compiled"]) == ({}, False)
     assert "parallelism.enable_async_tensor_parallel" in eager.left_out
 
 

@@ -85,14 +85,14 @@ LOOPS: tuple[tuple[str, str, int, dict[str, Any], str], ...] = (
     ("llama3-8b", "h100-sxm", 8, {"zero": 1}, "megatron"),
     ("llama3-8b", "h100-sxm", 8, {"zero": 2}, "deepspeed"),
     ("llama3-8b", "a100-sxm-80gb", 1, {}, "hf-trainer"),
-    ("llama3-70b", "h100-sxm", 64, {"divided": True}, "megatron"),
-    ("llama3-70b", "b200", 64, {"divided": True}, "megatron-bridge"),
+    ("llama3-70b", "h100-sxm", 64, {"divided": "tp 2"}, "megatron"),
+    ("llama3-70b", "b200", 64, {"divided": "tp 2"}, "megatron-bridge"),
     ("mixtral-8x7b", "h100-sxm", 64, {}, "megatron-bridge"),
     ("gpt3-1.3b", "h100-sxm", 8, {"zero": 0}, "ddp"),
     ("gpt3-1.3b", "a100-sxm-80gb", 8, {"zero": 0}, "ddp"),
     ("gpt3-1.3b", "a100-sxm-80gb", 64, {"zero": 0}, "megatron 2021"),
-    ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": True}, "megatron 2021"),
-    ("gpt3-175b", "h100-sxm", 512, {"divided": True}, "megatron"),
+    ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": "tp 2"}, "megatron 2021"),
+    ("gpt3-175b", "h100-sxm", 512, {"divided": "tp 2"}, "megatron"),
     ("bert-4b", "v100-sxm-32gb", 8, {}, "deeplearningexamples"),
     ("bert-4b", "h100-sxm", 8, {"zero": 1, "low": True}, "mlperf"),
 )
@@ -104,8 +104,9 @@ def test_what_is_known_of_a_loop_says_who_wrote_it(
 ) -> None:
     shape = NAMED[model].shape
     assert shape is not None
-    known = {"divided": False, "zero": None, "selective": False, "low": False} | given
-    found = plausible_frameworks(shape, gpu, devices=devices, memory_bytes=load_gpu(gpu).memory_bytes.value, **known)
+    known = {"divided": "", "zero": None} | given
+    memory_bytes = load_gpu(gpu).memory_bytes.value
+    found = plausible_frameworks(shape, gpu, devices=devices, memory_bytes=memory_bytes, **known).frameworks
     assert f"{found[0].name} {found[0].until or ''}".strip() == expected
     assert len({(row.name, row.until) for row in found}) == len(found)
 

@@ -21,7 +21,7 @@ from parsim.app.config_text import fields_of, parse_value, references, root_of, 
 from parsim.app.load import on_this_machine
 from parsim.app.question import is_run_file, question_of
 from parsim.costs.history import history_path
-from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
+from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches, require
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 
@@ -286,6 +286,7 @@ def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[SweptSetti
 
     Raises ConfigError: no points, or too many.
     """
+    require("scipy", "--sample")
     from scipy.stats import qmc
 
     if count < 1:

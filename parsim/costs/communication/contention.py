@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import CostError
+from parsim.errors import CostError, require
 from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
 
@@ -86,6 +86,7 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     cycles = list(hamiltonian_cycles(lanes))
     if not cycles:
         return ()
+    require("scipy", "the best packing of rings over these links")
     from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
 
     used = [(a, b) for a in range(len(lanes)) for b in range(len(lanes)) if a != b and lanes[a][b] > 0]

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from parsim.costs.communication.closed_forms import regimes_s
-from parsim.errors import ProfileError
+from parsim.errors import ProfileError, require
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.numeric import Floats
 
@@ -57,6 +57,7 @@ def fit_linear(columns: Floats, seconds: Floats) -> Floats:
 
     A minute pull towards zero decides what the points leave open, so that the result is unique.
     """
+    require("scipy", "fitting measured collectives")
     from scipy.optimize import nnls  # 0.3 s: imported where it is used
 
     relative = columns / seconds[:, None]

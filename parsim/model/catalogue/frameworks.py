@@ -92,6 +92,7 @@ class Framework:
         full_gradients: beside weights in half precision it keeps gradients in fp32.
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
         graphs: its layers are launched as CUDA graphs.
+        cut: how it counts out layers into stages, a row of `parsim.plans.stages.CUTS`; "": as the plan has them.
         axes: of a mesh beside dp, which its plans may have. zero_stages, orders: that it has; no orders: any.
         launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
             which nothing of the plan runs.
@@ -110,6 +111,7 @@ class Framework:
     repeats_sums: bool = True
     spares_layers: bool = False
     zero: int = 0
+    cut: str = ""
     axes: tuple[str, ...] = ("pp", "tp", "cp", "ep")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     orders: tuple[str, ...] = ()
@@ -158,6 +160,7 @@ MEGATRON_2020 = Framework(
     until=2020,
     kernels="megatron-2021",
     recompute="full",
+    cut="megatron",
     axes=("pp", "tp"),
     zero_stages=(0,),
     orders=("1f1b", "interleaved"),
@@ -184,6 +187,7 @@ MEGATRON_CORE = Framework(
     source="NVIDIA's recipes, and notes of Megatron-LM's own table of H100 rows: tp_comm_overlap",
     earlier=(MEGATRON_2020, MEGATRON_OF_2021, MEGATRON_2022),
     kernels="megatron-core",
+    cut="megatron",
     zero=1,
     orders=("1f1b", "interleaved"),
     sequence=True,
@@ -258,6 +262,7 @@ TITAN = replace(
     source="pytorch/torchtitan, torchtitan/config: selective recomputation of every second layer",
     recompute="selective",
     alternate=True,
+    cut="torchtitan",
     axes=("pp", "tp", "cp", "ep"),
     orders=("1f1b", "gpipe", "interleaved", "zero-bubble"),
 )
@@ -334,6 +339,7 @@ MAXTEXT = replace(
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
     early_stop=False,
+    cut="megatron",
     axes=("pp", "tp", "cp", "ep"),
     zero_stages=(0, 1, 2, 3),
 )
@@ -341,6 +347,7 @@ INTERNEVO = Framework(
     name="internevo",
     source="InternLM/InternEvo with FlashAttention 1",
     kernels="flash-1",
+    cut="megatron",
     zero=1,
     axes=("pp", "tp", "cp"),
     bucket_bytes=512 * 2**20,

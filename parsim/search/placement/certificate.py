@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import ScheduleError
+from parsim.errors import ScheduleError, require
 from parsim.predict.problem import PlanningProblem
 from parsim.search.placement.exact import solve_exactly
 from parsim.search.placement.problem import PlacementProblem, Solution, fits, no_choice, step_s, why_infeasible
@@ -45,6 +45,7 @@ def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solu
     Raises:
         ScheduleError: cvxpy has no HiGHS.
     """
+    require("cvxpy", "proving a placement by a solver")
     import cvxpy as cp
     from scipy import sparse
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.errors import require
 from parsim.jit import njit
 from parsim.numeric import Floats
 from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, no_choice, step_s, why_infeasible
@@ -357,6 +358,7 @@ def solve_exactly(
 
 def _parts_fit(placing: PlacementProblem) -> bool:
     """Whether the memory would do if components could be divided among their options: where it would not, no choice fits."""
+    require("scipy", "proving that no placement fits")
     from scipy.optimize import linprog
 
     sizes = [len(options) for options in placing.options]
