@@ -308,7 +308,7 @@ def test_a_slider_between_points_shows_what_is_interpolated_and_says_so(tmp_path
 def test_pages_write_quantities_as_the_commands_do(tmp_path: Path) -> None:
     path = tmp_path / "explorer.html"
     path.write_text(explorer_html(data_of(rows())), encoding="utf-8")
-    values = [0.0123, 0.5, 1.0, 12.345, 999.7, 1234.6, 45_678.9, 1_234_567.8, 10_950_942.43, 2.5e9]
+    values = [0.0123, 0.6, 1.0, 12.345, 999.7, 1234.6, 45_678.9, 1_234_567.8, 10_950_942.43, 2.5e9]
     seconds = [4.2e-7, 1.5e-3, 0.9997, 59.0, 61.0, 3599.0, 7500.0, 400_000.0]
     writers = {
         "usd": format_money,
