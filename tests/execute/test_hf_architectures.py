@@ -201,6 +201,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no head": ({**SMALL["llama"], "architectures": ["LlamaModel"]}, "give \\[model\\] inputs and loss"),
     "heads": ({**SMALL["llama"], "num_attention_heads": 5}, "must divide the hidden size"),
     "shared heads": ({**SMALL["llama"], "num_key_value_heads": 3}, "must divide the heads"),
+    "layers without end": ({**SMALL["llama"], "num_hidden_layers": 2**31}, "num_hidden_layers must be <= 4096, got 2147483648"),
     "negative layers": ({**SMALL["llama"], "num_hidden_layers": -1}, "num_hidden_layers must be a whole number >= 1, got -1"),
     "text": ({**SMALL["llama"], "hidden_size": "32"}, "hidden_size must be a whole number"),
     "too many experts": ({**SMALL["mixtral"], "num_experts_per_tok": 9}, "exceeds the number of experts"),

@@ -19,7 +19,7 @@ from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json, read_text, reading
 from parsim.model.inputs import ModelInput
 from parsim.model.objective import CROSS_ENTROPY, OWN
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import MOST_LAYERS, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -284,6 +284,8 @@ _COUNTS = frozenset(
 )
 
 
+_LAYERS = frozenset(name for name in _COUNTS if name.endswith("layers") or name == "n_layer")
+
 _ABOUT_THE_FILE = frozenset(
     """
     architectures auto_map model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id
@@ -348,6 +350,8 @@ def _check_sizes(path: Path, document: dict[str, Any]) -> None:
         for number in numbers:
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ModelError(f"{path}: {name} must be a whole number >= 1, got {value!r}")
+            if number is not None and name in _LAYERS and number > MOST_LAYERS:
+                raise ModelError(f"{path}: {name} must be <= {MOST_LAYERS}, got {number}")
     hidden = next((document[name] for name in ("hidden_size", "n_embd") if document.get(name)), None)
     heads = next((document[name] for name in ("num_attention_heads", "n_head") if document.get(name)), None)
     if hidden and heads and not document.get("head_dim") and hidden % heads:
