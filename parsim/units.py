@@ -100,7 +100,7 @@ def format_count(count: float) -> str:
     """Decimal: 25.6 M."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= scale:
-            return f"{count / scale:.3g} {unit}"
+            return f"{three_digits(count / scale)} {unit}"
     return f"{count:.0f}"
 
 
@@ -116,7 +116,7 @@ def format_money(amount: float, currency: str = "USD") -> str:
 
 def format_energy(kwh: float) -> str:
     """Three significant digits: 45.6 kWh, 355.7 MWh from a thousand on."""
-    return f"{kwh / 1e3:,.1f} MWh" if abs(kwh) >= 1e3 else f"{kwh:.3g} kWh"
+    return f"{kwh / 1e3:,.1f} MWh" if abs(kwh) >= 1e3 else f"{three_digits(kwh)} kWh"
 
 
 def format_percent(fraction: float) -> str:

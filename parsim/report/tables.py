@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.predict.memory import verdict_text
-from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds, printable
+from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds, printable, three_digits
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -355,7 +355,7 @@ def interval_texts(interval: Mapping[str, float]) -> tuple[str, str]:
 
 def format_rate(per_second: float) -> str:
     """Three significant digits: 45.6, 1.23 k."""
-    return f"{per_second:.3g}" if per_second < 1000 else format_count(per_second)
+    return three_digits(per_second) if per_second < 1000 else format_count(per_second)
 
 
 def format_error(error: float | None) -> str:
