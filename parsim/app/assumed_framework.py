@@ -82,7 +82,8 @@ def _unlike(assumed: Framework, rows: Iterable[Framework], plan: Plan, guess: Gu
     """Those that do otherwise than the assumed one and than one another where it changes the seconds of the plan."""
 
     def seconds_key(row: Framework) -> tuple[object, ...]:
-        switched = replace(plan, **framework_switches(row)).switched
+        switches: dict[str, Any] = {**framework_switches(row)}
+        switched = replace(plan, **switches).switched
         host = (row.graphs or row.launches, row.step_s)
         kernels = row.kernels_of(guess.compiled or not row.uncompiled)
         return (kernels, switched, host, row.full_gradients, row.clip, row.routing)

@@ -97,7 +97,7 @@ class Search:
     def each(self, change: Callable[[Evaluation], Evaluation]) -> Search:
         """The search with every evaluation changed."""
         named = ("chosen", "recommended", "riskier")
-        kept = {name: None if (entry := getattr(self, name)) is None else change(entry) for name in named}
+        kept: dict[str, Any] = {name: None if (entry := getattr(self, name)) is None else change(entry) for name in named}
         return replace(self, candidates=tuple(map(change, self.candidates)), **kept)
 
     def to_dict(self) -> dict[str, Any]:
