@@ -278,8 +278,9 @@ def recipe_of(framework: str, config: Question, plan: Plan) -> PlannedRecipe:
     training = config.training
     numbers = {"learning_rate": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}
     args = dict(config.model_spec.args)  # with plan.sequence_parallel
-    if KERNEL not in dict(config.model.args) and args.pop(KERNEL, False) and config.software.compiled is False:
-        args[KERNEL] = "eager"
+    if KERNEL in args and KERNEL not in dict(config.model.args):  # of a framework: files say whether they compile
+        del args[KERNEL]
+        args |= {KERNEL: "eager"} if config.software.compiled is False else {}
     return recipe_of_plan(
         framework,
         plan,
