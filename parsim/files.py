@@ -377,7 +377,7 @@ def json_text(document: object, *, indent: int | None = None) -> str:
     return json.dumps(finite(document), indent=indent, allow_nan=False)
 
 
-def finite(document: object) -> object:
+def finite(document: object) -> Any:
     """The document with null for NaN and infinities, which JSON has no words for."""
     match document:
         case float():

@@ -226,7 +226,7 @@ def hugging_face_callback(watch: WatchedTraining) -> Any:
     require("transformers", "a Hugging Face callback")
     from transformers import TrainerCallback
 
-    class WatchCallback(TrainerCallback):  # type: ignore[misc]
+    class WatchCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             ranks = args.world_size
             samples = args.train_batch_size * args.gradient_accumulation_steps * ranks

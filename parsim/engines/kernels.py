@@ -176,7 +176,7 @@ def run_with_overlap(g, slowdown, on_core, durations, floor, start, end):  # typ
     follow_rates(g, slowdown, on_core, nothing_running(g, len(on_core.offsets) - 1), durations, floor, start, end)
 
 
-@njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+@njit(cache=True, nogil=True, _nrt=False)
 def follow_rates(g, slowdown, on_core, run, durations, floor, start, end):  # type: ignore[no-untyped-def]
     """Fill start and end, following every task's rate from instant to instant. In the end `run` is as it was.
 

@@ -53,9 +53,11 @@ def last_ends_side_by_side(
     def end_of(task: int, begin: Floats) -> Floats:
         if joins[task]:
             begin = np.repeat(begin.reshape(draws, rows).max(axis=1), rows)
-        return begin + durations[task] * (of_each[of_rank[task]] if of_rank[task] >= 0 else 1.0)
+        end: Floats = begin + durations[task] * (of_each[of_rank[task]] if of_rank[task] >= 0 else 1.0)
+        return end
 
-    return _follow(g, steps, together, draws * rows, end_of).reshape(draws, rows).max(axis=1)
+    ends: Floats = _follow(g, steps, together, draws * rows, end_of).reshape(draws, rows).max(axis=1)
+    return ends
 
 
 def _follow(g: Any, steps: int, together: Ints, width: int, end_of: Any) -> Floats:
