@@ -36,7 +36,7 @@ from parsim.formats.recipe import Recipe
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu, shipped_gpus
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.catalogue.frameworks import Guess, plausible_frameworks, states_are_whole
+from parsim.model.catalogue.frameworks import ONE_NODE, Guess, plausible_frameworks, states_are_whole
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
@@ -270,7 +270,7 @@ class Question(ConfigSection):
         shape = shape_of(self.model.name, dict(self.model.args))
         memory_bytes = part.memory_bytes.value
         divided = facts.divided
-        if facts.is_open and not divided and devices > 1 and not states_are_whole(shape, memory_bytes):
+        if facts.is_open and not divided and devices > ONE_NODE and not states_are_whole(shape, memory_bytes):
             divided = "a search among all ways to divide the model"
         return plausible_frameworks(
             shape,
@@ -302,10 +302,14 @@ class Question(ConfigSection):
     def priced_software(self) -> SoftwareSection:
         """[software], and where it names no framework the one that is guessed: what prices are of.
 
-        Which plans a search proposes, and what a plan by hand leaves open, does not follow from a guess.
+        Which plans a search proposes, and what a plan by hand leaves open, does not follow from a guess. Loops of frameworks
+        that run with and without torch.compile are taken to be eager, as their defaults are; products in 8 bits are compiled.
         """
         guess = self.guess
-        return self.software if guess is None else self.software.guessed(guess)
+        software = self.software if guess is None else self.software.guessed(guess)
+        if software.compiled is not None or software.row is None or not software.row.uncompiled:
+            return software
+        return software.model_copy(update={"compiled": self.training.precision in LOW_PRECISIONS})
 
     def changed(self, **tables: Any) -> Question:
         """A question with other tables."""

@@ -270,7 +270,7 @@ class SoftwareSection(ConfigSection):
     year: Annotated[int, Field(strict=True, ge=2018, le=2100)] | None = None
     """Of its version; left out: the current one."""
     compiled: StrictBool | None = None
-    """Whether torch.compile fuses what lies between products; left out: it does, and between convolutions it does not."""
+    """Whether torch.compile fuses what lies between products; left out: with products in 8 bits alone, which need it."""
     attention: Literal["flash", "unfused"] | None = None
     """One kernel for attention, or one for each product and the softmax; left out: as the framework has it."""
     dispatcher: Dispatcher | None = None

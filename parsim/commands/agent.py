@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parsim.app.answer import Answer
-from parsim.app.functions import check as check_training
-from parsim.app.functions import plan as find_plan
+import parsim
 from parsim.errors import ConfigError, ParsimError, require
 from parsim.files import finite
+
+if TYPE_CHECKING:
+    from parsim.app.answer import Answer
 
 INSTRUCTIONS = """
 parsim predicts the training of neural networks on GPU clusters: which division of the work is fastest, seconds per step with
@@ -52,7 +53,7 @@ def check(
 ) -> dict[str, Any]:
     """Say whether a training fits, how fast it is, which line of memory decides, and up to three changes that would help.
     Arguments as for `plan`; settings such as {"plan.mesh": {"dp": 8}, "plan.zero_stage": 3} fix the plan."""
-    checked = check_training(_no_code(model), cluster, global_batch=global_batch, settings=_settings(network, settings))
+    checked = parsim.check(_no_code(model), cluster, global_batch=global_batch, settings=_settings(network, settings))
     document = checked.to_dict()
     shown = ("verdict", "step_s", "largest_line", "needed_bytes", "limit_bytes", "mfu", "helps", "assumed")
     found: dict[str, Any] = finite({**{key: document[key] for key in shown}, "text": str(checked)})
@@ -128,7 +129,7 @@ def _errors_told(tool: Callable[..., dict[str, Any]], told: type[Exception]) -> 
 
 
 def _asked(model: str, cluster: str, global_batch: int, network: str | None, settings: GivenKeys | None) -> Answer:
-    return find_plan(_no_code(model), cluster=cluster, global_batch=global_batch, settings=_settings(network, settings))
+    return parsim.plan(_no_code(model), cluster=cluster, global_batch=global_batch, settings=_settings(network, settings))
 
 
 def _settings(network: str | None, settings: GivenKeys | None) -> GivenKeys:

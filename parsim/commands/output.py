@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.app.config import THIS_MACHINE
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
 from parsim.errors import ConfigError
 from parsim.files import finite
@@ -67,8 +68,6 @@ def complete_network(incomplete: str) -> list[str]:
 
 
 def _complete_cluster(incomplete: str) -> list[str]:
-    from parsim.app.config import THIS_MACHINE
-
     machines = [name for name in (THIS_MACHINE, *shipped_profiles()) if name.startswith(incomplete)]
     return machines + complete_gpus(incomplete)
 

@@ -21,7 +21,9 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
+from parsim.model.layers import LAYER
 from parsim.plans.plan import Plan
+from parsim.plans.stages import CUTS
 from parsim.units import nearest_divisors, printable
 
 LARGEST_BYTES = 2**20
@@ -125,7 +127,7 @@ class Recipe:
         if self.pp > 1:
             settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             settings["plan.chunks"] = self.chunks
-            if self.stage_layers:
+            if self.stage_layers and list(self.stage_layers) != self._counted_out():
                 settings["plan.stage_layers"] = list(self.stage_layers)
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
@@ -138,6 +140,12 @@ class Recipe:
             return self.software
         self.left_out["software.framework"] = f"effects of {self.framework} with {', '.join(axes)} above 1 are not known"
         return {}
+
+    def _counted_out(self) -> list[int] | None:
+        """The stages that its framework makes where nothing is said of them."""
+        name = self.software.get("framework")
+        cut = FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
+        return CUTS[cut](sum(self.stage_layers), len(self.stage_layers)) if cut else None
 
     def _states(self, dp: int) -> dict[str, object]:
         """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""
@@ -621,9 +629,6 @@ def _left_out(plan: Plan, training: Mapping[str, Any]) -> dict[str, str]:
     return left_out
 
 
-_LAYER = re.compile(r"h\.(\d+)(?:\.|$)")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
     """Attributes:
@@ -659,7 +664,7 @@ def transformer_of(recipe: PlannedRecipe) -> Transformer:
 
 def layers_of_stages(plan: Plan) -> list[list[int]] | None:
     """The layers of each stage; None: one is in two stages, which frameworks that cut between layers cannot express."""
-    found = [sorted({int(layer[1]) for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages]
+    found = [sorted({int(layer[1]) for name in stage.components if (layer := LAYER.match(name))}) for stage in plan.stages]
     every = [layer for layers in found for layer in layers]
     return found if len(every) == len(set(every)) else None
 
@@ -667,7 +672,7 @@ def layers_of_stages(plan: Plan) -> list[list[int]] | None:
 def cut_in_layers(recipe: PlannedRecipe, counts: Sequence[int]) -> str:
     """What is left out of stages that begin inside a layer, with the layers that the framework puts into each."""
     plan = recipe.plan
-    first = [stage.components[0] for stage in plan.stages[1:] if _LAYER.match(stage.components[0])]
+    first = [stage.components[0] for stage in plan.stages[1:] if LAYER.match(stage.components[0])]
     return (
         f"{recipe.framework} cuts between layers, here into {' + '.join(map(str, counts))}; stages of the plan begin at "
         f"{first_few(first)}. Plan with --set model.granularity=block and tp = 1 for whole layers"
@@ -693,7 +698,7 @@ def _check_placements(recipe: PlannedRecipe) -> None:
     for name, placement in (entry for stage in recipe.plan.stages for entry in stage.placed() if tp > 1):
         if placement.kind == "shard" and placement.ways == tp:
             continue
-        if _LAYER.match(name) and placement.kind in ("shard", "place"):
+        if LAYER.match(name) and placement.kind in ("shard", "place"):
             raise ConfigError(
                 f"{framework} cuts every layer in tp = {tp} ways, and the plan has {name} {placement}; plan with "
                 f"--set plan.strategy=hp and a mesh, which cuts all layers alike"
@@ -708,7 +713,7 @@ def _recomputed_layers(framework: str, plan: Plan) -> tuple[str, int]:
     """What of all layers is recomputed, in a Recipe's words; of "alternate", every how many layers."""
     layers: dict[int, set[str]] = {}
     for name in plan.components:
-        if (layer := _LAYER.match(name)) is not None:
+        if (layer := LAYER.match(name)) is not None:
             kind = "full" if name in plan.recomputed else "selective" if name in plan.recomputed_by_operator else "none"
             layers.setdefault(int(layer[1]), set()).add(kind)
     kinds = [next(iter(kind)) if len(kind) == 1 else "mixed" for _, kind in sorted(layers.items())]

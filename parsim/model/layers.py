@@ -8,11 +8,15 @@ first layer may begin with a component that is like no other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from parsim.model.model import Model
 from parsim.records import once
+
+LAYER = re.compile(r"h\.(\d+)(?:\.|$)")
+"""The name of a component in a layer of a transformer by name."""
 
 Runs = tuple[tuple[int, int], ...]
 """Of each its first component, and one past its last."""
@@ -33,7 +37,12 @@ def layers_of(model: Model) -> Runs:
 
 
 def all_layers_of(model: Model) -> Runs:
-    """The layers, in order: those of several components, or else the components that are like one beside them."""
+    """The layers, in order: by their names in a transformer by name; else runs of components that repeat, or components that
+    are like one beside them."""
+    numbers = [named[1] if (named := LAYER.match(component.name)) else "" for component in model.components]
+    if any(numbers):
+        ends = list(accumulate(len(list(run)) for _, run in groupby(numbers)))
+        return tuple((first, last) for first, last in pairwise((0, *ends)) if numbers[first])
     if several := layers_of(model):
         return several
     prints = ("", *model.fingerprints, "")

@@ -27,6 +27,7 @@ def test_whole_files_are_read(every: tuple[Path, list[Reader]]) -> None:
     folder, found = every
     for reader in found:
         path = folder / "cases" / reader.file
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(reader.sample)
         assert reader.read(path) is not None, reader.name
 

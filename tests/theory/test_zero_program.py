@@ -246,4 +246,4 @@ def test_layers_cut_more_finely_gather_no_later(microbatches: int) -> None:
         assert plan is not None
         steps[granularity] = evaluate(problem, plan, samples=0).result.step_s.median, problem.model.granularity
     assert {granularity for _, granularity in steps.values()} == {"block", "sublayer"}
-    assert steps["sublayer"][0] == pytest.approx(steps["block"][0], rel=1e-5)
+    assert steps["sublayer"][0] == pytest.approx(steps["block"][0], rel=3e-4)  # norms of gradients are taken by component

@@ -265,6 +265,7 @@ TITAN = replace(
     cut="torchtitan",
     axes=("pp", "tp", "cp", "ep"),
     orders=("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    zero_stages=(0, 1, 2, 3),
 )
 COMPOSER_2023 = Framework(
     name="composer",
@@ -418,7 +419,8 @@ SOFTWARE_OF = {"v100": 2020, "p100": 2020, "a100": 2021, "a800": 2021, "a30": 20
 """The year of the software on a GPU, by the first word of its name, where the model does not say that it is younger. Without an
 entry: the current one. Fused attention came to Megatron-LM and to fine-tuning with the models of 2023 (`is_recent`)."""
 ONE_NODE = 8
-"""GPUs of a node: before 2023, what trained on several was written for Megatron."""
+"""GPUs of a node: before 2023, what trained on several was written for Megatron. Of published transformers with divided states,
+48 of 80 rows on up to 8 GPUs are FSDP's, and 36 of 229 on more."""
 STATE_BYTES = 18
 """Per parameter, where states are not divided: weights and gradients in 16 bits, and 14 bytes of the optimizer."""
 
