@@ -67,7 +67,7 @@ REFUSED_WHOLE = (
     ),
     *("megatron_deepseek_v3.sh", "megatron_gpt3_175b.sh", "megatron_mixtral_8x7b.sh", "megatron_positional.sh", "neox_20b.yml"),
     *("megatron_t5.sh", "nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
-    *("paddlenlp.json", "primus_maxtext.yaml"),
+    *("paddlenlp.json", "primus_maxtext.yaml", "torchtitan_671b.toml", "trainer_trl_grpo.yaml", "verl.yaml"),
 )
 """Of these: for what they train, for a size that they lack, or because eight samples and GPUs do not divide as they ask."""
 MEGATRON = """\
