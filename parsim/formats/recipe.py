@@ -143,7 +143,7 @@ class Recipe:
 
     def _counted_out(self) -> list[int] | None:
         """The stages that its framework makes where nothing is said of them."""
-        name = self.software.get("framework")
+        name = str(self.software.get("framework", ""))
         cut = FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
         return CUTS[cut](sum(self.stage_layers), len(self.stage_layers)) if cut else None
 
