@@ -317,7 +317,11 @@ def _open_all(opening: _Opening, families: _Families) -> list[str]:
         opening.early(name, parts[name], own)
         together.steps_s.update(own.steps_s)
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
-    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
+    unrefined = [
+        name
+        for name, own in owners.items()
+        if own is not together and mixes and not all(is_tie(own.best_s, part.bound_s) for part in opening.late[name])
+    ]
     if opening.spare is not None:
         opening.spare.left = MOST_LATE_VISITS
     for number, (name, own) in enumerate(owners.items()):
