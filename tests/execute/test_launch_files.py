@@ -10,8 +10,10 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -226,7 +228,7 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(folder: Path, tmp_pa
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
 @pytest.mark.parametrize("format", ["torchrun", "slurm"])
 def test_a_stopped_rank_of_a_launch_file_is_named_and_the_training_ends(folder: Path, tmp_path: Path, format: str) -> None:
-    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("steps = 12", "steps = 100000"))
+    lengthen(folder)
     file = export_folder(folder, format=format, port=free_port(), interface="lo", checkpoint_every=20).file
     environment = {**with_slurm(tmp_path), "TIMEOUT": "3", "MAX_RESTARTS": "0", "TMPDIR": str(tmp_path)}
     said = tmp_path / "said"
@@ -290,33 +292,113 @@ def listening_in(name: str) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-@pytest.mark.skipif(bool(possible()), reason=possible())
-def test_two_machines_over_a_shaped_link_train_to_the_weights_of_one_process(folder: Path) -> None:
-    """The torchrun file on both, each in a namespace of its own, over a link of 20 Mbit/s."""
-    file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file
-    with shaped_pair(2.5e6):
-        running = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, "bash", file],
-                env={**os.environ, "PYTHON": sys.executable, "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0]},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+@contextlib.contextmanager
+def two_machines(file: str, **more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The torchrun file on both, each in a namespace of its own, over a link of 20 Mbit/s; what they say is beside the file."""
+    with shaped_pair(2.5e6), contextlib.ExitStack() as stack:
+        running = []
+        for rank, name in enumerate(NAMES):
+            out = stack.enter_context(said_by(file, rank).open("w"))
+            own = {"PYTHON": sys.executable, "NODE_RANK": str(rank), "MASTER_ADDR": ADDRESSES[0], **more}
+            command = ["ip", "netns", "exec", name, "bash", file]
+            running.append(
+                subprocess.Popen(command, env={**os.environ, **own}, stdout=out, stderr=subprocess.STDOUT, text=True)
             )
-            for rank, name in enumerate(NAMES)
-        ]
-        listening: set[tuple[str, int]] = set()
         try:
+            yield running
+        finally:
+            for pid in descendants([process.pid for process in running]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+def said_by(file: str, rank: int) -> Path:
+    return Path(file).with_name(f"said-{rank}")
+
+
+def ended(file: str, running: list[subprocess.Popen[str]], timeout_s: float) -> tuple[list[int], str]:
+    """Exit status of both, and all they said."""
+    deadline = time.monotonic() + timeout_s
+    statuses = [process.wait(timeout=max(1.0, deadline - time.monotonic())) for process in running]
+    return statuses, said_by(file, 0).read_text() + said_by(file, 1).read_text()
+
+
+STRANGER = ["ip", "netns", "exec", NAMES[1], sys.executable, str(Path(__file__).with_name("stranger.py"))]
+
+
+class TestTwoMachines:
+    """What SECURITY.md and docs/training.md promise of an exported run, tried over two network namespaces."""
+
+    pytestmark: ClassVar = [
+        pytest.mark.slow,
+        pytest.mark.xdist_group("launch"),
+        pytest.mark.skipif(bool(possible()), reason=possible()),
+    ]
+
+    def test_they_train_to_the_weights_of_one_process(self, folder: Path) -> None:
+        file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file
+        listening: set[tuple[str, int]] = set()
+        with two_machines(file) as running:
             while 29500 not in {port for _, port in listening} and all(one.poll() is None for one in running):
                 time.sleep(0.05)
                 listening |= listening_in(NAMES[0])
-            said = [process.communicate(timeout=900)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        assert [process.returncode for process in running] == [0, 0], said
+            statuses, said = ended(file, running, 900)
+        assert statuses == [0, 0], said
         assert {port for _, port in listening} >= {29500, 29501}
         assert {address for address, _ in listening} == {ADDRESSES[0]}
-    assert_equal_to_one_process(folder)
+        assert_equal_to_one_process(folder)
+
+    def test_a_stopped_rank_is_named_and_both_end(self, folder: Path) -> None:
+        lengthen(folder)
+        file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2, checkpoint_every=20).file
+        with two_machines(file, TIMEOUT="3") as running:
+            wait_for_a_checkpoint(folder, file, running)
+            stopped = next(pid for pid in descendants([running[1].pid]) if b"parsim.execute.processes.rank" in command_of(pid))
+            os.kill(stopped, signal.SIGSTOP)
+            statuses, said = ended(file, running, 150)
+        assert 0 not in statuses
+        assert "rank 1 of 2 has been stopped for 3 s" in said
+        assert not command_of(stopped), "a rank is left"
+
+    def test_noise_on_the_ports_of_a_start_costs_at_most_that_start(self, folder: Path) -> None:
+        """64 KiB of zeros to every port that a rank of machine 0 opens; without them the same file then trains."""
+        file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file
+        met: set[tuple[str, int]] = set()
+        with (
+            two_machines(file, TIMEOUT="10") as running,
+            subprocess.Popen(STRANGER, stdin=subprocess.PIPE, text=True) as noise,
+        ):
+            assert noise.stdin is not None
+            deadline = time.monotonic() + 300
+            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+                for address, port in sorted(listening_in(NAMES[0]) - met):
+                    met.add((address, port))
+                    if port not in (29500, 29501):
+                        print(address, port, file=noise.stdin, flush=True)
+                time.sleep(0.02)
+            statuses, said = ended(file, running, 5)
+            noise.stdin.close()
+        assert len(met) > 2, "the ranks have ports of their own"
+        assert "Traceback" not in said or 0 not in statuses
+        if statuses != [0, 0]:
+            with two_machines(file) as running:
+                statuses, said = ended(file, running, 900)
+        assert statuses == [0, 0], said
+        assert_equal_to_one_process(folder)
+
+
+def lengthen(folder: Path) -> None:
+    """Far longer than a test waits."""
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("steps = 12", "steps = 100000"))
+
+
+def wait_for_a_checkpoint(folder: Path, file: str, running: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 300
+    while not newest_step(folder):
+        assert all(process.poll() is None for process in running), said_by(file, 0).read_text() + said_by(file, 1).read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
