@@ -345,7 +345,7 @@ LAUNCHES = {
         lambda: [*zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=30
     ),
     "four processes for long": Launch(
-        lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=20
+        lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=30
     ),
     "every model recomputed": Launch(lambda: [row for spec in MODELS for row in every_order_recomputed(spec)], steps=30),
     "every model under ZeRO on four processes": Launch(lambda: [*zero_on_four()], steps=10),
