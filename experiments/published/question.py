@@ -44,7 +44,7 @@ from parsim.model.tuning import tuned
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import BY_OPERATOR, Plan
-from parsim.plans.stages import stages_of
+from parsim.plans.stages import stages_of, with_ends
 from parsim.search.by_hand import framework_switches
 
 
@@ -149,15 +149,11 @@ def _stages(model: Model, given: Given) -> list[tuple[str, ...]]:
         extra = sum(counts) - shape.layers
         counts[0] -= extra - extra // 2
         counts[-1] -= extra // 2
-    elif shape.layers % number == 0:
-        counts = [shape.layers // number] * number
     else:
-        whole = shape.layers + (2 if (shape.layers + 2) % number == 0 or shape.layers % number > number // 2 else 0)
-        counts = [whole // number + (1 if place < whole % number else 0) for place in range(number)]
-        if whole != shape.layers:
-            counts[0] -= 1
-            counts[-1] -= 1
-    if min(counts) < 0 or sum(counts) != shape.layers or (min(counts) == 0 and number > 2 and 0 in counts[1:-1]):
+        rest = shape.layers % number
+        end = int(rest > 0 and ((shape.layers + 2) % number == 0 or rest > number // 2))
+        counts = with_ends(shape.layers, number, end, end) or []
+    if not counts or min(counts) < 0 or sum(counts) != shape.layers or 0 in counts[1:-1]:
         raise CannotExpressError(f"{shape.layers} layers do not divide over {number} stages: {counts}")
     ends = list(accumulate(counts))
     stages: list[list[str]] = [[] for _ in range(number)]

@@ -226,6 +226,7 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
     Nothing is recomputed where the row does not say so and its plan fits, other than on V100: Megatron's scripts of 2020
     recompute all layers, and later ones what they must.
     """
+    low = LOW_BITS.search(row.precision) is not None
     guess = plausible_frameworks(
         shape,
         gpu,
@@ -234,13 +235,13 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
         divided=divided,
         zero=stage_of(row.zero),
         selective=recompute_of(row, NO_FRAMEWORK)[0] == "selective",
-        low=LOW_BITS.search(row.precision) is not None,
+        low=low,
     )
     return [
         rule(
             found.name,
             found.until,
-            compiled=is_compiled(row) or guess.compiled,
+            compiled=is_compiled(row) or low,
             recompute=found.recompute if found.until == 2020 else "none",
             **usual_blanks(found.name, found.until),
         )

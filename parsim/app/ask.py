@@ -41,10 +41,17 @@ def ask(
 
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
+    return with_assumed_framework(ask_alone(question, top=top, runs_here=runs_here, say=say))
+
+
+def ask_alone(
+    question: Question, *, top: int | None = None, runs_here: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Answer:
+    """`ask` without the frameworks that others would assume: for questions that are compared, and of which one is answered."""
     question = on_this_machine(question)
     problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
-    return with_assumed_framework(answer_of(question, problem, top=top, say=say))
+    return answer_of(question, problem, top=top, say=say)
 
 
 def with_assumed_framework(answer: Answer) -> Answer:

@@ -73,25 +73,24 @@ def assumed_framework(question: Question, evaluation: Evaluation) -> AssumedFram
     assumed, likely = guess.frameworks[0], question.guess_for(facts_of_plan(plan))
     current = [framework_of(assumed.name)] if assumed.until else []
     first, *rest = likely.frameworks
-    others = _unlike(assumed, [first, *current, *rest, *guess.frameworks], plan, guess)
+    others = _unlike(question, assumed, [first, *current, *rest, *guess.frameworks], plan)
     ratios = [(row.version, _step_s(question, replace(guess, frameworks=(row,)), plan) / step_s) for row in others]
     return AssumedFramework(name=assumed.version, by=guess.by, others=tuple(ratios))
 
 
-def _unlike(assumed: Framework, rows: Iterable[Framework], plan: Plan, guess: Guess) -> list[Framework]:
+def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], plan: Plan) -> list[Framework]:
     """Those that do otherwise than the assumed one and than one another where it changes the seconds of the plan."""
 
     def seconds_key(row: Framework) -> tuple[object, ...]:
         switches: dict[str, Any] = {**framework_switches(row)}
         switched = replace(plan, **switches).switched
         host = (row.graphs or row.launches, row.step_s)
-        kernels = row.kernels_of(guess.compiled or not row.uncompiled)
-        return (kernels, switched, host, row.full_gradients, row.clip, row.routing)
+        return (row.kernels_of(question.has_low_products), switched, host, row.full_gradients, row.clip, row.routing)
 
-    found = {seconds_key(assumed): assumed}
+    distinct = {seconds_key(assumed): assumed}
     for row in rows:
-        found.setdefault(seconds_key(row), row)
-    return list(found.values())[1 : 1 + MOST_OTHERS]
+        distinct.setdefault(seconds_key(row), row)
+    return list(distinct.values())[1 : 1 + MOST_OTHERS]
 
 
 def _step_s(question: Question, guess: Guess, plan: Plan) -> float:

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from parsim.app.answer import Answer
-from parsim.app.ask import ask
+from parsim.app.ask import ask, ask_alone
 from parsim.app.config import INNER_AXES, Question, question_from
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text
@@ -201,15 +201,15 @@ def check_question(question: Question) -> Checked:
     if answer.search is not None:
         base = changed(base, mesh_settings(prediction.plan))
     fits = prediction.is_safe
-    found = []
+    helps = []
     for what, settings in _faster(base, prediction) if fits else _smaller(base, prediction):
-        found += _priced(base, prediction, what, settings)
-    if not fits and not any(each.prediction.is_safe for each in found):
-        best = sorted(found, key=lambda each: each.needed_bytes)[:SHOWN]
+        helps += _priced(base, prediction, what, settings)
+    if not fits and not any(each.prediction.is_safe for each in helps):
+        best = sorted(helps, key=lambda each: each.needed_bytes)[:SHOWN]
         for one, other in combinations(best, 2):
             if not one.settings.keys() & other.settings.keys():
-                found += _priced(base, prediction, f"{one.what} and {other.what}", {**one.settings, **other.settings})
-    return Checked(prediction=prediction, helps=tuple(_most_helpful(prediction, found)[:SHOWN]))
+                helps += _priced(base, prediction, f"{one.what} and {other.what}", {**one.settings, **other.settings})
+    return Checked(prediction=prediction, helps=tuple(_most_helpful(prediction, helps)[:SHOWN]))
 
 
 def _most_helpful(prediction: Prediction, found: Sequence[Help]) -> list[Help]:
@@ -251,7 +251,7 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
 def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
     """The change with its price; none where it contradicts the question."""
     try:
-        answer = whole(ask(changed(question, settings)))
+        answer = whole(ask_alone(changed(question, settings)))
     except ParsimError:
         return []
     other = answer.prediction

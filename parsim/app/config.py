@@ -198,9 +198,6 @@ class QuestionSource:
     guess: Guess | None = None
 
 
-LOW_PRECISIONS = ("fp8", "nvfp4")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
     """What of a plan, or of the plans of a search, tells frameworks apart.
@@ -280,7 +277,7 @@ class Question(ConfigSection):
             divided=divided,
             zero=facts.zero_stage,
             selective=facts.selective,
-            low=self.training.precision in LOW_PRECISIONS,
+            low=self.has_low_products,
         )
 
     def _asked_plan(self) -> PlanFacts:
@@ -309,7 +306,12 @@ class Question(ConfigSection):
         software = self.software if guess is None else self.software.guessed(guess)
         if software.compiled is not None or software.row is None or not software.row.uncompiled:
             return software
-        return software.model_copy(update={"compiled": self.training.precision in LOW_PRECISIONS})
+        return software.model_copy(update={"compiled": self.has_low_products})
+
+    @property
+    def has_low_products(self) -> bool:
+        """Whether products are in 8 bits or fewer."""
+        return self.training.precision in ("fp8", "nvfp4")
 
     def changed(self, **tables: Any) -> Question:
         """A question with other tables."""

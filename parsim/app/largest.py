@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from parsim.app.answer import Answer, Largest
-from parsim.app.ask import ask
+from parsim.app.ask import ask, ask_alone, with_assumed_framework
 from parsim.app.check import changed, mesh_settings, rate_of, whole
 from parsim.app.config import LargestOf, Question
 from parsim.app.load import cluster_of
 from parsim.app.sections import MOST_SAMPLES
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError
 from parsim.model.catalogue.names import MOST_TOKENS, is_transformer, sequence_of, shape_of
+from parsim.model.spec import MOST_LAYERS
 
 TOKENS_APART = 1024
 """Sequences are tried in steps of so many tokens."""
-MOST_LAYERS = 10_000
 MOST_MESHES = 8
 """One after the other, each with room for more than the one before."""
 
@@ -65,27 +65,27 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
         return at(number, mesh) is not None
 
     starts = ((number, at(number)) for number in dict.fromkeys((sizes.at, 1)))
-    number, found = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
-    if found is None:
+    number, answer = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
+    if answer is None:
         raise DoesNotFitError(
             f"--largest {what}: no plan fits with 95% at {sizes.step:,} {sizes.noun}, the least that was tried. "
             f"{asked.sentence()}"
         )
     for _ in range(MOST_MESHES):
-        number = _bisected(sizes, number, partial(fits, mesh_settings(found.prediction.plan)))
+        number = _bisected(sizes, number, partial(fits, mesh_settings(answer.prediction.plan)))
         more = at(number + 1) if number < sizes.most else None
         if more is None:
             break
-        number, found = number + 1, more
-    found = at(number) or found
+        number, answer = number + 1, more
+    answer = at(number) or answer
     size = Largest(
         what=what,
         size=sizes.step * number,
         above=None if number == sizes.most else sizes.step * (number + 1),
         asked=sizes.step * sizes.at,
-        faster=rate_of(found.prediction) / rate_of(asked.prediction) - 1 if asked.fits else None,
+        faster=rate_of(answer.prediction) / rate_of(asked.prediction) - 1 if asked.fits else None,
     )
-    return replace(found, largest=size)
+    return replace(with_assumed_framework(answer), largest=size)
 
 
 def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
@@ -116,7 +116,7 @@ def _option(settings: Mapping[str, object]) -> str:
 def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:
     """The answer to the changed question where a plan fits with 95%; None where none does, or the sizes do not divide."""
     try:
-        answer = whole(ask(changed(question, settings)))
+        answer = whole(ask_alone(changed(question, settings)))
     except ParsimError:
         return None
     return answer if answer.fits and answer.prediction.is_safe else None

@@ -40,7 +40,7 @@ from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, SWITCHES, Plan, check_plan
-from parsim.plans.stages import CUTS
+from parsim.plans.stages import counted_out
 from parsim.predict.breakdown import tokens_per_sample
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, Scored
 from parsim.predict.problem import PlanningProblem
@@ -127,11 +127,12 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
 
 def _cut_by_cost(config: Question, model: Model) -> tuple[str, ...]:
     """What is assumed of stages that are asked for, and into which the framework cuts no model by itself."""
-    plan, framework, layers = config.plan, config.software.row, len(all_layers_of(model))
+    plan, framework = config.plan, config.software.row
     stages = ((plan.mesh or MeshTable()).pp or 1) * (plan.chunks or 1)
-    if framework is None or not framework.cut or plan.stage_layers is not None or stages in (1, layers):
+    if framework is None or not framework.cut or plan.stage_layers is not None or stages == 1:
         return ()
-    if layers >= stages and CUTS[framework.cut](layers, stages) is not None:
+    layers = len(all_layers_of(model))
+    if counted_out(framework.cut, layers, stages) is not None:
         return ()
     return (f"{framework.name} does not cut {layers} layers evenly into {stages} stages: cut by cost (plan.stage_layers)",)
 

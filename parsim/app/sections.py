@@ -330,8 +330,7 @@ class SoftwareSection(ConfigSection):
     def guessed(self, guess: Guess) -> SoftwareSection:
         """The table with the most likely framework of a guess in place of none. What it gives itself counts more."""
         row = guess.frameworks[0]
-        compiled = guess.compiled if self.compiled is None and row.uncompiled else self.compiled
-        return self.model_copy(update={"framework": row.name, "year": row.until or None, "compiled": compiled})
+        return self.model_copy(update={"framework": row.name, "year": row.until or None})
 
     @property
     def kernels(self) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def check(
     checked = parsim.check(_no_code(model), cluster, global_batch=global_batch, settings=_settings(network, settings))
     document = checked.to_dict()
     shown = ("verdict", "step_s", "largest_line", "needed_bytes", "limit_bytes", "mfu", "helps", "assumed")
-    found: dict[str, Any] = finite({**{key: document[key] for key in shown}, "text": str(checked)})
-    return found
+    told: dict[str, Any] = finite({**{key: document[key] for key in shown}, "text": str(checked)})
+    return told
 
 
 def explain(
@@ -85,13 +85,11 @@ def sweep(
             [256, 512]}. What is swept needs no argument of its own.
         goal: such as "min step" or "min cost where epoch < 2h".
     """
-    from parsim.app.sweep.sweep import sweep as sweep_over
-
-    set_here = _settings(network, settings)
-    found = sweep_over(_no_code(model), over, cluster=cluster, global_batch=global_batch, settings=set_here, goal=goal, jobs=1)
-    swept = tuple(axis.key for axis in found.axes)
-    points = [{key: row.get(key) for key in ("status", *swept, *SHOWN) if row.get(key) is not None} for row in found.rows]
-    document: dict[str, Any] = finite({"points": points, "best": found.to_dict()["best"], "text": str(found)})
+    keys = _settings(network, settings)
+    swept = parsim.sweep(_no_code(model), over, cluster=cluster, global_batch=global_batch, settings=keys, goal=goal, jobs=1)
+    shown = ("status", *(axis.key for axis in swept.axes), *SHOWN)
+    points = [{key: row.get(key) for key in shown if row.get(key) is not None} for row in swept.rows]
+    document: dict[str, Any] = finite({"points": points, "best": swept.to_dict()["best"], "text": str(swept)})
     return document
 
 
@@ -145,19 +143,19 @@ def _no_code(model: str) -> str:
 
 def _figures(answer: Answer) -> dict[str, Any]:
     """The chosen plan, or the fastest where none fits."""
-    found = answer.prediction
+    prediction = answer.prediction
     document: dict[str, Any] = finite(
         {
             "fits": answer.fits,
-            "fit_probability": found.fit_probability,
-            "plan": found.plan.summary(),
-            "step_s": found.step_s.to_dict(),
-            "samples_per_s": found.throughput_samples_per_s.median,
-            "peak_memory_bytes": max(found.peak_memory_bytes),
-            "memory_limit_bytes": found.evaluation.memory[0].limit_bytes,
-            "figures": None if found.quoted is None else found.quoted.to_dict(),
+            "fit_probability": prediction.fit_probability,
+            "plan": prediction.plan.summary(),
+            "step_s": prediction.step_s.to_dict(),
+            "samples_per_s": prediction.throughput_samples_per_s.median,
+            "peak_memory_bytes": max(prediction.peak_memory_bytes),
+            "memory_limit_bytes": prediction.evaluation.memory[0].limit_bytes,
+            "figures": None if prediction.quoted is None else prediction.quoted.to_dict(),
             "assumed": answer.assumed,
-            "warnings": list(found.warnings),
+            "warnings": list(prediction.warnings),
         }
     )
     return document

@@ -26,7 +26,6 @@ from parsim.formats.exports import EvaluatedStep, Exported
 from parsim.formats.source import FileFormat
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
-from parsim.predict.evaluate import evaluate
 from parsim.program.task import HOST, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.report.trace import task_label
@@ -214,21 +213,13 @@ def packed_field(field: int, numbers: Iterable[int]) -> bytes:
 
 NAME = "Chakra"
 PREFIX = "parsim"
-MOST_RANKS = 1024
 BACKWARD = {"": 2.0, "input": 1.0, "weight": 1.0, "none": 0.0}
 """Times its forward, by what an operator's backward computes."""
 
 
 def write_chakra(step: EvaluatedStep, folder: Path) -> Exported:
     """Traces PREFIX.RANK.et and comm_groups.json. Raises ConfigError: more than MOST_RANKS ranks, or an unknown collective."""
-    plan, evaluation = step.evaluation.result.plan, step.evaluation
-    if plan.world_size > MOST_RANKS:
-        raise ConfigError(
-            f"{NAME} traces are written for at most {MOST_RANKS:,} ranks, one file each, and the plan has "
-            f"{plan.world_size:,}; simulate with fewer replicas: --set cluster.nodes=..."
-        )
-    if evaluation.folding.ranks != tuple(range(plan.world_size)):  # ranks that do the same have a file each
-        evaluation = evaluate(step.problem, plan, samples=0, fold=False)
+    plan, evaluation = step.evaluation.result.plan, step.of_every_rank(NAME)
     graph = evaluation.graph
     spans = {span.task: span.end_s - span.start_s for span in evaluation.timeline}
     costs = [_cost(task, spans.get(task.index, 0.0), step.problem.model) for task in graph.tasks]

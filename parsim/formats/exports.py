@@ -9,11 +9,13 @@ from typing import Any
 
 from parsim.errors import ConfigError, near_matches
 from parsim.formats.source import FileFormat, file_formats
-from parsim.predict.evaluate import Evaluation
+from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.registry import is_reference
 from parsim.report.trace import save_chrome_trace
 from parsim.timeline import Timeline
+
+MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,21 @@ class EvaluatedStep:
     problem: PlanningProblem
     evaluation: Evaluation
     measured: Timeline | None = None
+
+    def of_every_rank(self, tool: str) -> Evaluation:
+        """The evaluation in which no rank stands for others, for a tool that reads one file per rank.
+
+        Raises ConfigError: more than MOST_RANKS ranks.
+        """
+        plan = self.evaluation.result.plan
+        if plan.world_size > MOST_RANKS:
+            raise ConfigError(
+                f"{tool} traces are written for at most {MOST_RANKS:,} ranks, one file each, and the plan has "
+                f"{plan.world_size:,}; simulate with fewer replicas: --set cluster.nodes=..."
+            )
+        if self.evaluation.folding.ranks == tuple(range(plan.world_size)):
+            return self.evaluation
+        return evaluate(self.problem, plan, samples=0, fold=False)
 
 
 def written_formats() -> dict[str, FileFormat]:

@@ -14,34 +14,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError
 from parsim.files import write_text_atomically
 from parsim.formats.exports import EvaluatedStep, Exported
 from parsim.formats.source import FileFormat
-from parsim.predict.evaluate import evaluate
 from parsim.program.task import HOST, Task, parse_resource
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Span
 from parsim.work import Collective, HostCopy, LoadBatch, Mix, SendRecv
 
 NAME = "Holistic Trace Analysis"
-MOST_RANKS = 1024
 FILE = "rank{rank}.json"
 HOST_THREAD, DEVICE_PID = 1, 0
 
 
 def write_hta(step: EvaluatedStep, folder: Path) -> Exported:
     """Traces rankN.json. Raises ConfigError: more than MOST_RANKS ranks."""
-    evaluation = step.evaluation
-    plan = evaluation.result.plan
-    if plan.world_size > MOST_RANKS:
-        raise ConfigError(
-            f"{NAME} traces are written for at most {MOST_RANKS:,} ranks, one file each, and the plan has "
-            f"{plan.world_size:,}; simulate with fewer replicas: --set cluster.nodes=..."
-        )
-    if evaluation.folding.ranks != tuple(range(plan.world_size)):  # ranks that do the same have a file each
-        evaluation = evaluate(step.problem, plan, samples=0, fold=False)
-    timeline = step.measured or evaluation.timeline
+    evaluation, plan = step.of_every_rank(NAME), step.evaluation.result.plan
+    timeline = evaluation.timeline if step.measured is None else step.measured
     spans: dict[int, list[tuple[str, Span]]] = {rank: [] for rank in range(plan.world_size)}
     for span in timeline:
         resource = parse_resource(span.resource)

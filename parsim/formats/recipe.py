@@ -23,7 +23,7 @@ from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
 from parsim.model.layers import LAYER
 from parsim.plans.plan import Plan
-from parsim.plans.stages import CUTS
+from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable
 
 LARGEST_BYTES = 2**20
@@ -145,7 +145,7 @@ class Recipe:
         """The stages that its framework makes where nothing is said of them."""
         name = str(self.software.get("framework", ""))
         cut = FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
-        return CUTS[cut](sum(self.stage_layers), len(self.stage_layers)) if cut else None
+        return counted_out(cut, sum(self.stage_layers), len(self.stage_layers))
 
     def _states(self, dp: int) -> dict[str, object]:
         """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""

@@ -182,6 +182,11 @@ CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": as_megatr
 """How frameworks count out layers into stages, from layers and stages; None: they have no such cut."""
 
 
+def counted_out(cut: str, layers: int, stages: int) -> list[int] | None:
+    """Layers of each stage by a row of `CUTS`; None: there is none ("" is no row), or fewer layers than stages."""
+    return CUTS[cut](layers, stages) if cut and layers >= stages else None
+
+
 def stages_of(
     mesh: Mesh,
     parts: Iterable[Sequence[str]],

@@ -21,7 +21,7 @@ from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, Plan, Recompute, named
-from parsim.plans.stages import CUTS, stages_of
+from parsim.plans.stages import counted_out, stages_of
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.problem import is_chain
@@ -390,12 +390,11 @@ class Cutting:
         """
         constraints, layers = self.problem.constraints, all_layers_of(self.problem.model)
         stages = self.mesh.pp * self.chunks
-        counts: Sequence[int] | None = constraints.stage_layers
-        if counts is None and constraints.cut and len(layers) >= stages:
-            counts = CUTS[constraints.cut](len(layers), stages)
-            if counts is None and (constraints.pp is None or (constraints.chunks is None and self.chunks > 1)):
-                raise ScheduleError(f"{constraints.framework} does not cut {len(layers)} layers into {stages} stages")
+        counts = constraints.stage_layers or counted_out(constraints.cut, len(layers), stages)
         if counts is None:
+            is_asked = constraints.pp is not None and (constraints.chunks is not None or self.chunks == 1)
+            if constraints.cut and len(layers) >= stages and not is_asked:
+                raise ScheduleError(f"{constraints.framework} does not cut {len(layers)} layers into {stages} stages")
             return None
         places = [*(first for first, _ in layers), layers[-1][1]]
         starts = [places[number] for number in accumulate(counts[:-1])]

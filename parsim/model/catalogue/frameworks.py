@@ -433,12 +433,11 @@ def is_recent(shape: Shape) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
     """Attributes:
-    frameworks: that may have written a loop, the most likely first. by: what speaks for that one. compiled: by torch.compile.
+    frameworks: that may have written a loop, the most likely first. by: what speaks for that one.
     """
 
     frameworks: tuple[Framework, ...]
     by: str
-    compiled: bool = False
 
 
 def plausible_frameworks(
@@ -485,7 +484,7 @@ def plausible_frameworks(
     else:
         several = year is not None and devices > ONE_NODE
         by, names = "states that nothing divides", ("megatron", "ddp") if several else ("ddp", "megatron")
-    return Guess(frameworks=tuple(framework_of(name, year) for name in names), by=by, compiled=low)
+    return Guess(frameworks=tuple(framework_of(name, year) for name in names), by=by)
 
 
 def states_are_whole(shape: Shape, memory_bytes: float) -> bool:
