@@ -136,8 +136,10 @@ def _rank(rank: int, work: Callable[[ProcessPlace], None], folder: Path) -> None
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=TIMEOUT_S))
     work(ProcessPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0, store=store))
     dist.destroy_process_group()
+    Path(f"ended{rank}").touch()
 
 
 @pytest.mark.parametrize("work", [_exchange, _refuse_a_pickle])
 def test_ranks_wait_for_rank_0_longer_than_any_collective(work: Callable[[ProcessPlace], None], tmp_path: Path) -> None:
     start_processes(_rank, args=(work, tmp_path), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
