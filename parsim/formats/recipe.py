@@ -469,7 +469,7 @@ def is_framework_file(path: Path) -> bool:
 
 WHOSE = (
     "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Lightning, axolotl, "
-    "torchtune, llm-foundry, OLMo, Accelerate or TrainingArguments, or a TOML of torchtitan"
+    "torchtune, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or TrainingArguments, or a torchtitan TOML"
 )
 
 
