@@ -175,6 +175,11 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
             "drop training.evaluation, or use a mesh of dp alone"
         )
     kind = number_format(precision)
+    if plan.synchronisation.backward == "fresh" and kind.autocast:
+        raise PlanError(
+            f'synchronisation.backward = "fresh" runs backward with the weights of now, and in precision {precision!r} '
+            'autograd keeps casts of those of the forward; use fp32, or "stash" or "replay"'
+        )
     if plan.synchronisation.is_relaxed and (kind.scales_loss or kind.weight_bytes < 4):
         raise PlanError(
             f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16. training.precision = {precision!r} "

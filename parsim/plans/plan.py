@@ -388,7 +388,10 @@ class Plan:
                 f"microbatches and {self.chunks} chunks; set both to 1"
             )
         if self.recompute != NONE or self.segments:
-            raise PlanError('synchronisation "stale" keeps activations until they are used; set recompute = "none"')
+            raise PlanError(
+                'synchronisation "stale" keeps activations until they are used; set recompute = "none", and '
+                'synchronisation.backward = "replay" to keep the inputs of stages instead'
+            )
 
     @property
     def program(self) -> Plan:
@@ -422,12 +425,20 @@ class Plan:
     def recomputed(self) -> frozenset[str]:
         """The components whose whole forward runs again before their backward, if they have one."""
         whole = named(self.recompute, self.components)[0]
-        return whole.union(*self.segments) if self.segments else whole
+        return whole.union(*self.repeated) if self.repeated else whole
+
+    @property
+    def repeated(self) -> tuple[tuple[str, ...], ...]:
+        """Runs of components whose forwards run again together: segments, or stages that replay batches that have waited."""
+        rule, stages = self.synchronisation, len(self.stages)
+        if not rule.replays:
+            return self.segments
+        return tuple(stage.components for number, stage in enumerate(self.stages) if rule.delay_of(number, stages))
 
     @property
     def recomputes(self) -> bool:
         """Whether any component is recomputed."""
-        return self.recompute != NONE or bool(self.segments)
+        return self.recompute != NONE or bool(self.repeated)
 
     @property
     def recomputed_by_operator(self) -> frozenset[str]:

@@ -8,19 +8,20 @@ gossip      after `period_steps` steps every replica takes a weighted sum over i
             With push-sum over a directed graph, a mass w goes with x, and gradients are taken at x / w
 merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
             no replica waits for those behind it (asynchronous averaging, FedAsync)
-stale       stages work on different batches at once, and apply gradients that are `delays` steps late
+stale       stages work on different batches at once, and apply gradients that are `delays` steps late: of full decoupling
+            (FDG), of locked forwards (DDG; Features Replay with the forward run again), or as they are given
 
 A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`,
-`merge/8 merge=staleness:0.6:0.5`, `stale delays=2,0`.
+`merge/8 merge=staleness:0.6:0.5`, `stale schedule=ddg beta=0.5`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class MixingSchedule:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
         names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
-        return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
+        return tuple((rounds * len(list(same)), name) for name, same in itertools.groupby(names))
 
     @property
     def is_directed(self) -> bool:
@@ -201,6 +202,11 @@ KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
+SCHEDULES = {"fdg": 2, "ddg": 1, "fr": 1}
+"""Name of a schedule of decoupled stages, and how many steps its gradients are late for every stage between them and the last.
+
+Where it is 1, values cross to the next stage in the step in which they are made, and gradients in the step after."""
+BACKWARDS = ("stash", "fresh", "replay")
 COMBINATIONS = ("adapt_combine", "combine_adapt")
 PUSH_SUM = "push_sum"
 MOST_PERIOD = 10**6
@@ -222,7 +228,10 @@ _BELONGS = {
     "merge_rate": ("merge",),
     "merge_exponent": ("merge",),
     "merge_buffer": ("merge",),
+    "schedule": ("stale",),
     "delays": ("stale",),
+    "backward": ("stale",),
+    "beta": ("stale",),
 }
 """Which kinds a key means something for."""
 
@@ -256,7 +265,12 @@ class Synchronisation:
         merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late; of
             "buffered" the rate that its mean change is multiplied by.
         merge_buffer: of "buffered" (FedBuff), the arrivals whose mean change makes one change of the global model.
-        delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
+        schedule: of stale, a key of SCHEDULES; left out: fdg. "fr" is ddg with backward = "replay".
+        delays: of stale in place of a schedule, per stage, how many steps late its gradients are. They end with 0, and from a
+            stage to the next fall by 2 (nothing is awaited), 1 (values are) or 0 (values and gradients are).
+        backward: of stale, one of BACKWARDS: with the weights and activations of the forward; with its activations and the
+            weights of now; or with the weights of now, which run the forward again from the stage's input.
+        beta: of stale, in [0, 1]: every boundary of stages multiplies the gradient by it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -276,7 +290,10 @@ class Synchronisation:
     merge_rate: Number = 1.0
     merge_exponent: Number = 0.5
     merge_buffer: Count = 1
+    schedule: Name = ""
     delays: tuple[Seed, ...] = ()
+    backward: Name = "stash"
+    beta: Number = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -312,8 +329,7 @@ class Synchronisation:
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
             self._check_combination()
-        if any(delay < 0 for delay in self.delays):
-            raise PlanError(f"synchronisation.delays = {list(self.delays)}: a delay cannot be negative; use numbers >= 0")
+        self._check_stages()
 
     def _given(self) -> list[str]:
         """Keys that differ from their defaults, in order; `kind` apart."""
@@ -331,6 +347,27 @@ class Synchronisation:
             raise PlanError(
                 f"an outer optimizer has a learning rate above 0 and a momentum in [0, 1), got "
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
+            )
+
+    def _check_stages(self) -> None:
+        if self.schedule and self.schedule not in SCHEDULES:
+            raise PlanError(f"unknown synchronisation.schedule {self.schedule!r}{near_matches(self.schedule, SCHEDULES)}")
+        if self.backward not in BACKWARDS:
+            raise PlanError(f"unknown synchronisation.backward {self.backward!r}{near_matches(self.backward, BACKWARDS)}")
+        if self.schedule == "fr" and self.backward != "stash":
+            raise PlanError(f'schedule = "fr" is "ddg" that replays, and backward = {self.backward!r}; drop one of them')
+        if not 0 <= self.beta <= 1:
+            raise PlanError(f"synchronisation.beta = {self.beta:g} shrinks gradients and lies in [0, 1]; 1 does not shrink")
+        if not self.delays:
+            return
+        if self.schedule:
+            raise PlanError(f"synchronisation.delays stand in place of schedule = {self.schedule!r}; drop one of them")
+        falls = [own - later for own, later in itertools.pairwise(self.delays)]
+        if self.delays[-1] or not set(falls) <= {0, 1, 2}:
+            raise PlanError(
+                f"synchronisation.delays = {list(self.delays)}: the last stage has delay 0, and from a stage to the next a "
+                "delay falls by 2 (neither waits), by 1 (values are awaited) or by 0 (gradients too); use for example "
+                f"{[2 * later for later in reversed(range(len(self.delays)))]}"
             )
 
     def _check_combination(self) -> None:
@@ -398,12 +435,31 @@ class Synchronisation:
         return parse_mixing(self.graph)
 
     def delay_of(self, stage: int, stages: int) -> int:
-        """How many steps after its forward a stage applies the gradient of a batch: 2 (K - 1 - stage)."""
-        return self.delays[stage] if self.delays else 2 * (stages - 1 - stage)
+        """How many steps after its forward a stage applies the gradient of a batch: of fdg 2 (K - 1 - stage)."""
+        return self.delays[stage] if self.delays else SCHEDULES[self.schedule or "fdg"] * (stages - 1 - stage)
+
+    def forward_lag(self, stage: int, stages: int) -> int:
+        """How many steps after the first stage a stage runs a batch forward."""
+        delays = [self.delay_of(other, stages) for other in range(stage + 1)]
+        return sum(own - later == 2 for own, later in itertools.pairwise(delays))
+
+    def backward_lag(self, stage: int, stages: int) -> int:
+        """How many steps after the first stage has run a batch forward a stage runs it backward."""
+        return self.forward_lag(stage, stages) + self.delay_of(stage, stages)
 
     def steps_to_fill(self, stages: int) -> int:
         """Steps after which every stage of a stale pipeline runs a forward and a backward in every step."""
-        return self.delay_of(0, stages)
+        return self.backward_lag(0, stages)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a stage runs a batch forward again before its backward."""
+        return self.backward == "replay" or self.schedule == "fr"
+
+    @property
+    def stashes(self) -> bool:
+        """Whether a batch that waits keeps a copy of the weights that it ran forward with."""
+        return self.backward == "stash" and not self.replays
 
     def due(self, step: int) -> bool:
         """Whether a round follows step `step` >= 0."""
@@ -445,11 +501,10 @@ class Synchronisation:
             )
         if mesh.tp > 1:
             raise PlanError('synchronisation "stale" is not built for mesh.tp above 1; use dp and pp')
-        known = tuple(2 * (mesh.pp - 1 - stage) for stage in range(mesh.pp))
-        if self.delays and self.delays != known:
+        if self.delays and len(self.delays) != mesh.pp:
             raise PlanError(
-                f"synchronisation.delays = {list(self.delays)}: {mesh.pp} stages that hand on one batch per step have the "
-                f"delays {list(known)}; leave them out"
+                f"synchronisation.delays = {list(self.delays)} are of {len(self.delays)} stages, and the mesh has {mesh.pp}; "
+                'give one per stage, or a schedule such as "ddg"'
             )
 
     def _check_weights(self, replicas: int) -> None:
@@ -540,8 +595,14 @@ class Synchronisation:
         if self.merge != "half":
             numbers = "".join(f":{getattr(self, key)!r}" for key in MERGE_KEYS.get(self.merge, ()))
             words.append(f"merge={self.merge}{numbers}")
+        if self.schedule:
+            words.append(f"schedule={self.schedule}")
         if self.delays:
             words.append(f"delays={','.join(map(str, self.delays))}")
+        if self.backward != "stash":
+            words.append(f"backward={self.backward}")
+        if self.beta != 1.0:
+            words.append(f"beta={self.beta!r}")
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -564,7 +625,7 @@ class Synchronisation:
         return cls(**table)
 
 
-ALL_REDUCE = Synchronisation()
+ALL_REDUCE, STALE = Synchronisation(), Synchronisation(kind="stale")
 
 
 def _array(weights: MixingWeights) -> Any:
@@ -615,6 +676,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
+                case "schedule" | "backward":
+                    found[name] = value
+                case "beta":
+                    found["beta"] = float(value)
                 case _:
                     raise PlanError(
                         f"{text!r} is not a synchronisation: {word!r} is neither a graph nor a key{near_matches(name, _WORDS)}"
@@ -624,7 +689,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
     return Synchronisation(**found)
 
 
-_WORDS = ("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge", "delays")
+_WORDS = (
+    *("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
+    *("schedule", "delays", "backward", "beta"),
+)
 
 
 def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:

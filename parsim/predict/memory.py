@@ -66,7 +66,7 @@ from parsim.program.lifetimes import (
 )
 from parsim.program.passes.gradients import replica_sum_work, updates_of
 from parsim.program.passes.offload import ComponentUses, groups_of
-from parsim.program.passes.rounds import most_neighbours, outer_arrays
+from parsim.program.passes.rounds import lateness, most_neighbours, outer_arrays
 from parsim.program.passes.unsharded import Use, uses_of
 from parsim.program.placed import PlanIndex
 from parsim.units import MIB, format_bytes
@@ -931,9 +931,9 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
         place = plan.stage_of_rank(rank)
         held = batches_held(layout, place)
         sizes = RankValues(kept, rank).message_bytes().items()
-        arriving = round(sum(size for link, size in sizes if plan.stage_places[link.target] == place))
-        lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
-        return replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 else 0)))
+        late = [size for link, size in sizes if link.target == place and lateness(layout, link.source, link.target)]
+        lines = [(name, size + round(sum(late)) if name == "receive_buffers" else size) for name, size in memory.lines]
+        return replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 and rule.stashes else 0)))
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.kind == "gossip":
         arriving = most_neighbours(rule, plan.mesh.dp)[plan.replica_of_rank(rank)] * trained

@@ -49,7 +49,7 @@ def course_to(
     scores: list[tuple[int, float]] = []
     for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:
-            scores.append((step, training.score(kept.mean(workers.weights))))
+            scores.append((step, training.score(kept.mean(workers.weights), workers)))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])

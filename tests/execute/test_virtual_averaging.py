@@ -215,8 +215,11 @@ def test_regression_learns() -> None:
 def test_bad_input() -> None:
     with pytest.raises(DataError, match=r"100 workers cannot share 96 samples"):
         Partition(workers=100, epochs=1).order(small_problem())
-    with pytest.raises(AlgorithmError, match="BatchNorm"):
-        LocalTraining(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), small_problem(), LocalOptimizer())
+    normed = LocalTraining(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), small_problem(), LocalOptimizer())
+    with pytest.raises(AlgorithmError, match="BatchNorm would count the padding"):
+        normed.step(Workers.fresh(normed.start.repeat(2, 1)), np.array([[0, 1], [2, -1]]))
+    with pytest.raises(AlgorithmError, match="virtual stages need a model without buffers"):
+        normed.gradient(normed.start[None], np.array([[0, 1]]))
     with pytest.raises(AlgorithmError, match="did you mean sgd"):
         LocalOptimizer(kind="sdg")
     with pytest.raises(DataError, match="did you mean digits"):

@@ -233,32 +233,47 @@ def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -
     return TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
 
 
-# Decoupled stages: in one step every stage works on the batch that arrived in the step before, and waits for nobody in it.
+# Decoupled stages: in one step a stage works on batches that arrived in steps before, and waits for less of the others in it.
 #
-# The step is that of a pipeline of one microbatch without the waiting: what a transfer brings in step t is read in step t +
-# 1. So the forward of batch b on stage s runs in step b + s, and its backward in step b + 2 (K - 1) - s. The gradients of
-# stage s are 2 (K - 1 - s) steps late. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for
-# no others.
+# The step is that of a pipeline of one microbatch without some of its waiting: what a transfer brings that is late in step t
+# is read in step t + 1. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for no others.
 #
-# Source: the schedule of fully decoupled training with delayed gradients ("fdg" of `experiments/relaxed/decoupled.py`).
+# Stage s runs batch b forward in step b + f(s), and backward in step b + f(s) + d(s), with d its delay. Fully decoupled, f(s)
+# = s and d(s) = 2 (K - 1 - s): all is late. Where forwards are locked, f(s) = 0 and d(s) = K - 1 - s: gradients are late.
+#
+# Source: the schedules "fdg" and "ddg" of `experiments/relaxed/decoupled.py`.
+
+
+def lateness(layout: PlanIndex, source: int, target: int) -> int:
+    """In how many steps after the one that sends it stage `target` reads what stage `source` sends: a value, or a gradient."""
+    rule, stages = layout.plan.synchronisation, layout.plan.mesh.pp
+    lag = rule.forward_lag if source < target else rule.backward_lag
+    return lag(target, stages) - lag(source, stages)
+
+
+def is_late(layout: PlanIndex, work: SendRecv) -> bool:
+    """Whether what a transfer between decoupled stages brings is read in the step after."""
+    stage_of = layout.plan.stage_of_rank
+    return lateness(layout, stage_of(work.source), stage_of(work.destination)) > 0
 
 
 def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    """The graph of a step in which no computation waits for a transfer of the same step.
+    """The graph of a step in which no computation waits for a transfer that is late.
 
     Args:
         graph: of a pipeline step of one microbatch. layout: of its plan.
 
     Raises:
-        PlanError: a value crosses more than one boundary of stages: its parts would come from different batches. Or stages
-            share a parameter.
+        PlanError: a value crosses several boundaries of stages that are each a step late: its parts would come from different
+            batches. Or stages share a parameter.
     """
     stage_of = layout.stage_of
     for value, readers in layout.consumers.items():
         maker = layout.model.value[value].producer
         if maker is None:
             continue
-        far = [name for name in readers if stage_of[name] > stage_of[maker] + 1]
+        ends = ((name, stage_of[maker], stage_of[name]) for name in readers)
+        far = [name for name, own, other in ends if max(lateness(layout, own, other), lateness(layout, other, own)) > 1]
         if far:
             stages = f"from stage {stage_of[maker]} to stage {stage_of[far[0]]} ({far[0]})"
             raise PlanError(
@@ -271,9 +286,9 @@ def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
                 f"synchronisation stale: stages share {bucket.parameters[0].name}, whose gradients would come from different "
                 "batches; untie it, or put what uses it on one stage"
             )
-    transfers = {task.index for task in graph.tasks if isinstance(task.work, SendRecv)}
+    late = {task.index for task in graph.tasks if isinstance(task.work, SendRecv) and is_late(layout, task.work)}
     tasks = tuple(
-        replace(task, dependencies=tuple(other for other in task.dependencies if other not in transfers))
+        replace(task, dependencies=tuple(other for other in task.dependencies if other not in late))
         if isinstance(task.work, Compute)
         else task
         for task in graph.tasks
