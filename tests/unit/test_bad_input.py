@@ -199,7 +199,7 @@ TABLES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ('[plan]\nstrategy = "mp"\nsynchronisation = { kind = "stale", beta = 1.5 }', ("beta = 1.5", "[0, 1]")),
     ('[plan]\nstrategy = "mp"\nsynchronisation = { kind = "stale", delays = [3, 0] }', ("delays = [3, 0]", "[2, 0]")),
-    ('[plan]\nstrategy = "mp"\nsynchronisation = { kind = "stale", schedule = "dgd" }', ("did you mean ddg",)),
+    ('[plan]\nstrategy = "mp"\nsynchronisation = { kind = "stale", schedule = "ddgg" }', ("did you mean ddg",)),
     ('[plan]\nstrategy = "mp"\nsynchronisation = { kind = "stale", backward = "now" }', ("backward 'now'", "stash")),
     (
         '[plan]\nstrategy = "mp"\nmesh = { dp = 1, pp = 2 }\nsynchronisation = { kind = "stale", delays = [4, 2, 0] }',

@@ -170,7 +170,7 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "stale", "delays": (3, 0)}, "falls by 2"),
         ({"kind": "stale", "delays": (1, 2, 0)}, "falls by 2"),
         ({"kind": "stale", "delays": (2, 0), "schedule": "ddg"}, "in place of schedule = 'ddg'"),
-        ({"kind": "stale", "schedule": "dgd"}, "did you mean ddg"),
+        ({"kind": "stale", "schedule": "ddgg"}, "did you mean ddg"),
         ({"kind": "stale", "backward": "stashed"}, "did you mean stash"),
         ({"kind": "stale", "schedule": "fr", "backward": "fresh"}, "drop one of them"),
         ({"kind": "stale", "beta": 1.5}, r"lies in \[0, 1\]"),
