@@ -206,7 +206,7 @@ def steps_per_round(plan: Plan, usual: int) -> int:
     rule = plan.synchronisation
     if not rule.mixes:
         return usual
-    cycle = len(rule.cycle(plan.mesh.dp)) * rule.period_steps
+    cycle = len(rule.cycle(plan.mesh.dp)) * rule.round_steps
     return -(-usual // cycle) * cycle
 
 

@@ -58,7 +58,9 @@ class MixingRounds:
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
-            the model behind the last round; and where weights are combined first, those that the step began with.
+            the model behind the last round; and of gossip that combines first, the weights that the step began with.
+        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
+            of them. Of a buffered merge `starts` is the model that a replica began with.
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
     """
 
@@ -78,13 +80,18 @@ class MixingRounds:
         self.velocity: dict[int, Tensor] = {}
         self.masses: dict[int, Tensor] = {}
         self.starts: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
 
     def _begin(self) -> None:
         """What is kept from round to round, as before the first."""
         rule, outer = self._rule, self._rule.outer
-        if outer is not None or rule.kind == "merge" or rule.push_sum or rule.combines_first:
+        beside = rule.combines_first and rule.kind == "average"
+        if beside:
+            self.starts = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+            self.means = {number: flat.clone() for number, flat in self.starts.items()}
+        if outer is not None or rule.kind == "merge" or rule.push_sum or (rule.combines_first and not beside):
             self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
         if rule.merge == "buffered":
             self.starts = dict(self.previous)
@@ -105,7 +112,7 @@ class MixingRounds:
 
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps."""
-        return [*self.previous.values(), *self.velocity.values(), *self.starts.values()]
+        return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
     def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
         """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
@@ -134,9 +141,11 @@ class MixingRounds:
         def run() -> None:
             with torch.no_grad():
                 if self._rule.combines_first:  # gradients need their arrays
-                    parameters = self._parameters(bucket)
-                    for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
+                    parameters, begun = self._parameters(bucket), (self.starts or self.previous)[bucket]
+                    for parameter, part in zip(parameters, _parts(begun, parameters), strict=True):
                         part.copy_(parameter)
+                    if bucket in self.means:
+                        torch.mul(begun, share, out=self.means[bucket])
                     return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
@@ -154,7 +163,8 @@ class MixingRounds:
         return [self._stage.parameters[held.name] for held in self._stage.layout.buckets[bucket].parameters]
 
     def _average(self, bucket: int, work: Collective) -> Callable[[], None]:
-        flat, group = self._stage.buckets[bucket], self._groups["dp", tuple(sorted(work.group))]
+        flat = self.means.get(bucket, self._stage.buckets[bucket])
+        group = self._groups["dp", tuple(sorted(work.group))]
 
         def run() -> None:
             dist.all_reduce(flat, group=group)
@@ -261,7 +271,7 @@ class MixingRounds:
             self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
-        flat, outer = self._stage.buckets[bucket], self._rule.outer
+        flat, outer = self.means.get(bucket, self._stage.buckets[bucket]), self._rule.outer
         matrix = torch.tensor(self._rule.matrix(number, self._replicas))
         row = matrix[self._replica].tolist()
 
@@ -283,6 +293,12 @@ class MixingRounds:
                         self.velocity[bucket].copy_(velocity)
                     self.previous[bucket].copy_(moved)
                     flat.copy_(moved)
+                if bucket in self.means:
+                    flat.sub_(self.starts[bucket])  # the parameters have the step since
+                    parameters = self._parameters(bucket)
+                    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+                        parameter.add_(part)
+                    return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
                     parameter.copy_(parameter.grad)

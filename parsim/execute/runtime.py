@@ -92,13 +92,15 @@ class StepScripts:
         if number is None or self._mixing is None:
             return self._whole
         replicas = self._layout.plan.mesh.dp
-        mixing_round = number // rule.period_steps
+        mixing_round = number // rule.round_steps
         local = not rule.due(number)
         drawn = rule.takes_part(mixing_round, replicas)
-        key = (local, drawn, *(() if local else (rule.matrix(mixing_round, replicas).tobytes(),)))
+        of_round = () if local else (rule.matrix(mixing_round, replicas).tobytes(), mixing_round % rule.fragments)
+        key = (local, drawn, *of_round)
         if key not in self._made:
             graph = lower(self._layout.plan, self._layout.model, self._layout, mixing_round=mixing_round, local=local)
-            operations = {} if local else self._mixing.operations(graph, mixing_round)
+            mixes = rule.combines_first or not local
+            operations = self._mixing.operations(graph, mixing_round) if mixes else {}
             share = sum(drawn) / replicas
             self._made[key] = self._script(graph, operations, is_first=graph.tasks == self._first.tasks, share=share)
         return self._made[key]

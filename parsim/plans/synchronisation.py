@@ -2,7 +2,8 @@
 
 all_reduce  gradients are summed in every step: synchronous training
 average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
-            the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
+            the change of the mean as its gradient (local SGD, federated averaging, DiLoCo). Of streaming DiLoCo it has the
+            fragments, which take their turns within a period, and the exchange beside a step (`combination`)
 gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph. It adapts and then
             combines, x <- W (x - eta g(x)); or combines what it began the step with while it computes, x <- W x - eta g(x).
             With push-sum over a directed graph, a mass w goes with x, and gradients are taken at x / w
@@ -216,7 +217,8 @@ DRAWN_ROUNDS = 4
 _BELONGS = {
     "period_steps": ("average", "gossip", "merge"),
     "graph": ("gossip",),
-    "combination": ("gossip",),
+    "combination": ("average", "gossip"),
+    "fragments": ("average",),
     "push_sum": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
@@ -253,7 +255,8 @@ class Synchronisation:
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
         graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
-        combination: of gossip, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        combination: of gossip and average, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        fragments: of average, parts of the model that are averaged in turn, one after every period_steps / fragments steps.
         push_sum: of gossip, for graphs and weights whose columns alone sum to 1: what a replica sends and keeps is all it has.
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
@@ -279,6 +282,7 @@ class Synchronisation:
     period_steps: Count = 1
     graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
     combination: Name = "adapt_combine"
+    fragments: Count = 1
     push_sum: Annotated[bool, Field(strict=True)] = False
     weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
     outer_optimizer: Name = "none"
@@ -321,6 +325,7 @@ class Synchronisation:
                 "or set participation below 1"
             )
         self._check_outer()
+        self._check_fragments()
         self._check_merge()
         if self.kind == "gossip":
             if bool(self.graph) == bool(self.weights):
@@ -328,7 +333,7 @@ class Synchronisation:
                 raise PlanError(f'gossip has {what}; give one of them, for example graph = "ring"')
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
-            self._check_combination()
+        self._check_combination()
         self._check_stages()
 
     def _given(self) -> list[str]:
@@ -382,10 +387,24 @@ class Synchronisation:
                 'synchronisation.push_sum divides what has been mixed by its mass, and "combine_adapt" adds a step to it '
                 'afterwards; use combination = "adapt_combine" with push_sum'
             )
-        if self.period_steps != 1:
+        if self.participation < 1:
             raise PlanError(
-                'synchronisation.combination = "combine_adapt" exchanges beside the computation of one step, and period_steps '
-                f'= {self.period_steps}; use period_steps = 1, or "adapt_combine"'
+                'synchronisation.combination = "combine_adapt" exchanges beside a step of every replica, and participation = '
+                f'{self.participation:g} lets some wait; use "adapt_combine", or drop participation'
+            )
+
+    def _check_fragments(self) -> None:
+        if self.fragments == 1:
+            return
+        if self.fragments < 1 or self.period_steps % self.fragments:
+            raise PlanError(
+                f"synchronisation.fragments = {self.fragments} take turns within period_steps = {self.period_steps}, and must "
+                f"divide it; use period_steps = {max(1, self.fragments) * -(-self.period_steps // max(1, self.fragments))}"
+            )
+        if self.participation < 1:
+            raise PlanError(
+                f"synchronisation.participation = {self.participation:g} draws replicas for a whole period, in which fragments "
+                "have several rounds; drop one of them"
             )
 
     def _check_merge(self) -> None:
@@ -461,9 +480,14 @@ class Synchronisation:
         """Whether a batch that waits keeps a copy of the weights that it ran forward with."""
         return self.backward == "stash" and not self.replays
 
+    @property
+    def round_steps(self) -> int:
+        """Steps from one round to the next: a period has one per fragment."""
+        return self.period_steps // self.fragments
+
     def due(self, step: int) -> bool:
         """Whether a round follows step `step` >= 0."""
-        return self.mixes and (step + 1) % self.period_steps == 0
+        return self.mixes and (step + 1) % self.round_steps == 0
 
     def check(self, mesh: Mesh, *, zero_stage: int) -> None:
         """Check that replicas of a mesh can be synchronised so.
@@ -558,10 +582,10 @@ class Synchronisation:
         return MergeRule(kind=self.merge, workers=replicas, rate=rate, exponent=exponent, buffer=buffer)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
-        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
+        """Numbers of the rounds that stand for all: one where all are alike, one per fragment, a few of drawn replicas."""
         if self.graph:
             return self.mixing.cycle(replicas)
-        return tuple(range(DRAWN_ROUNDS)) if self.participation < 1 else (0,)
+        return tuple(range(DRAWN_ROUNDS if self.participation < 1 else self.fragments))
 
     def shares(self, number: int, replicas: int) -> Any:
         """The weight of every replica in an average, 0 for those that do not take part. float64 [replicas]."""
@@ -581,6 +605,8 @@ class Synchronisation:
             words.append(self.graph)
         if self.combines_first:
             words.append(f"combination={self.combination}")
+        if self.fragments > 1:
+            words.append(f"fragments={self.fragments}")
         if self.push_sum:
             words.append(PUSH_SUM)
         if self.weights:
@@ -660,6 +686,8 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["graph"] = word
                 case "combination":
                     found["combination"] = value
+                case "fragments":
+                    found["fragments"] = int(value)
                 case "push_sum":
                     found[PUSH_SUM] = True
                 case "weights":
@@ -690,7 +718,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
 
 
 _WORDS = (
-    *("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
+    *("combination", "fragments", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
     *("schedule", "delays", "backward", "beta"),
 )
 

@@ -408,6 +408,7 @@ def train_planned(
     order: Order,
     steps: int,
     *,
+    fragments: Sequence[Sequence[str]] = (),
     step_s: float = 0.0,
     score_every: int = 0,
     on_step: Callable[[int, Tensor], None] | None = None,
@@ -417,6 +418,7 @@ def train_planned(
     Args:
         plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
         order: of the samples; replicas take equal parts of every global batch. steps: to train.
+        fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some.
         step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
         on_step: sees (steps done, weights [P, D]).
 
@@ -432,7 +434,7 @@ def train_planned(
     if steps < 1:
         raise AlgorithmError(f"virtual replicas train at least one step, got {steps}")
     scores: list[tuple[int, float]] = []
-    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order), steps), 1):
+    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order, fragments), steps), 1):
         workers, kept = state
         if on_step is not None:
             on_step(step, workers.weights)
@@ -449,21 +451,25 @@ def train_planned(
 
 
 def steps_of(
-    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
+    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, parts: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
-    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
-    parameters of each. Raises AlgorithmError: so many replicas do not fit.
+    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
+    the parameters of every stage (stale) or fragment. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
     if rule.kind == "stale":
-        check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
+        check_room(len(parts), training.weight_bytes)  # waiting batches keep weights and gradients of their own
         kept = RoundState.fresh(training.start[None])
-        yield from ((workers, kept) for workers in stale_steps(training, order, stages, rule))
+        yield from ((workers, kept) for workers in stale_steps(training, order, parts, rule))
         return
     check_room(replicas, training.weight_bytes)
     workers = Workers.fresh(training.start.repeat(replicas, 1))
+    places = _places(training, parts) if parts else [slice(None)]
+    if len(places) != rule.fragments:
+        raise AlgorithmError(f"{rule} has {rule.fragments} fragments, and parameters were named of {len(places)}; name each")
     kept = RoundState.fresh(workers.weights)
+    states = [kept] if len(places) == 1 else [RoundState.fresh(workers.weights[:, place]) for place in places]
     for step in itertools.count():
         samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
         if rule.mixes:
@@ -471,8 +477,10 @@ def steps_of(
         before = workers.weights
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
-            mixed, kept = mixed_weights(rule, before, workers.weights, kept)
-            workers = replace(workers, weights=mixed)
+            turn = kept.rounds % len(places)
+            mixed, states[turn] = mixed_weights(rule, before[:, places[turn]], workers.weights[:, places[turn]], states[turn])
+            workers.weights[:, places[turn]] = mixed
+            kept = replace(states[turn], rounds=kept.rounds + 1)
         yield workers, kept
 
 
@@ -515,15 +523,15 @@ def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: 
     sparse = matrix.count_nonzero() < SPARSE * matrix.numel()
     product = (matrix.to_sparse() if sparse else matrix).to(weights.dtype)
     previous, velocity, masses = kept.previous, kept.velocity, kept.masses
-    if rule.combines_first:
-        mixed = product @ before + (weights - before)
-    elif rule.push_sum:
+    if rule.push_sum:
         pushed = weights + (masses - 1.0).to(weights.dtype)[:, None] * previous
         masses = matrix @ masses
         mixed = previous = (product @ pushed) / masses.to(weights.dtype)[:, None]
     else:
-        mixed = product @ weights
+        mixed = product @ (before if rule.combines_first else weights)
     if rule.outer is not None:
         previous, velocity = rule.outer.step(previous, mixed[0], velocity)
         mixed = previous.repeat(replicas, 1)
+    if rule.combines_first:
+        mixed = mixed + (weights - before)
     return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)

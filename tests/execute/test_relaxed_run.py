@@ -21,10 +21,12 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import StageReplica, seeded_module
+from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
@@ -40,6 +42,10 @@ TWO = [
     ("average/1", "sgd"),
     ("average/5 outer=nesterov:0.7:0.9", "sgd_momentum"),
     ("average/4 weights=0.75,0.25 outer=sgd:0.5", "sgd_momentum"),
+    ("average/4 combination=combine_adapt outer=nesterov:0.7:0.9", "sgd_momentum"),
+    ("average/6 fragments=3 outer=nesterov:0.7:0.9", "adam"),
+    ("average/4 combination=combine_adapt fragments=2 outer=momentum:0.7:0.5", "sgd_momentum"),
+    ("gossip/3 ring combination=combine_adapt", "adam"),
     ("average/3 participation=0.5", "sgd_momentum"),
     ("gossip/2 ring", "adam"),
     ("gossip/1 weights=0.9,0.1;0.1,0.9", "sgd_momentum"),
@@ -70,7 +76,8 @@ FOUR = [
 
 
 def relaxed_case(text: str, optimizer: str, replicas: int) -> Case:
-    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas)
+    size = 2**10 if "fragments" in text else 2**14  # every fragment needs a bucket
+    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas, bucket_bytes=size)
     rate = 0.005 if optimizer == "adam" else 0.02
     return Case(
         spec=MLP, plan=replace(plan, synchronisation=parse_synchronisation(text)), optimizer=optimizer, learning_rate=rate
@@ -102,7 +109,9 @@ def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
 def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tuple[float, float]:
     """Of the mean weights, and of every replica's own, from the virtual replicas."""
     training, order = virtual_training(run)
-    expected = train_planned(run.plan, training, order, steps)
+    rule = run.plan.synchronisation
+    fragments = fragments_of(PlanIndex(run.plan, load_model(run.model))) if rule.fragments > 1 else ()
+    expected = train_planned(run.plan, training, order, steps, fragments=fragments)
     found = newest(folder / "checkpoints")
     assert found.step == steps
     names = [name for name, _ in training.tensors]

@@ -1,9 +1,12 @@
 """A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
 
-average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
-gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent; where it
-         combines first, packing comes before the forward, and the messages go on beside the computation of the step
+average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one). With
+         fragments a round has every so many-th bucket
+gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
 merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
+
+Where a plan combines first, packing comes before the forward of every step, and the exchange goes on beside the computation of
+the step that its round follows.
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
 so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands
@@ -69,10 +72,10 @@ def outer_arrays(layout: PlanIndex) -> int:
     rule = layout.plan.synchronisation
     if rule.kind == "merge":
         return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
-    if rule.push_sum or rule.combines_first:
+    if rule.push_sum or (rule.combines_first and rule.kind == "gossip"):
         return 1
-    outer = rule.outer
-    return 0 if outer is None else 2 if outer.momentum else 1
+    outer, beside = rule.outer, 2 if rule.combines_first else 0  # what the step began with, and the mean of that
+    return beside + (0 if outer is None else 2 if outer.momentum else 1)
 
 
 def handed_arrays(rule: Synchronisation) -> int:
@@ -99,12 +102,30 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
     return tuple(most.tolist())
 
 
-def add_packing(draft: Draft, layout: PlanIndex) -> None:
-    """Copy every bucket's weights for those who take them: before the step where the plan combines first, else behind it."""
+def _buckets_of(layout: PlanIndex, number: int) -> tuple[Bucket, ...]:
+    """The buckets of round `number`. Raises PlanError: there are fewer buckets than fragments."""
+    fragments = layout.plan.synchronisation.fragments
+    if fragments > len(layout.buckets):
+        raise PlanError(
+            f"synchronisation.fragments = {fragments}, and each needs one of the plan's {len(layout.buckets)} buckets; set "
+            f"fragments to {len(layout.buckets)} at most, or a smaller plan.bucket_bytes"
+        )
+    return tuple(bucket for bucket in layout.buckets if bucket.number % fragments == number % fragments)
+
+
+def fragments_of(layout: PlanIndex) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each fragment, in the order of their rounds."""
+    rounds = range(layout.plan.synchronisation.fragments)
+    return tuple(tuple(held.name for bucket in _buckets_of(layout, number) for held in bucket.parameters) for number in rounds)
+
+
+def add_packing(draft: Draft, layout: PlanIndex, number: int | None = None) -> None:
+    """Copy the weights of a round's buckets for those who take them; of all (None), where the plan combines first."""
     rule = layout.plan.synchronisation
-    for bucket in layout.buckets:
+    copies = 2 if rule.combines_first and rule.kind == "average" else 1
+    for bucket in layout.buckets if number is None else _buckets_of(layout, number):
         for rank in draft.kept(bucket.group):
-            work = _mix(bucket, 1, PACK_ACCESSES + (PUSH_ACCESSES if rule.push_sum else 0))
+            work = _mix(bucket, copies, copies * PACK_ACCESSES + (PUSH_ACCESSES if rule.push_sum else 0))
             updated: list[TaskKey] = [] if rule.combines_first else [(Phase.OPTIMIZER, rank)]
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], updated, _origin(bucket))
 
@@ -123,14 +144,15 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
         for other in taken:
             takers[other].append(replica)
     if not rule.combines_first:
-        add_packing(draft, layout)
-    for bucket in layout.buckets:
+        add_packing(draft, layout, number)
+    buckets = _buckets_of(layout, number)
+    for bucket in buckets:
         for peers in mixing_peers(layout, bucket):
             if rule.kind == "average":
                 _add_average(draft, bucket, peers)
             else:
                 _add_messages(draft, bucket, peers, neighbours)
-    for bucket in layout.buckets:
+    for bucket in buckets:
         for peers in mixing_peers(layout, bucket):
             kept = len(draft.kept(peers))
             for replica, rank in enumerate(peers):
@@ -139,6 +161,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
                 accesses = TAKE_ACCESSES + _outer_accesses(layout)
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
+                after += [(Phase.OPTIMIZER, rank)] if rule.combines_first else []
                 if rule.kind == "gossip":
                     links = [(other, replica) for other in neighbours[replica]]
                     links += [(replica, other) for other in takers[replica]]
