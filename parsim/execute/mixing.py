@@ -7,7 +7,7 @@ gradients, which nobody needs between the optimizer's step and the next backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class MixingRounds:
         self.masses: dict[int, Tensor] = {}
         self.starts: dict[int, Tensor] = {}
         self.means: dict[int, Tensor] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
 
@@ -91,7 +92,8 @@ class MixingRounds:
         if beside:
             self.starts = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
             self.means = {number: flat.clone() for number, flat in self.starts.items()}
-        if outer is not None or rule.kind == "merge" or rule.push_sum or (rule.combines_first and not beside):
+        keeps = outer is not None or bool(rule.message_format) or rule.kind == "merge" or rule.push_sum
+        if keeps or (rule.combines_first and not beside):
             self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
         if rule.merge == "buffered":
             self.starts = dict(self.previous)
@@ -137,6 +139,7 @@ class MixingRounds:
 
     def _packing(self, bucket: int, number: int) -> Callable[[], None]:
         share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
+        rounds = bool(self._rule.message_format)
 
         def run() -> None:
             with torch.no_grad():
@@ -145,15 +148,35 @@ class MixingRounds:
                     for parameter, part in zip(parameters, _parts(begun, parameters), strict=True):
                         part.copy_(parameter)
                     if bucket in self.means:
-                        torch.mul(begun, share, out=self.means[bucket])
+                        torch.mul(begun, 1.0 if rounds else share, out=self.means[bucket])
+                    if rounds:
+                        self._round_change(bucket)
                     return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
-                    torch.mul(parameter, share, out=parameter.grad)
+                    torch.mul(parameter, 1.0 if rounds else share, out=parameter.grad)
+                if rounds:
+                    self._round_change(bucket)
                 if bucket in self.masses:  # the steps since the last round are added to x, and not to x / w
                     self._stage.buckets[bucket].add_(self.previous[bucket], alpha=self._mass(bucket) - 1.0)
 
         return run
+
+    def _round_change(self, bucket: int) -> None:
+        """Round the change of what is packed, and make room for those of all replicas."""
+        change = self._packed_in(bucket).sub_(self.previous[bucket])
+        message = rounded(change, self._sizes(bucket), self._rule.message_format)
+        self._gathered[bucket] = [torch.empty_like(message) for _ in range(self._replicas)]
+        for buffer in self._gathered[bucket]:
+            self._received(buffer)
+        self._gathered[bucket][self._replica].copy_(message)
+
+    def _sizes(self, bucket: int) -> list[int]:
+        return [parameter.numel() for parameter in self._parameters(bucket)]
+
+    def _packed_in(self, bucket: int) -> Tensor:
+        """The array that an average is made in."""
+        return self.means.get(bucket, self._stage.buckets[bucket])
 
     def _mass(self, bucket: int) -> float:
         """Of this replica."""
@@ -163,11 +186,13 @@ class MixingRounds:
         return [self._stage.parameters[held.name] for held in self._stage.layout.buckets[bucket].parameters]
 
     def _average(self, bucket: int, work: Collective) -> Callable[[], None]:
-        flat = self.means.get(bucket, self._stage.buckets[bucket])
-        group = self._groups["dp", tuple(sorted(work.group))]
+        flat, group = self._packed_in(bucket), self._groups["dp", tuple(sorted(work.group))]
 
         def run() -> None:
-            dist.all_reduce(flat, group=group)
+            if (gathered := self._gathered.get(bucket)) is None:
+                dist.all_reduce(flat, group=group)
+            else:
+                dist.all_gather(gathered, gathered[self._replica].clone(), group=group)
 
         return run
 
@@ -271,7 +296,7 @@ class MixingRounds:
             self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
-        flat, outer = self.means.get(bucket, self._stage.buckets[bucket]), self._rule.outer
+        flat, outer = self._packed_in(bucket), self._rule.outer
         matrix = torch.tensor(self._rule.matrix(number, self._replicas))
         row = matrix[self._replica].tolist()
 
@@ -287,7 +312,14 @@ class MixingRounds:
                         self._used(arrived)
                         flat.add_(arrived, alpha=row[other])
                     self._finish(bucket, flat, matrix)
-                elif outer is not None:
+                elif bucket in self._gathered:
+                    flat.copy_(self.previous[bucket])
+                    for message, weight in zip(self._gathered.pop(bucket), row, strict=True):
+                        self._used(message)
+                        flat.add_(restored(message, self._sizes(bucket), self._rule.message_format, flat.dtype), alpha=weight)
+                    if outer is None:
+                        self.previous[bucket].copy_(flat)
+                if outer is not None:
                     moved, velocity = outer.step(self.previous[bucket], flat, self.velocity.get(bucket))
                     if bucket in self.velocity:
                         self.velocity[bucket].copy_(velocity)
@@ -381,6 +413,29 @@ class MixingRounds:
             raise lacking(error, self._stage.rank) from error
 
 
+def rounded(change: Tensor, sizes: Sequence[int], message_format: str) -> Tensor:
+    """A change [elements] of tensors of these sizes as it is sent, uint8 [bytes]; of int8 their scales, fp32, come last."""
+    if message_format == "bf16":
+        return change.to(torch.bfloat16).view(torch.uint8)
+    parts = torch.split(change, list(sizes))
+    scales = torch.stack([part.abs().max() for part in parts]).div_(127.0).float()
+    steps = [part / scale.clamp(min=TINY).to(part.dtype) for part, scale in zip(parts, scales, strict=True)]
+    whole = torch.cat(steps).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([whole.view(torch.uint8), scales.view(torch.uint8)])
+
+
+def restored(message: Tensor, sizes: Sequence[int], message_format: str, dtype: torch.dtype) -> Tensor:
+    """Inverse of `rounded`, up to half a step: for bf16 2^-9 of each element, for int8 1/254 of a tensor's largest."""
+    if message_format == "bf16":
+        return message.view(torch.bfloat16).to(dtype)
+    elements = sum(sizes)
+    scales = message[elements:].clone().view(torch.float32)  # a part of an array may lie where no float can
+    parts = torch.split(message[:elements].view(torch.int8).to(dtype), list(sizes))
+    return torch.cat([part * scale.to(dtype) for part, scale in zip(parts, scales, strict=True)])
+
+
+TINY = torch.finfo(torch.float32).tiny
+"""In place of the scale of a tensor that has not changed."""
 PLAN = "plan"
 """Key in a rank's own state of what must have written it: the `marker` of MixingRounds or StaleStage."""
 

@@ -208,6 +208,8 @@ SCHEDULES = {"fdg": 2, "ddg": 1, "fr": 1}
 
 Where it is 1, values cross to the next stage in the step in which they are made, and gradients in the step after."""
 BACKWARDS = ("stash", "fresh", "replay")
+MESSAGE_BYTES = {"bf16": (2, 0), "int8": (1, 4)}
+"""Formats in which changes of weights are sent: bytes per element, and per tensor for its scale."""
 COMBINATIONS = ("adapt_combine", "combine_adapt")
 PUSH_SUM = "push_sum"
 MOST_PERIOD = 10**6
@@ -219,6 +221,7 @@ _BELONGS = {
     "graph": ("gossip",),
     "combination": ("average", "gossip"),
     "fragments": ("average",),
+    "message_format": ("average",),
     "push_sum": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
@@ -256,6 +259,8 @@ class Synchronisation:
         kind: one of KINDS. period_steps: local steps before each round.
         graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
         combination: of gossip and average, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        message_format: of average, a key of MESSAGE_BYTES: replicas gather the rounded changes of one another since the last
+            round, and sum them in full; left out: weights are summed as they are.
         fragments: of average, parts of the model that are averaged in turn, one after every period_steps / fragments steps.
         push_sum: of gossip, for graphs and weights whose columns alone sum to 1: what a replica sends and keeps is all it has.
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
@@ -283,6 +288,7 @@ class Synchronisation:
     graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
     combination: Name = "adapt_combine"
     fragments: Count = 1
+    message_format: Name = ""
     push_sum: Annotated[bool, Field(strict=True)] = False
     weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
     outer_optimizer: Name = "none"
@@ -394,6 +400,10 @@ class Synchronisation:
             )
 
     def _check_fragments(self) -> None:
+        message_format = self.message_format
+        if message_format and message_format not in MESSAGE_BYTES:
+            near = near_matches(message_format, MESSAGE_BYTES)
+            raise PlanError(f"unknown synchronisation.message_format {message_format!r}{near}")
         if self.fragments == 1:
             return
         if self.fragments < 1 or self.period_steps % self.fragments:
@@ -484,6 +494,11 @@ class Synchronisation:
     def round_steps(self) -> int:
         """Steps from one round to the next: a period has one per fragment."""
         return self.period_steps // self.fragments
+
+    def message_bytes(self, elements: int, tensors: int) -> int:
+        """Bytes of the rounded change of so many elements in so many tensors."""
+        element_bytes, scale_bytes = MESSAGE_BYTES[self.message_format]
+        return elements * element_bytes + tensors * scale_bytes
 
     def due(self, step: int) -> bool:
         """Whether a round follows step `step` >= 0."""
@@ -607,6 +622,8 @@ class Synchronisation:
             words.append(f"combination={self.combination}")
         if self.fragments > 1:
             words.append(f"fragments={self.fragments}")
+        if self.message_format:
+            words.append(f"message_format={self.message_format}")
         if self.push_sum:
             words.append(PUSH_SUM)
         if self.weights:
@@ -704,7 +721,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
-                case "schedule" | "backward":
+                case "schedule" | "backward" | "message_format":
                     found[name] = value
                 case "beta":
                     found["beta"] = float(value)
@@ -718,7 +735,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
 
 
 _WORDS = (
-    *("combination", "fragments", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
+    *("combination", "fragments", "message_format", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
     *("schedule", "delays", "backward", "beta"),
 )
 

@@ -20,6 +20,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import Order, part
 from parsim.errors import AlgorithmError, near_matches
+from parsim.execute.mixing import restored, rounded
 from parsim.plans.averaging import Merged, merged_in_turn
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import STALE, Synchronisation
@@ -468,6 +469,8 @@ def steps_of(
     places = _places(training, parts) if parts else [slice(None)]
     if len(places) != rule.fragments:
         raise AlgorithmError(f"{rule} has {rule.fragments} fragments, and parameters were named of {len(places)}; name each")
+    size_of = dict(training.tensors)
+    sizes = [[size_of[name] for name in part] for part in parts] or [list(size_of.values())]
     kept = RoundState.fresh(workers.weights)
     states = [kept] if len(places) == 1 else [RoundState.fresh(workers.weights[:, place]) for place in places]
     for step in itertools.count():
@@ -478,7 +481,8 @@ def steps_of(
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
             turn = kept.rounds % len(places)
-            mixed, states[turn] = mixed_weights(rule, before[:, places[turn]], workers.weights[:, places[turn]], states[turn])
+            sent = before[:, places[turn]], workers.weights[:, places[turn]]
+            mixed, states[turn] = mixed_weights(rule, *sent, states[turn], sizes[turn])
             workers.weights[:, places[turn]] = mixed
             kept = replace(states[turn], rounds=kept.rounds + 1)
         yield workers, kept
@@ -511,8 +515,13 @@ class RoundState:
         return (weights + beside[:, None] * self.previous if beside.any() else weights).mean(0)
 
 
-def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState) -> tuple[Tensor, RoundState]:
-    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it."""
+def mixed_weights(
+    rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState, sizes: Sequence[int] = ()
+) -> tuple[Tensor, RoundState]:
+    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it.
+
+    sizes: of the parameter tensors, where changes are rounded tensor by tensor.
+    """
     replicas = len(weights)
     if rule.kind == "merge":
         starts = kept.previous.expand(weights.shape)
@@ -528,7 +537,14 @@ def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: 
         masses = matrix @ masses
         mixed = previous = (product @ pushed) / masses.to(weights.dtype)[:, None]
     else:
-        mixed = product @ (before if rule.combines_first else weights)
+        sent = before if rule.combines_first else weights
+        if rule.message_format:
+            sent_as = rule.message_format
+            changes = [restored(rounded(row, sizes, sent_as), sizes, sent_as, row.dtype) for row in sent - previous]
+            mixed = previous + product @ torch.stack(changes)
+            previous = mixed[0] if rule.outer is None else previous
+        else:
+            mixed = product @ sent
     if rule.outer is not None:
         previous, velocity = rule.outer.step(previous, mixed[0], velocity)
         mixed = previous.repeat(replicas, 1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from experiments.relaxed.arrivals import merge_events, train_by_arrival
 from experiments.relaxed.sharded import Partition, train_averaged
 from parsim.errors import AlgorithmError, DataError
+from parsim.execute.mixing import restored, rounded
 from parsim.plans.averaging import MERGES, MergeRule
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, generated_problem, load_problem, perceptron
@@ -224,3 +225,19 @@ def test_bad_input() -> None:
         LocalOptimizer(kind="sdg")
     with pytest.raises(DataError, match="did you mean digits"):
         load_problem("digit")
+
+
+@pytest.mark.parametrize(("message_format", "bound"), [("bf16", 2.0**-9), ("int8", 1 / 254)])
+def test_rounded_changes_come_back_to_half_a_step(message_format: str, bound: float) -> None:
+    """bf16: of each element; int8: of the largest of its tensor. A tensor that has not changed comes back as zeros."""
+    sizes = [7, 1, 30, 5]
+    change = torch.randn(43, dtype=F64, generator=torch.Generator().manual_seed(0))
+    change[8:38] *= 1e-6
+    change[38:] = 0.0
+    message = rounded(change, sizes, message_format)
+    assert message.dtype == torch.uint8
+    assert len(message) == Synchronisation(kind="average", message_format=message_format).message_bytes(43, 4)
+    back = restored(message, sizes, message_format, F64)
+    for part, got in zip(torch.split(change, sizes), torch.split(back, sizes), strict=True):
+        scale = part.abs() if message_format == "bf16" else part.abs().max()
+        assert bool(((got - part).abs() <= bound * scale * (1 + 1e-6)).all())

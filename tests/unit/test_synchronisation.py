@@ -174,6 +174,7 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "stale", "schedule": "fr", "backward": "fresh"}, "drop one of them"),
         ({"kind": "stale", "beta": 1.5}, r"lies in \[0, 1\]"),
         ({"kind": "average", "beta": 0.5}, "belongs to kind stale"),
+        ({"kind": "average", "message_format": "int9"}, "did you mean int8"),
         ({"kind": "average", "period_steps": 8, "fragments": 3}, "must divide it; use period_steps = 9"),
         ({"kind": "average", "period_steps": 4, "fragments": 2, "participation": 0.5}, "drop one of them"),
         ({"kind": "average", "combination": "combine_adapt", "participation": 0.5}, "lets some wait"),

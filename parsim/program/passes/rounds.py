@@ -1,7 +1,7 @@
 """A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
 
 average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one). With
-         fragments a round has every so many-th bucket
+         fragments a round has every so many-th bucket; with a message format the all_reduce is an all_gather of changes
 gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
 merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
 
@@ -41,6 +41,8 @@ BUFFERED_ACCESSES = 14
 the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
 Of buffered changes a turn adds one, the buffer to the model, and empties it: four passes and three copies.
 """
+ROUNDING_ACCESSES, RESTORING_ACCESSES = 6, 5
+"""Of changes in a message format: the change, its largest and its rounding; per replica to restore one, and to add it."""
 PUSH_ACCESSES, PUSHED_ACCESSES = 4, 4
 """Of push-sum: a multiple of the kept model is added to what is packed; what arrived is divided by its mass, and kept."""
 OUTER_ACCESSES, MOMENTUM_ACCESSES, NESTEROV_ACCESSES = 12, 7, 5
@@ -74,7 +76,10 @@ def outer_arrays(layout: PlanIndex) -> int:
         return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
     if rule.push_sum or (rule.combines_first and rule.kind == "gossip"):
         return 1
-    outer, beside = rule.outer, 2 if rule.combines_first else 0  # what the step began with, and the mean of that
+    outer = rule.outer
+    if outer is None and rule.message_format:
+        return 3 if rule.combines_first else 1
+    beside = 2 if rule.combines_first else 0  # what the step began with, and the mean of that
     return beside + (0 if outer is None else 2 if outer.momentum else 1)
 
 
@@ -125,7 +130,8 @@ def add_packing(draft: Draft, layout: PlanIndex, number: int | None = None) -> N
     copies = 2 if rule.combines_first and rule.kind == "average" else 1
     for bucket in layout.buckets if number is None else _buckets_of(layout, number):
         for rank in draft.kept(bucket.group):
-            work = _mix(bucket, copies, copies * PACK_ACCESSES + (PUSH_ACCESSES if rule.push_sum else 0))
+            more = (PUSH_ACCESSES if rule.push_sum else 0) + (ROUNDING_ACCESSES if rule.message_format else 0)
+            work = _mix(bucket, copies, copies * PACK_ACCESSES + more)
             updated: list[TaskKey] = [] if rule.combines_first else [(Phase.OPTIMIZER, rank)]
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], updated, _origin(bucket))
 
@@ -149,7 +155,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     for bucket in buckets:
         for peers in mixing_peers(layout, bucket):
             if rule.kind == "average":
-                _add_average(draft, bucket, peers)
+                _add_average(draft, bucket, peers, rule)
             else:
                 _add_messages(draft, bucket, peers, neighbours)
     for bucket in buckets:
@@ -160,6 +166,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                     continue
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
                 accesses = TAKE_ACCESSES + _outer_accesses(layout)
+                accesses += RESTORING_ACCESSES * len(peers) if rule.message_format else 0
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 after += [(Phase.OPTIMIZER, rank)] if rule.combines_first else []
                 if rule.kind == "gossip":
@@ -178,9 +185,17 @@ def _origin(bucket: Bucket, replica: int | None = None) -> Origin:
     return Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
 
 
-def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...]) -> None:
+def message_bytes(rule: Synchronisation, bucket: Bucket) -> int:
+    """Bytes of one replica's change of a bucket, in the rule's message format."""
+    return rule.message_bytes(bucket.elements, len(bucket.parameters))
+
+
+def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...], rule: Synchronisation) -> None:
     after: list[TaskKey] = [("pack", bucket.number, rank) for rank in draft.kept(peers)]
-    work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
+    if rule.message_format:
+        work = Collective(operation="all_gather", group=peers, size_bytes=len(peers) * message_bytes(rule, bucket))
+    else:
+        work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
     streams = [Resource(rank, DP_STREAM) for rank in peers]
     draft.add(("average", bucket.number, peers[0]), work, streams, after, _origin(bucket))
 
