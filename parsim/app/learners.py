@@ -62,7 +62,7 @@ class Learner:
         Raises:
             AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
         """
-        parts = self._stages(plan) if rule.kind == "stale" else self._fragments(plan) if rule.fragments > 1 else ()
+        parts = self._stages(plan) if rule.is_stale else self._fragments(plan) if rule.fragments > 1 else ()
         replicas = plan.mesh.dp if rule.mixes else 1
 
         def course(rate: float, seed: int, most: int) -> LearningCourse:

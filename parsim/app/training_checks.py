@@ -253,11 +253,10 @@ def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
     rule, rounds = plan.synchronisation, min(len(record.rounds) for record in seen.ranks)
     if seen.steps != rounds:
         return 0, 1
-    if rule.kind == "stale":
-        filling = rule.steps_to_fill(plan.mesh.pp)
-        return (filling if rounds > filling else 0), 1
-    period = max(1, min(rule.period_steps, rounds))
-    return rounds % period, period
+    filling = rule.steps_to_fill(plan.mesh.pp) if rule.is_stale else 0
+    filling = filling if rounds > filling else 0
+    period = max(1, min(rule.period_steps, rounds - filling))
+    return filling + (rounds - filling) % period, period
 
 
 # What loading costs a question: timed on this machine where its dataset is the user's own.

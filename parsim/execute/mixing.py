@@ -18,6 +18,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.stage import StageReplica
+from parsim.plans.plan import Plan
 from parsim.program.buckets import Bucket
 from parsim.program.passes.rounds import MESSAGE_STREAM, mixing_peers
 from parsim.program.placed import PlanIndex
@@ -368,7 +369,7 @@ class MixingRounds:
     @property
     def marker(self) -> str:
         """What a checkpoint's own part must have been written by."""
-        return f"{self._stage.layout.plan.mesh} {self._rule}"
+        return own_marker(self._stage.layout.plan)
 
     @property
     def held(self) -> str:
@@ -425,7 +426,7 @@ def rounded(change: Tensor, sizes: Sequence[int], message_format: str) -> Tensor
 
 
 def restored(message: Tensor, sizes: Sequence[int], message_format: str, dtype: torch.dtype) -> Tensor:
-    """Inverse of `rounded`, up to half a step: for bf16 2^-9 of each element, for int8 1/254 of a tensor's largest."""
+    """Inverse of `rounded`, up to half a step: for bf16 2^-8 of each element, for int8 1/254 of a tensor's largest."""
     if message_format == "bf16":
         return message.view(torch.bfloat16).to(dtype)
     elements = sum(sizes)
@@ -436,6 +437,14 @@ def restored(message: Tensor, sizes: Sequence[int], message_format: str, dtype: 
 
 TINY = torch.finfo(torch.float32).tiny
 """In place of the scale of a tensor that has not changed."""
+
+
+def own_marker(plan: Plan) -> str:
+    """What must have written a rank's own state for the rank to go on with it."""
+    stages = f" {[stage.components for stage in plan.stages]}" if plan.synchronisation.is_stale else ""
+    return f"{plan.mesh} {plan.synchronisation}{stages}"
+
+
 PLAN = "plan"
 """Key in a rank's own state of what must have written it: the `marker` of MixingRounds or StaleStage."""
 

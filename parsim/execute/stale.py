@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.mixing import PLAN, lacking
+from parsim.execute.mixing import PLAN, lacking, own_marker
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import BatchSource
 from parsim.model.autograd.cut import Saved
@@ -44,7 +44,7 @@ def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
     stage = plan.stage_of_rank(work.source if isinstance(work, SendRecv) else rank)
     rule, stages = plan.synchronisation, plan.mesh.pp
     forward = isinstance(work, LoadBatch) or (isinstance(work, Compute) and work.phase is Phase.FORWARD)
-    if forward or (isinstance(work, SendRecv) and not task.origin.gradient):
+    if forward or (isinstance(work, SendRecv) and task.origin.bucket is None and not task.origin.gradient):
         return since >= rule.forward_lag(stage, stages)
     return since >= rule.backward_lag(stage, stages)
 
@@ -164,7 +164,7 @@ class StaleStage:
     @property
     def marker(self) -> str:
         """What a checkpoint's own part must have been written by."""
-        return f"{self._plan.mesh} {self._plan.synchronisation} {[stage.components for stage in self._plan.stages]}"
+        return own_marker(self._plan)
 
     def own_state(self) -> dict[str, Any]:
         """The batches that wait here, each with its weights, inputs and random numbers, and what has just arrived."""

@@ -376,7 +376,7 @@ class Plan:
                 f"gradients are clipped by the norm of all replicas' gradients, and synchronisation "
                 f'"{self.synchronisation.kind}" shares none; drop training.clip_norm'
             )
-        if self.synchronisation.kind == "stale":
+        if self.synchronisation.is_stale:
             self._check_stale()
         check_batch(self.global_batch, self.mesh, self.microbatches)
 

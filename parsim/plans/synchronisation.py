@@ -10,7 +10,8 @@ gossip      after `period_steps` steps every replica takes a weighted sum over i
 merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
             no replica waits for those behind it (asynchronous averaging, FedAsync)
 stale       stages work on different batches at once, and apply gradients that are `delays` steps late: of full decoupling
-            (FDG), of locked forwards (DDG; Features Replay with the forward run again), or as they are given
+            (FDG), of locked forwards (DDG; Features Replay with the forward run again), or as they are given. Replicas sum
+            gradients; of kind average or gossip with a schedule or delays, replicas of such stages mix their weights
 
 A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`,
 `merge/8 merge=staleness:0.6:0.5`, `stale schedule=ddg beta=0.5`.
@@ -233,10 +234,10 @@ _BELONGS = {
     "merge_rate": ("merge",),
     "merge_exponent": ("merge",),
     "merge_buffer": ("merge",),
-    "schedule": ("stale",),
-    "delays": ("stale",),
-    "backward": ("stale",),
-    "beta": ("stale",),
+    "schedule": ("stale", "average", "gossip"),
+    "delays": ("stale", "average", "gossip"),
+    "backward": ("stale", "average", "gossip"),
+    "beta": ("stale", "average", "gossip"),
 }
 """Which kinds a key means something for."""
 
@@ -273,7 +274,8 @@ class Synchronisation:
         merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late; of
             "buffered" the rate that its mean change is multiplied by.
         merge_buffer: of "buffered" (FedBuff), the arrivals whose mean change makes one change of the global model.
-        schedule: of stale, a key of SCHEDULES; left out: fdg. "fr" is ddg with backward = "replay".
+        schedule: of stale, and of average and gossip where stages are stale too, a key of SCHEDULES; left out: fdg of stale.
+            "fr" is ddg with backward = "replay".
         delays: of stale in place of a schedule, per stage, how many steps late its gradients are. They end with 0, and from a
             stage to the next fall by 2 (nothing is awaited), 1 (values are) or 0 (values and gradients are).
         backward: of stale, one of BACKWARDS: with the weights and activations of the forward; with its activations and the
@@ -369,6 +371,18 @@ class Synchronisation:
             raise PlanError(f'schedule = "fr" is "ddg" that replays, and backward = {self.backward!r}; drop one of them')
         if not 0 <= self.beta <= 1:
             raise PlanError(f"synchronisation.beta = {self.beta:g} shrinks gradients and lies in [0, 1]; 1 does not shrink")
+        if self.is_stale and self.mixes:
+            for key, usual in (("combination", "adapt_combine"), ("participation", 1.0), ("push_sum", False), ("fragments", 1)):
+                if getattr(self, key) != usual:
+                    raise PlanError(
+                        f"synchronisation.{key} = {getattr(self, key)} is not built for stages that are stale; drop it, or "
+                        "schedule and delays"
+                    )
+        elif not self.is_stale and (self.backward, self.beta) != ("stash", 1.0):
+            raise PlanError(
+                f'synchronisation.backward and beta belong to stale stages, and {self.kind} has none; add schedule = "fdg", or '
+                "drop them"
+            )
         if not self.delays:
             return
         if self.schedule:
@@ -437,6 +451,11 @@ class Synchronisation:
     def is_relaxed(self) -> bool:
         """Whether replicas, or stages, hold weights that synchronous training would not have."""
         return self.kind != "all_reduce"
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether stages are decoupled."""
+        return self.kind == "stale" or bool(self.schedule or self.delays)
 
     @property
     def mixes(self) -> bool:
@@ -523,8 +542,9 @@ class Synchronisation:
             )
         if mesh.cp * mesh.ep > 1:
             raise PlanError(f"synchronisation {self.kind!r} is not built for mesh.cp and mesh.ep above 1; use dp, pp and tp")
-        if self.kind == "stale":
+        if self.is_stale:
             self._check_delays(mesh)
+        if not self.mixes:
             return
         if mesh.dp < 2:
             raise PlanError(f"synchronisation {self.kind!r} needs at least 2 replicas, and dp = {mesh.dp}; use all_reduce")

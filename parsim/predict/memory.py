@@ -334,7 +334,7 @@ def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away:
     pipeline = pipeline_of(layout, here.shard, here.stage)
     inward, outward = pipeline.links_of(here.stage)
     between = here.between_chunks()
-    stale = plan.synchronisation.kind == "stale"
+    stale = plan.synchronisation.is_stale
     if stale:
         moments = decoupled_moments(batches_held(layout, here.stage), inward, outward)
     else:
@@ -927,13 +927,13 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
     layout, rank = kept.layout, memory.rank
     plan, rule = layout.plan, layout.plan.synchronisation
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
-    if rule.kind == "stale":
+    if rule.is_stale:
         place = plan.stage_of_rank(rank)
         held = batches_held(layout, place)
         sizes = RankValues(kept, rank).message_bytes().items()
         late = [size for link, size in sizes if link.target == place and lateness(layout, link.source, link.target)]
         lines = [(name, size + round(sum(late)) if name == "receive_buffers" else size) for name, size in memory.lines]
-        return replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 and rule.stashes else 0)))
+        memory = replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 and rule.stashes else 0)))
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.message_format:
         gathered = sum(message_bytes(rule, bucket) for bucket in layout.rank_buckets(rank)) * plan.mesh.dp

@@ -185,7 +185,7 @@ def folds(problem: PlanningProblem, plan: Plan) -> bool:
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first
+    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first and not rule.is_stale
     return alike and not noisy and profile.overlap is None
 
 

@@ -236,21 +236,24 @@ def check_room(replicas: int, weight_bytes: int) -> None:
 class _WholeGradients:
     """The gradients of stages that stash weights, out of one gradient of the model."""
 
-    def __init__(self, training: LocalTraining, order: SampleOrder, places: Sequence[Tensor], beta: float) -> None:
-        self._training, self._order, self._places = training, order, places
+    def __init__(
+        self, training: LocalTraining, order: SampleOrder, places: Sequence[Tensor], beta: float, replicas: int
+    ) -> None:
+        self._training, self._order, self._places, self._replicas = training, order, places, replicas
         self._shrunk = [beta ** (len(places) - 1 - stage) for stage in range(len(places))]
         self._weights: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
 
     def forward(self, stage: int, batch: int, weights: Tensor) -> None:
-        """weights: [1, D of the stage], as they are now."""
-        row = self._weights.setdefault(batch, torch.empty_like(self._training.start)[None])
+        """weights: [replicas, D of the stage], as they are now."""
+        row = self._weights.setdefault(batch, self._training.start.repeat(self._replicas, 1))
         row[:, self._places[stage]] = weights
         if stage == len(self._places) - 1:
-            self._gradients[batch] = self._training.gradient(self._weights.pop(batch), self._order.indices(batch)[None])
+            samples = samples_of(self._order, batch, self._replicas)
+            self._gradients[batch] = self._training.gradient(self._weights.pop(batch), samples)
 
     def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
-        """The gradient [1, D of the stage] of a batch."""
+        """The gradient [replicas, D of the stage] of a batch."""
         whole = self._gradients[batch] if stage else self._gradients.pop(batch)
         return whole[:, self._places[stage]] * self._shrunk[stage]
 
@@ -331,17 +334,20 @@ def stale_steps(
     order: SampleOrder,
     stages: Sequence[Sequence[str]],
     rule: Synchronisation = STALE,
+    replicas: int = 1,
 ) -> Iterator[Workers]:
-    """Step after step without end: the weights of all stages behind each, as one worker.
+    """Step after step without end: the weights of all stages behind each, a worker per replica. Changes of them are taken over.
 
     stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters, or
     cannot be cut so.
     """
     places, count = _places(training, stages), len(stages)
-    live = [Workers.fresh(training.start[None, place]) for place in places]
+    live = [Workers.fresh(training.start[place].repeat(replicas, 1)) for place in places]
     forward_lags = [rule.forward_lag(stage, count) for stage in range(count)]
     backward_lags = [rule.backward_lag(stage, count) for stage in range(count)]
-    whole = _WholeGradients(training, order, places, rule.beta) if rule.stashes else None
+    if replicas > 1 and not rule.stashes:
+        raise AlgorithmError(f'virtual replicas of stages keep backward = "stash", and {rule} has another; run the plan')
+    whole = _WholeGradients(training, order, places, rule.beta, replicas) if rule.stashes else None
     found = whole or _CutGradients(training, order, stages, rule)
     for step in itertools.count():
         for stage in range(count):
@@ -354,10 +360,18 @@ def stale_steps(
         for stage, gradient in gradients.items():
             moved = training.updated(live[stage], gradient)
             live[stage] = replace(moved, weights=live[stage].weights.copy_(moved.weights))
-        weights = torch.empty_like(training.start)[None]
+        weights = training.start.repeat(replicas, 1)
         for stage, place in enumerate(places):
             weights[:, place] = live[stage].weights
-        yield Workers(weights=weights, steps=torch.full((1,), step + 1, dtype=torch.int64))
+        yield Workers(weights=weights, steps=torch.full((replicas,), step + 1, dtype=torch.int64))
+        for stage, place in enumerate(places):
+            live[stage].weights.copy_(weights[:, place])
+
+
+def samples_of(order: SampleOrder, step: int, replicas: int) -> NDArray[np.int64]:
+    """int64 [replicas, batch]: what each of them trains on in a step."""
+    indices = order.indices(step)
+    return np.stack([part(indices, replica=replica, dp=replicas) for replica in range(replicas)])
 
 
 def _places(training: LocalTraining, stages: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -459,13 +473,10 @@ def steps_of(
     replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
     the parameters of every stage (stale) or fragment. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
-    if rule.kind == "stale":
-        check_room(len(parts), training.weight_bytes)  # waiting batches keep weights and gradients of their own
-        kept = RoundState.fresh(training.start[None])
-        yield from ((workers, kept) for workers in stale_steps(training, order, parts, rule))
-        return
-    check_room(replicas, training.weight_bytes)
+    check_room(replicas * (len(parts) if rule.is_stale else 1), training.weight_bytes)  # batches that wait keep weights too
     workers = Workers.fresh(training.start.repeat(replicas, 1))
+    late = stale_steps(training, order, parts, rule, replicas) if rule.is_stale else None
+    parts = () if late else parts
     places = _places(training, parts) if parts else [slice(None)]
     if len(places) != rule.fragments:
         raise AlgorithmError(f"{rule} has {rule.fragments} fragments, and parameters were named of {len(places)}; name each")
@@ -474,11 +485,11 @@ def steps_of(
     kept = RoundState.fresh(workers.weights)
     states = [kept] if len(places) == 1 else [RoundState.fresh(workers.weights[:, place]) for place in places]
     for step in itertools.count():
-        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
+        samples = samples_of(order, step, replicas)
         if rule.mixes:
             samples[~np.array(rule.takes_part(kept.rounds, replicas))] = -1
         before = workers.weights
-        workers = training.step(workers, samples)
+        workers = training.step(workers, samples) if late is None else next(late)
         if rule.mixes and rule.due(step):
             turn = kept.rounds % len(places)
             sent = before[:, places[turn]], workers.weights[:, places[turn]]

@@ -94,7 +94,8 @@ def ticked(run: RunSpec, steps: int) -> TickEngine:
     asked = plan.synchronisation
     DECOUPLINGS[str(asked)] = ticks_of(asked)
     rule = TickRule(schedule=str(asked), mode=mode_of(asked), beta=asked.beta, learning_rate=run.learning_rate, momentum=0.9)
-    engine = TickEngine(pieces, nn.functional.cross_entropy, rule, groups=plan.mesh.dp)
+    graph = (lambda _: asked.matrix(0, plan.mesh.dp)) if asked.mixes else None
+    engine = TickEngine(pieces, nn.functional.cross_entropy, rule, groups=plan.mesh.dp, mixing=graph)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=run.seed)
     for step in range(steps):
         samples = [part(order.indices(step), replica=replica, dp=plan.mesh.dp) for replica in range(plan.mesh.dp)]
@@ -109,9 +110,9 @@ def difference(run: RunSpec, folder: Path) -> float:
     first = 0
     worst = 0.0
     weights = load_state(found).weights
-    for agents in zip(*engine.agents, strict=True):
+    for agents, means in zip(zip(*engine.agents, strict=True), engine.average_parameters(), strict=True):
         agent = agents[0]
-        for name, value in zip(agent.names, agent.live, strict=True):
+        for name, value in means.items():
             child, _, rest = name.partition(".")
             worst = max(worst, (weights[f"{int(child) + first}.{rest}"] - value).abs().max().item())
         for replica, own in enumerate(agents):
@@ -149,7 +150,8 @@ def test_two_stages_equal_the_tick_engine(tmp_path: Path) -> None:
 def test_four_ranks_equal_the_tick_engine(tmp_path: Path) -> None:
     four = ("stale", "stale delays=4,3,1,0", "stale delays=2,2,1,0 backward=replay", "stale schedule=ddg backward=fresh")
     assert_equal_to_ticks(cases(Mesh(pp=4), texts=four), tmp_path)
-    assert_equal_to_ticks(cases(Mesh(pp=2, dp=2), texts=("stale", "stale schedule=fr")), tmp_path)
+    mixed = ("gossip/1 weights=0.8,0.2;0.2,0.8 schedule=fdg", "average/1 schedule=fr beta=0.5")
+    assert_equal_to_ticks(cases(Mesh(pp=2, dp=2), texts=("stale", "stale schedule=fr", *mixed)), tmp_path)
 
 
 @pytest.mark.slow

@@ -102,6 +102,29 @@ def test_weights_equal_those_of_the_tick_engine(
     assert (workers.weights[0] - training.start).abs().max().item() > 1e-3
 
 
+@pytest.mark.parametrize("text", ["gossip/1 ring schedule=fdg", "average/1 delays=4,3,1,0 beta=0.7"])
+def test_stages_of_replicas_that_mix_equal_the_tick_engine(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, order, model = learner()
+    rule, replicas = parse_synchronisation(text), 4
+    monkeypatch.setitem(DECOUPLINGS, "asked", ticks_of(rule))
+    engine = TickEngine(
+        in_parts(model, FOUR),
+        nn.functional.cross_entropy,
+        TickRule(schedule="asked", beta=rule.beta, learning_rate=0.05, momentum=0.9),
+        groups=replicas,
+        mixing=lambda t: rule.matrix(t, replicas),
+    )
+    problem = training.problem
+    rows = steps_of(rule, replicas, training, order, names_in_parts(training, FOUR))
+    for step in range(STEPS):
+        workers, _ = next(rows)
+        parts = order.indices(step).reshape(replicas, -1)
+        engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.tensor, parts)])
+    for replica, agents in enumerate(engine.agents):
+        live = torch.cat([value.detach().flatten() for agent in agents for value in agent.live])
+        assert (live - workers.weights[replica]).abs().max().item() < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam"])
 def test_one_stage_is_plain_training(kind: str) -> None:
     training, order, _ = learner(kind)
