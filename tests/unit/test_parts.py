@@ -211,9 +211,9 @@ def test_gpu_needs_no_profile() -> None:
         ('gpu = "h100"\nprofile = "dgx1-v100-32gb"', "exactly one of profile and gpu"),
         ("nodes = 1", "exactly one of profile and gpu, and neither is given"),
         ('profile = "dgx1-v100-32gb"\ngpus_per_node = 4', "gpus_per_node = 4 belongs to cluster.gpu"),
-        ('gpu = "h100"\ncards_per_node = 4', "cards_per_node = 4 needs cluster.network"),
+        ('gpu = "l40s"\ncards_per_node = 4', "cards_per_node = 4 needs cluster.network"),
         ('gpu = "h100"\ngpus_per_node = 0', "gpus_per_node"),
-        ('gpu = "h100"\nnodes = 2', "needs cluster.network"),
+        ('gpu = "l40s"\nnodes = 2', "needs cluster.network"),
     ],
 )
 def test_wrong_tables_say_what_to_do(table: str, message: str) -> None:
