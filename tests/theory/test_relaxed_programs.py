@@ -96,6 +96,25 @@ def test_rounds_have_the_tasks_of_their_rule(problem: PlanningProblem) -> None:
     assert offsets == [{1}, {2}]
 
 
+@pytest.mark.parametrize(("text", "neighbours"), [("gossip/1 ring", 2), ("gossip/1 complete", 3)])
+def test_messages_wait_for_what_both_ends_have_packed_and_each_neighbour_is_added(
+    problem: PlanningProblem, text: str, neighbours: int
+) -> None:
+    """Of four replicas. Packing is a product (2 accesses), taking a copy and a zeroing (3), a neighbour a sum (3)."""
+    graph = lower(plan_of(problem, text), problem.model)
+    packed = {
+        (task.ranks[0], task.origin.bucket): task.index
+        for task in graph.tasks
+        if isinstance(task.work, Mix) and task.work.copies == 1
+    }
+    for task in graph.tasks:
+        if isinstance(task.work, SendRecv):
+            ends = (task.work.source, task.work.destination)
+            assert {packed[rank, task.origin.bucket] for rank in ends} <= set(task.dependencies)
+        if isinstance(task.work, Mix) and task.work.copies > 1:
+            assert (task.work.copies, task.work.accesses) == (1 + neighbours, 2 + 3 + 3 * neighbours)
+
+
 def test_replicas_of_several_ranks_sum_their_own_gradients(problem: PlanningProblem) -> None:
     """dp = 2 of tp = 2 batch-sharded: gradients are summed in each replica, weights averaged between replicas."""
     graph = lower(plan_of(problem, "average/1", dp=2, tp=2), problem.model)
