@@ -37,6 +37,7 @@ from parsim.program.taskgraph import TaskGraph
 from parsim.program.templates import lower_columns
 from parsim.search.by_hand import custom_plan
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
+from tests.models import residual_model
 
 RULES = (
     "average/1",
@@ -265,6 +266,14 @@ def test_stale_stages_wait_for_nobody_within_a_step(problem: PlanningProblem) ->
         < simulated_step(problem, replace(plan, synchronisation=Synchronisation())).steady_s
     )
     assert plan.executable
+
+
+def test_a_value_that_passes_a_stale_stage_is_refused(problem: PlanningProblem) -> None:
+    """a -> b -> c -> d, where d also reads a: on two stages neighbours, on three one works on another batch in between."""
+    skipping = replace(problem, model=residual_model())
+    with pytest.raises(PlanError, match="past a stage that works on another batch; use a model that is a chain"):
+        lower(plan_of(skipping, "stale", pp=3), skipping.model)
+    assert lower(plan_of(skipping, "stale", pp=2), skipping.model).tasks
 
 
 def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
