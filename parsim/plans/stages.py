@@ -53,8 +53,9 @@ def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
 
     A group that is not a grid of stages, replicas and shards (there is none in plans of today) comes back alone.
     """
-    stages, replicas, shards = (sorted(axis) for axis in zip(*(_place(mesh, rank) for rank in group), strict=True))
-    grid = [sorted(set(axis)) for axis in (stages, replicas, shards)]
+    copies = {rank // mesh.tp for rank in group}
+    axes = {copy // mesh.copies for copy in copies}, {copy % mesh.copies for copy in copies}, {rank % mesh.tp for rank in group}
+    grid = [sorted(axis) for axis in axes]
     size = len(grid[0]) * len(grid[1]) * len(grid[2])
     if size != len(group):
         return Groups([tuple(sorted(group))])
