@@ -179,8 +179,23 @@ def as_megatron(layers: int, stages: int) -> list[int] | None:
     return None
 
 
+def rest_in_last(layers: int, stages: int) -> list[int] | None:
+    """As many layers in each stage, and the rest in the last; None: the last would have none.
+
+    Source: pipeline_model_parallel_layout in Megatron-Bridge's recipe for DeepSeek-V3 (61 layers as 16, 16, 16, 13, or as 15
+    times 4 and 1).
+    """
+    each = -(-layers // stages)
+    rest = layers - each * (stages - 1)
+    return [each] * (stages - 1) + [rest] if rest > 0 else None
+
+
 CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": as_megatron, "torchtitan": with_ends}
 """How frameworks count out layers into stages, from layers and stages; None: they have no such cut."""
+
+
+UNEVEN_CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": rest_in_last}
+"""What recipes of these frameworks list where `CUTS` has none."""
 
 
 def counted_out(cut: str, layers: int, stages: int) -> list[int] | None:

@@ -243,13 +243,16 @@ def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) ->
 
     def seconds(operation: str, copies: range, part_bytes: int) -> float:
         n, few = len(copies), len(range(0, some.copies, copies.step))
-        if n <= few or few < 2:
+        if n <= few or few < 4:
             return first_s(operation, copies, part_bytes)
-        half_s, few_s = (first_s(operation, copies[:each], part_bytes) for each in (few // 2, few))
-        # of so many, hops alone grow with the group: by levels in a tree, by members in a ring
-        is_tree = COLLECTIVE_KINDS[operation].trees
-        doublings = math.log2(n / few) if is_tree else (n - few) / (few - few // 2)
-        return few_s + doublings * max(0.0, few_s - half_s)
+        half = few // 2
+        half_s, few_s = (first_s(operation, copies[:each], part_bytes) for each in (half, few))
+        if COLLECTIVE_KINDS[operation].trees:  # a level more for twice as many
+            return few_s + math.log2(n / few) * max(0.0, few_s - half_s)
+        # a ring of n: n hops, and (n - 1) / n of the bytes over each link
+        hop_s = (few_s * (1 - 1 / half) - half_s * (1 - 1 / few)) / (few * (1 - 1 / half) - half * (1 - 1 / few))
+        hop_s = max(0.0, hop_s)
+        return n * hop_s + (few_s - few * hop_s) * (1 - 1 / n) / (1 - 1 / few)
 
     if stage == 0:
         return Sent(seconds("all_reduce", range(mesh.copies), size_bytes), 0.0, 0.0)
