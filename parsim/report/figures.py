@@ -414,7 +414,7 @@ def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
     figure.update_layout(
         template=go.layout.Template(),
         height=height,
-        margin={"l": 8, "r": 24, "t": top, "b": 30},
+        margin={"l": 8, "r": 36, "t": top, "b": 30},
         font={"family": FONT, "size": 12, "color": INK},
         plot_bgcolor="rgba(0,0,0,0)",
     )
