@@ -10,8 +10,8 @@ schedule says at which tick after its entry a batch is forwarded and backwarded 
 fr (Features Replay) is ddg with the forward repeated at the backward (mode replay); adl is fdg with gradients accumulated.
 
 A TickEngine trains S groups of K modules in one process, tick by tick. Equal modules of the groups are kept together by
-averaging gradients (all_reduce) or by a mixing matrix. K = 1 is data-parallel training; S = K = 1 is SGD. A plan with
-synchronisation "stale" is fdg in mode stash; the other schedules and modes have no key in a plan.
+averaging gradients (all_reduce) or by a mixing matrix. K = 1 is data-parallel training; S = K = 1 is SGD. Plans with
+synchronisation "stale" have fdg, ddg and all modes; order backward_first and accumulated gradients have no key in a plan.
 
 Source of fdg: FDG.py of github.com/ZHUANGHP/FDG (its order is backward_first, its mode in effect fresh, and it never drains).
 ddg and Features Replay: the public code slowbull/DDG and slowbull/FeaturesReplay, as this project's specification records it.

@@ -117,8 +117,11 @@ class MixingRounds:
         """What is alive between steps."""
         return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
-    def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
+    def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
+        """By task of this rank that belongs to round `number`, what to do.
+
+        graph: of the step that the round follows, or of a step before it (local), which packs where a plan combines first.
+        """
         operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
         merges = self._rule.kind == "merge"
@@ -132,15 +135,19 @@ class MixingRounds:
                 case SendRecv():
                     operations[task.index] = self._handing_on(task) if merges else self._message(task)
                 case Mix():
-                    operations[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
+                    operations[task.index] = (
+                        self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number, local)
+                    )
                     packed.add(bucket)
                 case Collective() if bucket in packed:
                     operations[task.index] = self._average(bucket, task.work)
         return operations
 
-    def _packing(self, bucket: int, number: int) -> Callable[[], None]:
+    def _packing(self, bucket: int, number: int, local: bool) -> Callable[[], None]:
         share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
         rounds = bool(self._rule.message_format)
+        fragments = self._rule.fragments
+        is_sent = not local and bucket % fragments == number % fragments
 
         def run() -> None:
             with torch.no_grad():
@@ -148,10 +155,10 @@ class MixingRounds:
                     parameters, begun = self._parameters(bucket), (self.starts or self.previous)[bucket]
                     for parameter, part in zip(parameters, _parts(begun, parameters), strict=True):
                         part.copy_(parameter)
-                    if bucket in self.means:
+                    if bucket in self.means and is_sent:
                         torch.mul(begun, 1.0 if rounds else share, out=self.means[bucket])
-                    if rounds:
-                        self._round_change(bucket)
+                        if rounds:
+                            self._round_change(bucket)
                     return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None

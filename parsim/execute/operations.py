@@ -306,7 +306,7 @@ class Computing:
         name, microbatch = key = component_of(task)
         stage, layout = self._stage, self._stage.layout
         runnable, segment = stage.runnables[name], layout.segment_of(name)
-        read_again = [any(layout.is_remade(value, other) for other in segment) for value in runnable.output_names]
+        read_again = [any(reader in segment for reader in layout.consumers[value]) for value in runnable.output_names]
 
         def run() -> None:
             kept = self._kept.pop(key)

@@ -101,7 +101,7 @@ class StepScripts:
         if key not in self._made:
             graph = lower(self._layout.plan, self._layout.model, self._layout, mixing_round=mixing_round, local=local)
             mixes = rule.combines_first or not local
-            operations = self._mixing.operations(graph, mixing_round) if mixes else {}
+            operations = self._mixing.operations(graph, mixing_round, local=local) if mixes else {}
             share = sum(drawn) / replicas
             self._made[key] = self._script(graph, operations, is_first=graph.tasks == self._first.tasks, share=share)
         return self._made[key] if since is None else self._filling(self._made[key], since, key)

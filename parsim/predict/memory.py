@@ -921,6 +921,10 @@ MOST_SCORED = 64
 """Samples of a batch that is scored, at most (`parsim.execute.evaluation`)."""
 
 
+ROUNDING_ARRAYS = 3
+"""Arrays as large as a bucket that are alive while a change of it is restored (`parsim.execute.mixing.restored`)."""
+
+
 def batches_held(layout: PlanIndex, stage: int) -> int:
     """Batches that a stale stage has run forward and not backward, at the fullest moment."""
     return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
@@ -940,9 +944,15 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
         memory = replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 and rule.stashes else 0)))
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.message_format:
-        gathered = sum(message_bytes(rule, bucket) for bucket in layout.rank_buckets(rank)) * plan.mesh.dp
-        let_go = 0 if rule.combines_first else sum(memory.line(name) for name in LET_GO)
-        lines.append(("neighbour_buffers", max(0, gathered - let_go)))
+        buckets = layout.rank_buckets(rank)
+        rounds = range(rule.fragments)
+        sent = max(
+            sum(message_bytes(rule, each) for each in buckets if each.number % rule.fragments == turn) for turn in rounds
+        )
+        gathered, let_go = (1 + plan.mesh.dp) * sent, sum(memory.line(name) for name in LET_GO)
+        rounding = ROUNDING_ARRAYS * max((bucket.size_bytes for bucket in buckets), default=0)
+        beside = gathered if rule.combines_first else 0  # that arrives beside the step; its rounding is before and behind it
+        lines.append(("neighbour_buffers", max(beside, gathered + rounding - let_go)))
     if rule.kind == "gossip":
         arriving = most_neighbours(rule, plan.mesh.dp)[plan.replica_of_rank(rank)] * trained
         let_go = 0 if rule.combines_first else sum(memory.line(name) for name in LET_GO)  # that arrives beside the step
