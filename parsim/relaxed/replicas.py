@@ -158,6 +158,25 @@ class LocalTraining:
         gradient: Tensor = self._gradient(weights, self.problem.inputs[index], self.problem.targets[index], share)[0]
         return gradient
 
+    def curvature(self, weights: Tensor, samples: NDArray[np.int64], *, iterations: int = 30) -> float:
+        """L, the largest |eigenvalue| of the Hessian of the mean loss at one row of weights [D], by power iteration: at most
+        the true one.
+
+        Args: samples: int64 [batch].
+        """
+        index = torch.tensor(samples)
+        inputs, targets = self.problem.inputs[index], self.problem.targets[index]
+        at = weights.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.problem.loss(self.outputs(at, inputs), targets), at, create_graph=True)
+        direction = torch.from_numpy(np.random.default_rng(0).standard_normal(len(at))).to(at.dtype)
+        largest = 0.0
+        for _ in range(iterations):
+            (direction,) = torch.autograd.grad(gradient, at, direction / direction.norm(), retain_graph=True)
+            largest = float(direction.norm())
+            if not largest:
+                break
+        return largest
+
     def updated(self, workers: Workers, gradient: Tensor) -> Workers:
         """Every worker after one update of its optimizer by a gradient [m, D]."""
         weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
