@@ -323,9 +323,17 @@ def train_planned(
 
 
 def steps_of(
-    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
+    rule: Synchronisation,
+    replicas: int,
+    training: LocalTraining,
+    order: SampleOrder,
+    stages: Sequence[Sequence[str]] = (),
+    *,
+    before_round: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
+
+    before_round: sees the number of every round and the weights [P, D] that it will mix.
 
     replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
     parameters of each. Raises AlgorithmError: so many replicas do not fit.
@@ -345,6 +353,8 @@ def steps_of(
         before = workers.weights
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
+            if before_round is not None:
+                before_round(kept.rounds, workers.weights)
             mixed, kept = mixed_weights(rule, before, workers.weights, kept)
             workers = replace(workers, weights=mixed)
         yield workers, kept
