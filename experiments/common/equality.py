@@ -155,8 +155,31 @@ class Difference:
 
 def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Difference:
     """What the ranks ended with, against plain training in this process."""
+    expected = _reference(case, run, steps)
+    difference = state_difference(case.model, case.plan, expected, folder / run.name / "checkpoints", steps=steps)
+    return replace(difference, losses=_loss_difference(case, run, expected, folder))
+
+
+def moved_by_rounding(case: Case, run: RunSpec, *, steps: int) -> float:
+    """How far one process ends from itself where its first weights are rounded otherwise: the largest of three tries.
+
+    Depends on the model, the samples and the rate alone: small networks with BatchNorm and ReLU amplify rounding.
+    """
+    plain = _reference(case, run, steps)
+    names = trained_names(case.model)
+    moved = 0.0
+    for seed in range(3):
+        other = _reference(case, run, steps, rounded_by=seed)
+        states = (
+            largest_difference(plain.optimizer_state.get(name, {}), other.optimizer_state.get(name, {})) for name in names
+        )
+        moved = max(moved, largest_difference(plain.parameters, other.parameters, names), *states)
+    return moved
+
+
+def _reference(case: Case, run: RunSpec, steps: int, rounded_by: int | None = None) -> ReferenceResult:
     numerics = numerics_of(run, torch.device("cpu"))
-    expected = train_reference(
+    return train_reference(
         case.spec,
         case.plan,
         run_dataset(run, "train"),
@@ -168,9 +191,8 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
         model=case.model,
         numerics=numerics,
         recipe=case.recipe,
+        rounded_by=rounded_by,
     )
-    difference = state_difference(case.model, case.plan, expected, folder / run.name / "checkpoints", steps=steps)
-    return replace(difference, losses=_loss_difference(case, run, expected, folder))
 
 
 def state_difference(model: Model, plan: Plan, expected: ReferenceResult, checkpoints: Path, *, steps: int) -> Difference:

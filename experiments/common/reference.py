@@ -68,6 +68,7 @@ def train_reference(
     model: Model | None = None,
     numerics: TorchNumerics | None = None,
     recipe: TrainingRecipe = PLAIN,
+    rounded_by: int | None = None,
 ) -> ReferenceResult:
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
@@ -77,9 +78,12 @@ def train_reference(
         model: the Model the plan was made for; needed if placements and normalisation meet.
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
         recipe: done here by torch's own schedulers and groups of parameters.
+        rounded_by: a seed: begin with weights that are each up to one unit in the last place away.
     """
     numerics = numerics if numerics is not None else TorchNumerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
+    if rounded_by is not None:
+        _round_otherwise(module, rounded_by)
     named = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     order = order_of(data, plan.global_batch, seed)
@@ -129,6 +133,14 @@ def train_reference(
         losses=tuple(losses),
         loss_scale=updater.scale,
     )
+
+
+def _round_otherwise(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            units = torch.randint(-1, 2, parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * units)
 
 
 class _Updater:

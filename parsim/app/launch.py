@@ -31,11 +31,33 @@ from parsim.units import format_bytes
 
 
 def check_launchable(config: Question) -> None:
-    """Raise PlanError for a cluster of several nodes: all processes are started on this machine."""
+    """Raise PlanError for what no plan makes trainable here: several nodes (all processes are started on this machine), or keys
+    that are simulated alone."""
     if config.cluster.nodes > 1:
         raise PlanError(
             f"cluster.nodes = {config.cluster.nodes}: only the processes of one node can be started from here. Set "
             "cluster.nodes = 1 to train, or use `parsim plan` and `parsim simulate`, which take any number of nodes"
+        )
+    _check_trainable(config)
+
+
+def _check_trainable(config: Question) -> None:
+    training = config.training
+    if training.state_dtype or training.gradient_dtype:
+        key = "state_dtype" if training.state_dtype else "gradient_dtype"
+        raise PlanError(
+            f"training.{key} = {getattr(training, key)!r} can be planned, and not run: torch's optimizers keep state and "
+            f"gradients in the width of the weights; drop {key} to train"
+        )
+    if training.tune is not None and training.tune.storage is not None:
+        raise PlanError(
+            f"training.tune keeps frozen weights in {training.tune.storage}, which can be planned, and not run: torch has no "
+            f'such layers of its own; set training.tune = "lora:r={training.tune.rank}" to train'
+        )
+    if config.software.convolution is not None:
+        raise PlanError(
+            "[software] says how other software would run this model, and parsim runs it as eager PyTorch does; drop the table "
+            "to train, or keep it to plan"
         )
 
 
@@ -103,22 +125,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
     check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, kind)
-    if training.state_dtype or training.gradient_dtype:
-        key = "state_dtype" if training.state_dtype else "gradient_dtype"
-        raise PlanError(
-            f"training.{key} = {getattr(training, key)!r} can be planned, and not run: torch's optimizers keep state and "
-            f"gradients in the width of the weights; drop {key} to train"
-        )
-    if training.tune is not None and training.tune.storage is not None:
-        raise PlanError(
-            f"training.tune keeps frozen weights in {training.tune.storage}, which can be planned, and not run: torch has no "
-            f'such layers of its own; set training.tune = "lora:r={training.tune.rank}" to train'
-        )
-    if asked.question.software.convolution is not None:
-        raise PlanError(
-            "[software] says how other software would run this model, and parsim runs it as eager PyTorch does; drop the table "
-            "to train, or keep it to plan"
-        )
+    _check_trainable(asked.question)
 
 
 def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:

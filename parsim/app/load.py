@@ -168,7 +168,8 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
     """
     host, software = cluster.profile.host, config.priced_software
     if host is not None and host.launch_s:
-        return hosted(cluster, launches=software.launches, step_s=0.0 if software.row is None else software.row.step_s)
+        launches = software.launches_on(config.cluster.gpu or "")
+        return hosted(cluster, launches=launches, step_s=0.0 if software.row is None else software.row.step_s)
     if software.cuda_graphs:
         raise ConfigError(
             "software.cuda_graphs = true takes away what the host takes for each kernel, which "

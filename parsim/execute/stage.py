@@ -54,7 +54,7 @@ class StageReplica:
     Attributes:
         runnables: by component name.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
-        divided: of these the ones whose optimizer state is spread over their group (ZeRO).
+        divided: of these the ones whose optimizer state is spread over their group (ZeRO), and those of frozen parameters.
         gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
@@ -97,7 +97,7 @@ class StageReplica:
             self.runnables[name] = runnable
         self._loaded: dict[str, dict[str, Any]] = {}
         self._hold(layout.rank_parameters(rank))
-        divided = [bucket for bucket in layout.rank_buckets(rank) if layout.is_divided(bucket)]
+        divided = [bucket for bucket in layout.gathered_buckets(rank) if layout.is_divided(bucket)]
         self._move(stays=[self.parameters[p.name] for bucket in divided for p in bucket.parameters])
         self._exempt = exempt_names(self.module, recipe.no_weight_decay)
         self.divided = {
@@ -111,7 +111,7 @@ class StageReplica:
             )
             for bucket in divided
         }
-        self._divided_in = {p.name: number for number in self.divided for p in layout.buckets[number].parameters}
+        self._divided_in = {p.name: bucket.number for bucket in divided for p in bucket.parameters}
         self.buckets: dict[int, Tensor] = {
             bucket.number: self.divided[bucket.number].gradients
             if bucket.number in self.divided
@@ -206,7 +206,7 @@ class StageReplica:
 
     def own_bucket(self, bucket: int) -> int:
         """The bucket of this rank that holds what `bucket` does: its own, or that of its sharding group."""
-        if bucket in self.buckets:
+        if bucket in self.buckets or bucket in self.divided:
             return bucket
         family = self.layout.buckets[bucket].family
         first = family.begin + family.first_alike(bucket - family.begin)
@@ -219,7 +219,7 @@ class StageReplica:
     def unsharded_of(self, component: str) -> tuple[int, ...]:
         """The buckets of the component's parameters whose gradients come and go with every microbatch (ZeRO 2)."""
         buckets = self.layout.unsharded_buckets(component)
-        return tuple(bucket.number for bucket in buckets if bucket.number in self.divided)  # others are of other shards
+        return tuple(bucket.number for bucket in buckets if bucket.number in self.buckets)  # others are of other shards
 
     def _stepped(self, group: str) -> list[Stepped]:
         """What the optimizer of a group steps: its trainable parameters, or its parts of divided buckets."""
@@ -292,7 +292,7 @@ class StageReplica:
             if state:
                 optimizer[name], fragments["optimizer"][name] = state, fragment
 
-        for bucket in self.layout.rank_buckets(self.rank):
+        for bucket in self.layout.gathered_buckets(self.rank):
             if bucket.family.first_alike(place := bucket.number - bucket.family.begin) != place:
                 continue  # the first sharding group contributes it
             divided = self.divided.get(bucket.number)
@@ -303,7 +303,7 @@ class StageReplica:
             if divided is not None:
                 states = [self.updates.state_of(run.tensor, divided.group) for run in divided.runs]
                 for name, (fragment, span) in divided.parts.items():
-                    state = states[divided.run_of(name)]
+                    state = states[divided.run_of(name)] if states else {}
                     weight_part = divided.chunk.data[span] if divided.stage >= 3 else None
                     add(name, fragment, weight_part, divided.state_of(name, state) if state else {})
         for held in self.layout.frozen[self.rank]:
@@ -356,7 +356,7 @@ class StageReplica:
             restore_tensors({name: self.parameters[name]}, {name: weight})
         if number is None:
             self._loaded[name] = state
-        elif name in self.divided[number].parts:
+        elif held.trainable and name in self.divided[number].parts:
             divided = self.divided[number]
             divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 

@@ -39,12 +39,13 @@ class ChunkRun(NamedTuple):
 
 
 class DividedBucket:
-    """A bucket whose optimizer state is spread over its group; this rank is `place` in it.
+    """A bucket whose optimizer state, or frozen parameters, are spread over its group; this rank is `place` in it.
 
     Attributes:
         parameters: the flat padded array. chunk: this rank's part as a parameter; its `.grad` is its part of the gradients.
         stage: of ZeRO, for this bucket. group: of its parameters.
-        gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part.
+        gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part;
+            nothing of frozen parameters.
         parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
         runs: what the optimizer steps: the chunk, or pieces of it where some of its parameters are `exempt` from weight decay.
     """
@@ -62,7 +63,7 @@ class DividedBucket:
         """`held`: the parameters, on any device. They become views of the flat array on `device`."""
         first = held[bucket.parameters[0].name]
         size = bucket.chunk_elements
-        self._bucket = bucket
+        self.bucket = bucket
         self.stage = stage
         self.group = bucket.first[0].group
         self._held = {entry.name: held[entry.name] for entry in bucket.parameters}
@@ -78,15 +79,18 @@ class DividedBucket:
             if begin < end:
                 spread = fragment_of(entry)._replace(start=begin - offset, stop=end - offset, shape=tuple(parameter.shape))
                 self.parts[entry.name] = spread, slice(begin - start, end - start)
-        self.chunk = nn.Parameter(self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop])
-        if stage >= 2:
+        own = self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop]
+        self.chunk = nn.Parameter(own, requires_grad=bucket.trainable)
+        if not bucket.trainable:
+            self.gradients = self.chunk.new_empty(0)
+        elif stage >= 2:
             self.gradients = torch.zeros_like(self.chunk.data)
             self.chunk.grad = self.gradients
         else:
             self.gradients = torch.zeros_like(self.parameters)
             self._show(self.gradients)
             self.chunk.grad = self.gradients[start:stop]
-        self.runs = self._cut(exempt)
+        self.runs = self._cut(exempt) if bucket.trainable else ()
         self._whole: Tensor | None = None
         self._elements = len(self.parameters)
         if stage >= 3:
@@ -94,7 +98,7 @@ class DividedBucket:
 
     def _offsets(self) -> Iterator[tuple[HeldParameter, int]]:
         offset = 0
-        for entry in self._bucket.parameters:
+        for entry in self.bucket.parameters:
             yield entry, offset
             offset += entry.elements
 

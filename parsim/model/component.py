@@ -99,7 +99,7 @@ class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
     `element_bytes`: no whole number for weights in 4 bits, with their scales.
-    `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, and only ZeRO 3 sends it.
     `group`: the update group that it belongs to, and the row of OPTIMIZERS that updates this group; "" for the usual one.
     `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
     """

@@ -186,8 +186,8 @@ def tuned(model: Model, tuning: Tuning | None) -> Model:
         return model
     trained = sum(parameter.elements for parameter in model.trainable_parameters)
     counts = (
-        f"{format_count(trained)} of {format_count(model.parameter_count)} parameters are trained, and every replica holds the "
-        "frozen ones whole"
+        f"{format_count(trained)} of {format_count(model.parameter_count)} parameters are trained; ZeRO 3 divides the frozen "
+        "ones too"
     )
     return replace(stored(model, tuning), assumptions=(*model.assumptions, f"fine-tuning: {tuning.text()}; {counts}"))
 

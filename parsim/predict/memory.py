@@ -406,23 +406,27 @@ def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[
     """Bytes of parameters and gradients as held all the time.
 
     With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
-    that part (stage 2), and only its parameters (stage 3). Frozen parameters are in no bucket: every rank that uses one
-    holds it whole, under ZeRO 3 too.
+    that part (stage 2), and only its parameters (stage 3). Frozen parameters are divided under ZeRO 3 alone.
 
     Leaves out: of weights in 8 bits the transposed copy that Hopper's products need, and that buckets are gathered in them.
     """
     layout = kept.layout
 
     parameters, gradients, divided = 0, 0, 1
-    for bucket in layout.rank_buckets(rank):
+    frozen = set[str]() if len(layout.model.trainable_parameters) < len(layout.model.parameters) else None
+    for bucket in layout.gathered_buckets(rank):
         ranks = len(bucket.group)
         stage = layout.zero_stage(bucket.family, ranks)
         size = bucket.family.padded_bytes(ranks) if stage else bucket.size_bytes
         parameters += size // ranks if stage >= 3 else size
-        gradients += size // ranks if stage >= 2 else size
         divided = max(divided, ranks) if stage >= 3 else divided
-    if len(layout.model.trainable_parameters) < len(layout.model.parameters):
-        parameters += sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
+        if bucket.trainable:
+            gradients += size // ranks if stage >= 2 else size
+        elif frozen is not None:
+            frozen.update(held.name for held in bucket.first)
+    if frozen is not None:
+        whole = (held for held in layout.rank_parameters(rank) if not held.trainable and held.name not in frozen)
+        parameters += sum(held.size_bytes for held in whole)
     spared = 0.0
     if numerics.weight_dtype:
         elements = sum(_low_elements(kept.component(name)) for name in layout.rank_components(rank))
@@ -656,7 +660,7 @@ def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     place = plan.stage_of_rank(rank)
     few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
-    by_use = dict(zip(uses, bucket_bytes(layout, uses, layout.rank_buckets(rank)), strict=True))
+    by_use = dict(zip(uses, bucket_bytes(layout, uses, layout.gathered_buckets(rank)), strict=True))
     if layout.shards_alike:
         return by_use
     return {use: size for use, size in by_use.items() if layout.runs_on(rank, use.component)}
@@ -742,14 +746,14 @@ def _values_sent(here: RankValues) -> list[_Sent]:
 
 
 def _buckets_sent(layout: PlanIndex, rank: int) -> list[_Sent]:
-    """The largest gradient bucket of every group of ranks, and the largest part that sharding groups sum."""
+    """The largest bucket of every group of ranks, and the largest part that sharding groups sum."""
     largest: dict[int, _Sent] = {}
-    for bucket in layout.rank_buckets(rank):
+    for bucket in layout.gathered_buckets(rank):
         size = bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes
         group = id(bucket.group)  # buckets of the same ranks share one tuple
         if len(bucket.group) > 1 and (group not in largest or size > largest[group].size_bytes):
             largest[group] = _Sent(("dp", bucket.group), size)
-        if (work := replica_sum_work(layout, bucket, rank)) is not None:
+        if bucket.trainable and (work := replica_sum_work(layout, bucket, rank)) is not None:
             sums = -1 - group
             if sums not in largest or work.size_bytes > largest[sums].size_bytes:
                 largest[sums] = _Sent(("dp", work.group), work.size_bytes)

@@ -63,6 +63,11 @@ class Bucket:
         return self.family.elements
 
     @property
+    def trainable(self) -> bool:
+        """False: of frozen parameters, which ZeRO 3 divides and gathers, and which have no gradients."""
+        return self.family.first[0].trainable
+
+    @property
     def size_bytes(self) -> int:
         return self.family.size_bytes
 
@@ -115,13 +120,13 @@ class Buckets(Sequence[Bucket]):
     """The buckets of a plan by number. Each is made when somebody asks for it: most ranks are interchangeable with others.
 
     Args:
-        families: in their order; the first begins at 0.
+        families: in their order. The first begins at 0, or behind the buckets of gradients if they are of frozen parameters.
     """
 
     def __init__(self, families: Sequence[BucketFamily]) -> None:
         self.families = tuple(families)
         self._begins = [family.begin for family in families]
-        self._count = self._begins[-1] + len(families[-1].groups) if families else 0
+        self._count = self._begins[-1] + len(families[-1].groups) - self._begins[0] if families else 0
         self._made: dict[int, Bucket] = {}
 
     def of(self, family: BucketFamily, place: int) -> Bucket:
@@ -161,7 +166,7 @@ class Buckets(Sequence[Bucket]):
             return tuple(self[place] for place in range(*number.indices(self._count)))
         if not -self._count <= number < self._count:
             raise IndexError(f"bucket {number} of {self._count}")
-        number %= self._count
+        number = number % self._count + self._begins[0]
         family = self.families[bisect_right(self._begins, number) - 1]
         return self.of(family, number - family.begin)
 
@@ -221,7 +226,7 @@ def _held_by(model: Model, name: str, placement: Placement) -> Mapping[str, _Hel
         first = hold(component, placement, parameter, 0)
         is_cut = first.part is not None
         kind = ("shard", placement.ways) if is_cut else holding(component, placement, parameter.name)[:2]
-        kind = (*kind, parameter.expert_ways, parameter.group)
+        kind = (*kind, parameter.expert_ways, parameter.group, None if parameter.trainable else parameter.element_bytes)
         by_name[parameter.name] = _Held(parameter, component, first, first.size_bytes, kind)
     return by_name
 
@@ -229,12 +234,12 @@ def _held_by(model: Model, name: str, placement: Placement) -> Mapping[str, _Hel
 class _Closed:
     """Families of buckets as they are closed, one after the other."""
 
-    def __init__(self, plan: Plan, placements: Mapping[str, Placement], group_copies: int) -> None:
+    def __init__(self, plan: Plan, placements: Mapping[str, Placement], group_copies: int, begin: int) -> None:
         self.families: list[BucketFamily] = []
         self._plan = plan
         self._placements = placements
         self._group_copies = group_copies
-        self._count = 0
+        self._count = begin
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
 
@@ -288,6 +293,7 @@ def gradient_buckets(
     holders: Mapping[str, tuple[int, ...]],
     *,
     frozen: bool = False,
+    begin: int = 0,
 ) -> Buckets:
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
@@ -297,7 +303,7 @@ def gradient_buckets(
     buckets of its own.
 
     Args:
-        frozen: group the frozen parameters instead, by the ranks that hold them.
+        frozen: group the frozen parameters instead; below ZeRO 3 by all ranks that hold them. begin: the first number.
     """
     chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
     places = plan.stage_places
@@ -309,7 +315,8 @@ def gradient_buckets(
             if held.parameter.trainable is not frozen:
                 chunks.setdefault(name, {})[chunk] = None
                 first.setdefault((name, places[chunk]), held)
-    closed = _Closed(plan, placements, plan.mesh.copies if frozen else plan.mesh.group_copies)
+    whole = frozen and plan.zero_stage < 3
+    closed = _Closed(plan, placements, plan.mesh.copies if whole else plan.mesh.group_copies, begin)
     by_stages: dict[tuple[int, ...], list[str]] = {}
     for name in chunks:
         by_stages.setdefault(holders[name], []).append(name)

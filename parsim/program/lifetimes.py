@@ -1252,7 +1252,7 @@ def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
     uses = uses_of(layout, layout.plan.stage_of_rank(rank))
     here = [number for number, use in enumerate(uses) if use in computed]
     tasks_here = [computed[uses[number]] for number in here]
-    numbers = {bucket.number for bucket in layout.rank_buckets(rank)}
+    numbers = {bucket.number for bucket in layout.gathered_buckets(rank)}
     for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, numbers):
         begins, ends = bisect_left(here, ahead), bisect_right(here, last)
         beginning = rooms.at(tasks_here[begins - 1]).beginning_parameters if begins else rooms.first_parameters

@@ -618,12 +618,19 @@ class PlanIndex(PlacedModel):
         """The buckets of the plan's gradients, by number."""
         return gradient_buckets(self.plan, self.model, self.placement, self.holders)
 
-    @shared("buckets")
+    @shared("zero")
+    def frozen_buckets(self) -> Buckets:
+        """The frozen parameters in buckets, numbered behind those of gradients."""
+        begin = len(self.buckets)
+        return gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True, begin=begin)
+
+    @shared("zero")
     def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
-        """By rank the frozen parameters, or pieces, of which it is the first holder."""
+        """By rank the frozen parameters, or pieces, that lie whole on every holder, and of which it is the first."""
         frozen: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
-        for bucket in gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True):
-            frozen[bucket.group[0]] += bucket.parameters
+        for bucket in self.frozen_buckets:
+            if not self.is_divided(bucket) and bucket.family.first_alike(place := bucket.number - bucket.family.begin) == place:
+                frozen[bucket.group[0]] += bucket.parameters
         return {rank: tuple(parameters) for rank, parameters in frozen.items()}
 
     @shared("buckets")
@@ -632,10 +639,25 @@ class PlanIndex(PlacedModel):
 
     def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that hold the gradients of a rank's parameters."""
-        if rank not in self._rank_buckets:
-            places = self.buckets.places(lambda group: rank in group)
-            self._rank_buckets[rank] = tuple([self.buckets.of(family, place) for family, place in places])
-        return self._rank_buckets[rank]
+        return self._of_rank(self.buckets, self._rank_buckets, rank)
+
+    @shared("zero")
+    def _rank_frozen(self) -> dict[int, tuple[Bucket, ...]]:
+        return {}
+
+    def gathered_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """`rank_buckets`, and those of the frozen parameters that the rank has a part of (ZeRO 3)."""
+        if self.plan.zero_stage < 3:
+            return self.rank_buckets(rank)
+        frozen = self._of_rank(self.frozen_buckets, self._rank_frozen, rank)
+        return (*self.rank_buckets(rank), *filter(self.is_divided, frozen))
+
+    @staticmethod
+    def _of_rank(buckets: Buckets, known: dict[int, tuple[Bucket, ...]], rank: int) -> tuple[Bucket, ...]:
+        if rank not in known:
+            places = buckets.places(lambda group: rank in group)
+            known[rank] = tuple([buckets.of(family, place) for family, place in places])
+        return known[rank]
 
     def is_divided(self, bucket: Bucket) -> bool:
         """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
@@ -648,16 +670,17 @@ class PlanIndex(PlacedModel):
     def zero_stage(self, family: BucketFamily, ranks: int) -> int:
         """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
         bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
-        parameters.
+        parameters. Frozen ones have only parameters to divide: stage 3, or 0.
         """
-        if ranks == 1:
+        frozen = not family.first[0].trainable
+        if ranks == 1 or (frozen and self.plan.zero_stage < 3):
             return 0
         if self.plan.zero_stage < 2:
             return self.plan.zero_stage
         if family.begin not in self._zero_stages:
             users = [name for parameter in family.first for name in self._users[parameter.name]]
             divided = len({self.chunk_of[name] for name in users}) == 1 and not self.differentiable.isdisjoint(users)
-            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
+            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 0 if frozen else 1
         return self._zero_stages[family.begin]
 
     def updated_elements(self, family: BucketFamily, ranks: int) -> int:
@@ -681,7 +704,8 @@ class PlanIndex(PlacedModel):
     @shared("zero")
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
         buckets: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
-        for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
+        frozen = self.frozen_buckets if self.plan.zero_stage >= 3 else ()
+        for bucket in (*self.buckets, *frozen) if self.plan.zero_stage >= 2 else ():
             for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
                 buckets[name][bucket.number] = bucket
         if self.plan.zero_stage >= 3:

@@ -79,7 +79,7 @@ def estimated_s(
     longest_s = by_count([chain.longest_s for chain in chains])
     # beside a component that is longer than a stage, its place has the other stages of a place too
     others_s = (chunks - 1) * (forward_s + backward_s - longest_s) / np.maximum(1, mesh.pp * chunks - 1)
-    sent = [[_sent_s(problem, mesh, each.parameters, zero) for zero in stages] for each in held]
+    sent = [[_sent_s(problem, mesh, each, zero) for zero in stages] for each in held]
     once_s, every_s, late_s = np.moveaxis(np.array(sent, dtype=np.float64), -1, 0)[:, :, None, :]
     updates_s = np.array([update_s(problem, mesh, zero) for zero in stages])
     sums_s = once_s + count * every_s
@@ -203,13 +203,15 @@ def _middle_bytes(problem: PlanningProblem, samples: int) -> int:
     return int(np.median(crossing_bytes(problem, samples)))
 
 
-def _sent_s(problem: PlanningProblem, mesh: Mesh, parameter_bytes: float, stage: int) -> tuple[float, float, float]:
+def _sent_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int) -> tuple[float, float, float]:
     """Seconds of gradients and gathered parameters that computation may hide, once per step and per microbatch; and of those
     that follow the optimizer."""
     if mesh.copies == 1:
         return 0.0, 0.0, 0.0
-    summed, gathered, across = sent_s(problem, mesh, max(1, round(parameter_bytes / mesh.pp)), min(stage, 1))
+    summed, gathered, across = sent_s(problem, mesh, max(1, round(held.trained / mesh.pp)), min(stage, 1))
     if stage == 3:
+        if held.frozen:
+            gathered += sent_s(problem, mesh, max(1, round(held.frozen / mesh.pp)), 1).gathered_s
         return across, summed + 2 * gathered, 0.0
     return (across, summed, gathered) if stage == 2 else (summed + across, 0.0, gathered)
 

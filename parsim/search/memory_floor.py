@@ -217,14 +217,13 @@ def _prints(problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
 
 
 class WeightParts(NamedTuple):
-    """Bytes of the mean tp rank: what every rank holds, and by number of tp ranks that hold the same the optimizer state, the
-    gradients and the parameters, which ZeRO divides over these ranks and their copies."""
+    """Bytes of the mean tp rank, by number of tp ranks that hold the same: the optimizer state, the gradients and the
+    parameters (frozen ones too), which ZeRO divides over these ranks and their copies."""
 
-    whole: float
     divided: tuple[tuple[int, tuple[float, float, float]], ...]
 
     def bytes_at(self, stage: int, copies: int) -> float:
-        return self.whole + sum(
+        return sum(
             size / (copies * ranks) if number <= stage else size
             for ranks, sizes in self.divided
             for number, size in enumerate(sizes, start=1)
@@ -270,19 +269,19 @@ def weight_parts(problem: PlanningProblem, tp: int, component: Component, placem
 
 
 def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:
-    whole, divided = 0.0, dict[int, list[float]]()
+    divided = dict[int, list[float]]()
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
         groups = alike(component, placement, parameter.name, tp)
         holders = sum(len(group) for group in groups) / tp
-        if not parameter.trainable:
-            whole += holders * held.size_bytes
-            continue
         sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
+        if not parameter.trainable:
+            sizes[2] += holders * held.size_bytes
+            continue
         state = problem.device_bytes_per_element(parameter.optimizer) * held.elements
         for number, size in enumerate((state, held.size_bytes, held.size_bytes)):
             sizes[number] += holders * size
-    return WeightParts(whole, tuple((ranks, (sizes[0], sizes[1], sizes[2])) for ranks, sizes in divided.items()))
+    return WeightParts(tuple((ranks, (sizes[0], sizes[1], sizes[2])) for ranks, sizes in divided.items()))
 
 
 # Bytes of one microbatch that the components keep at least for their backward.
@@ -486,11 +485,12 @@ def missing_bytes(
 
 
 class HeldTotals(NamedTuple):
-    """Bytes of the mean tp rank that holds the whole model: by ZeRO stage its weights, the trainable parameters alone, what is
-    saved of one microbatch, and what is kept of it whatever is recomputed."""
+    """Bytes of the mean tp rank that holds the whole model: by ZeRO stage its weights, the trainable parameters, the frozen
+    ones, what is saved of one microbatch, and what is kept of it whatever is recomputed."""
 
     weights: tuple[float, ...]
-    parameters: float
+    trained: float
+    frozen: float
     saved: float
     kept: float
 
@@ -500,15 +500,15 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
     kinds = _kinds(problem, mesh.tp, tuple(placed))
     copies = mesh.group_copies
     weights = tuple(sum(number * parts.bytes_at(stage, copies) for number, *_, parts in kinds) for stage in ZERO_STAGES)
-    parameters = sum(number * sizes[2] for number, *_, parts in kinds for _, sizes in parts.divided)
+    trained, every = (sum(number * sizes[of] for number, *_, parts in kinds for _, sizes in parts.divided) for of in (1, 2))
     if problem.activation_offload:
-        return HeldTotals(weights=weights, parameters=parameters, saved=0.0, kept=0.0)
+        return HeldTotals(weights=weights, trained=trained, frozen=every - trained, saved=0.0, kept=0.0)
     saved = sum(
         number * saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
         for number, component, placement, _ in kinds
     )
     kept = saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum())
-    return HeldTotals(weights=weights, parameters=parameters, saved=saved, kept=kept)
+    return HeldTotals(weights=weights, trained=trained, frozen=every - trained, saved=saved, kept=kept)
 
 
 @once

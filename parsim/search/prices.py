@@ -331,10 +331,9 @@ class Prices:
         rate = self.problem.device_bytes_per_element
         state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))
         alike_ranks = self.mesh.group_copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
-        by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
+        by_stage = enumerate((state, weights, own.parameter_bytes), start=1)  # what ZeRO divides: the last are the parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
         kept = saved + cast
-        frozen = own.parameter_bytes - weights
-        return held + frozen + component.buffer_bytes + self.in_flight * kept
+        return held + component.buffer_bytes + self.in_flight * kept

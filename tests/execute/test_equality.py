@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from experiments.common.equality import Case, compare_case, even_plan, launched, run_cases, trained_names
+from experiments.common.equality import Case, compare_case, even_plan, launched, moved_by_rounding, run_cases, trained_names
 from experiments.common.forked import run_job
 from experiments.common.mixed import MODELS as MIXED
 from experiments.common.mixed import random_case
@@ -46,6 +46,7 @@ from tests.execute.small_plans import ADAM, ADAMW, BERT, CLIP, GPT, MLP, MODELS,
 from tests.matrix.kinds import GAME
 
 EXACT = 1e-10
+AMPLIFIED = 1e-8
 CPU = torch.device("cpu")
 GROUPS = Mesh(dp=4, dp_shard=2)
 
@@ -368,11 +369,17 @@ LAUNCHES = {
 
 
 def assert_equal_to_one_process(cases: list[Case], folder: Path, *, steps: int, tolerance: float = EXACT) -> None:
-    """Train all in one launch, and compare each with single-process training."""
+    """Train all in one launch, and compare each with single-process training.
+
+    A row beyond the tolerance is allowed as far as one process is moved by rounding its first weights otherwise (`resnet_small`
+    with momentum: 2e-10 after 10 steps, 2e-9 after 20), and never beyond AMPLIFIED: a lost gradient is at least 1e-5.
+    """
     apart = []
     for item, run in zip(cases, run_cases(cases, folder, steps=steps), strict=True):
         difference = compare_case(item, run, folder, steps=steps)
-        if not difference.worst <= tolerance:
+        if difference.worst <= tolerance:
+            continue
+        if not (difference.worst <= AMPLIFIED and difference.worst <= moved_by_rounding(item, run, steps=steps)):
             apart.append(f"{item}: {difference}")
     assert not apart, "\n".join(apart)
 

@@ -151,3 +151,9 @@ def test_a_row_that_lists_other_states_than_torch_keeps_is_refused(row: str, mes
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "my_extensions:RMSPROP"])
 def test_every_row_lists_what_torch_keeps(name: str) -> None:
     check_states(name)
+    row, parameter = OPTIMIZERS[name], torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = row.make([parameter], row.learning_rate)
+    optimizer.step()
+    kept = {key for key, value in optimizer.state[parameter].items() if getattr(value, "shape", ()) == parameter.shape}
+    assert kept == set(row.states)

@@ -22,7 +22,9 @@ from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.predict.memory import plan_memory  # noqa: E402
+from parsim.program.lower import lower  # noqa: E402
 from parsim.program.placed import PlanIndex  # noqa: E402
+from parsim.work import Collective  # noqa: E402
 from tests.execute import frozen_modules  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, bytes_kept  # noqa: E402
 from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E402
@@ -102,9 +104,13 @@ def test_memory_and_communication_count_what_is_trained(zero_stage: int) -> None
     plan = even_plan(spec("adapters"), Mesh(dp=2), strategy="dp", batch=8, zero_stage=zero_stage)
     layout = PlanIndex(plan, model)
     assert sum(bucket.size_bytes for bucket in layout.buckets) == trained
+    assert sum(bucket.size_bytes for bucket in layout.frozen_buckets) == frozen
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices=[0, 1])
     lines = dict(plan_memory(layout, cluster, Numerics(optimizer="adam"))[0].lines)
-    assert lines["parameters"] == frozen + (trained if zero_stage < 3 else trained // 2)
+    assert lines["parameters"] == (frozen + trained if zero_stage < 3 else (frozen + trained) // 2)
+    works = [task.work for task in lower(plan, model).tasks]
+    gathered = sum(work.size_bytes for work in works if isinstance(work, Collective) and work.operation == "all_gather")
+    assert gathered >= frozen if zero_stage == 3 else gathered == (trained if zero_stage else 0)
     assert lines["gradients"] == (trained if zero_stage < 2 else trained // 2)
     assert lines["optimizer_state"] == 2 * (trained if zero_stage < 1 else trained // 2)
 
@@ -128,6 +134,7 @@ def quick_cases() -> list[Case]:
             ("adapters", Mesh(dp=2), 1, 0, "1f1b"),
             ("adapters", Mesh(dp=2), 2, 3, "1f1b"),
             ("frozen_start", Mesh(pp=2), 2, 0, "1f1b"),
+            ("frozen_start", Mesh(dp=2), 2, 3, "1f1b"),
             ("frozen_middle", Mesh(pp=2), 4, 0, "zero-bubble"),
             ("biases_only", Mesh(dp=2), 2, 2, "1f1b"),
             ("parametrized_adapters", Mesh(dp=2), 1, 1, "1f1b"),

@@ -63,23 +63,24 @@ INDEX_IS_COMPUTED: dict[str, Callable[[Looks, Tensor], Tensor]] = {
 }
 
 
-def check(way: Callable[[Looks, Tensor], Tensor], high: int, low: int = 0) -> None:
-    """As a trace checks such a net with declared ids."""
+def check(way: Callable[[Looks, Tensor], Tensor], high: int, low: int = 0) -> list[set[tuple[str, int]]]:
+    """As a trace checks a net with declared ids; of two batches the inputs that are indices, with the rows of the table."""
     module, entry = Looks(way), ModelInput("ids", (2,), dtype="int64", high=high, low=low)
     small, large = (run_recorded(module, (torch.zeros(batch, 2, dtype=torch.int64),), {}, loss=None) for batch in (2, 3))
     check_index_ranges(small, large, (entry,), "net")
+    return [{(lookup.name, lookup.rows) for lookup in lookups(recording)} for recording in (small, large)]
 
 
 @pytest.mark.parametrize("kind", INDEX_IS_THE_INPUT)
 def test_an_input_as_an_index_beyond_the_table_is_refused(kind: str) -> None:
     with pytest.raises(ModelError, match=rf"ids holds integers from 0 to {ROWS}, and .*must lie from .*give ids high = {ROWS}"):
         check(INDEX_IS_THE_INPUT[kind], ROWS + 1)
-    check(INDEX_IS_THE_INPUT[kind], ROWS)
+    assert check(INDEX_IS_THE_INPUT[kind], ROWS) == [{("input:0", ROWS)}] * 2
 
 
 @pytest.mark.parametrize("kind", INDEX_IS_COMPUTED)
 def test_an_index_computed_of_an_input_is_not(kind: str) -> None:
-    check(INDEX_IS_COMPUTED[kind], 100)
+    assert check(INDEX_IS_COMPUTED[kind], 100) == [set(), set()]
 
 
 def test_negative_indices_count_from_the_end_of_a_tensor_and_not_of_an_embedding() -> None:
@@ -90,7 +91,8 @@ def test_negative_indices_count_from_the_end_of_a_tensor_and_not_of_an_embedding
 
 def test_a_table_that_grows_with_the_batch_has_no_bound() -> None:
     """Samples that are put in another order."""
-    check(lambda net, ids: net.rows[:1] * torch.zeros(len(ids), 1)[ids], 100)
+    indices = check(lambda net, ids: net.rows[:1] * torch.zeros(len(ids), 1)[ids], 100)
+    assert indices == [{("input:0", 2)}, {("input:0", 3)}]
 
 
 def test_example_inputs_of_the_python_api() -> None:

@@ -35,23 +35,27 @@ def asked(**change: object) -> CalibrationRequest:
 
 
 @pytest.mark.parametrize(
-    ("found", "change", "words"),
+    ("found", "change", "words", "other"),
     [
-        (replace(FOUND, cuda_build=""), {}, "built without CUDA"),
-        (replace(FOUND, gpus=()), {}, "sees no GPU"),
-        (FOUND, {"nproc": 2}, "2 ranks need a GPU each, this machine has 1; use --nproc 1"),
-        (replace(FOUND, gpus=(V100,)), {"precision": "tf32"}, r"tf32 needs compute capability 8.0, a Tesla V100 has 7.0"),
-        (replace(FOUND, gpus=(replace(A100, free_bytes=GIB),)), {}, "less than 4 GiB free"),
+        (replace(FOUND, cuda_build=""), {}, "built without CUDA", {}),
+        (replace(FOUND, gpus=()), {}, "sees no GPU", {}),
+        (FOUND, {"nproc": 2}, "2 ranks need a GPU each, this machine has 1; use --nproc 1", {"nproc": 1}),
+        (
+            replace(FOUND, gpus=(V100, V100)),
+            {"precision": "tf32"},
+            r"tf32 needs compute capability 8.0, a Tesla V100 has 7.0; measure fp32 or amp_fp16",
+            {"precision": "amp_fp16"},
+        ),
+        (replace(FOUND, gpus=(replace(A100, free_bytes=GIB),)), {}, "less than 4 GiB free", {}),
     ],
 )
-def test_gpus_that_cannot_are_refused_with_what_to_change(found: Found, change: dict[str, object], words: str) -> None:
+def test_gpus_that_cannot_are_refused_and_what_the_message_says_is_taken(
+    found: Found, change: dict[str, object], words: str, other: dict[str, object]
+) -> None:
+    """What the message says: another machine, or the same one with other arguments."""
     with pytest.raises(ConfigError, match=words):
         check_gpus(asked(**change), found)
-
-
-def test_gpus_that_can_are_taken() -> None:
-    check_gpus(asked(precision="tf32"), FOUND)
-    check_gpus(asked(precision="amp_fp16"), replace(FOUND, gpus=(V100, V100)))
+    check_gpus(asked(**change | other), found if other else FOUND)
 
 
 def test_models_are_held_once_per_batch_and_must_fit_side_by_side() -> None:

@@ -5,10 +5,11 @@ reduce_scatter leaves every rank its part of the sum, which it accumulates over 
 buckets is being sent while the next fills: a backward that begins a bucket waits until those closed before the last ones
 are gone.
 
-With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the
-last one before others are needed. They are gathered while the previous computation runs on other parameters, and not
-earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are whole. Without
-`backward_prefetch` it waits, in the backward, for all computation before, and stands behind the last reduce_scatter.
+With ZeRO 3 a bucket's parameters, frozen ones too, are whole from an all_gather before the first forward or backward that
+needs them to the last one before others are needed. They are gathered while the previous computation runs on other
+parameters, and not earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are
+whole. Without `backward_prefetch` it waits, in the backward, for all computation before, and stands behind the last
+reduce_scatter.
 
 Why it cannot deadlock: all ranks of a place on the pp axis have the same list of computation, and all_gathers and
 reduce_scatters follow one order along it. Whatever one of them waits for comes earlier in both, and a computation waits
@@ -90,8 +91,8 @@ def gradient_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[in
     weights: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
         if name not in weights:
-            every = layout.unsharded_buckets(name)
-            here = every if kept is None else tuple([bucket for bucket in every if bucket.number in kept])
+            every = [bucket for bucket in layout.unsharded_buckets(name) if bucket.trainable]
+            here = tuple(every if kept is None else [bucket for bucket in every if bucket.number in kept])
             weights[name] = layout.weight_phase(name), here
         weight_phase, buckets = weights[name]
         if phase is weight_phase:
@@ -166,7 +167,8 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
-    ranks = {number: draft.kept(group) for number, group in layout.buckets.groups.items()}
+    groups = layout.buckets.groups | (layout.frozen_buckets.groups if layout.plan.zero_stage >= 3 else {})
+    ranks = {number: draft.kept(group) for number, group in groups.items()}
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
         every = (bucket for name in dict.fromkeys(use.component for use in uses) for bucket in layout.unsharded_buckets(name))
