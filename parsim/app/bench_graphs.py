@@ -151,7 +151,7 @@ def bench_graphs(
 
     for name in models:
         if name not in MODELS:
-            raise ConfigError(f"unknown model {name!r} of the graph bench{near_matches(name, MODELS)}; use {', '.join(MODELS)}")
+            raise ConfigError(f"unknown model {name!r} of the graph bench{near_matches(name, MODELS)}")
     compared = tuple(dict.fromkeys(graphs or GRAPHS))
     if len(compared) < 2:
         raise ConfigError(f"graphs are compared, and {', '.join(compared)} is one; add another, for example all_reduce")

@@ -29,7 +29,7 @@ al. 2015; Arjevani, Shamir, Srebro 2020). Leaves out adaptive optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -223,5 +223,5 @@ def _contraction(matrix: Matrix) -> float:
 
 def _late_limit(matrix: Matrix) -> float:
     """The least s with |lambda - s| = 1 over the eigenvalues of W: exact where W is normal, as all graphs here are."""
-    values: Sequence[complex] = np.fft.fft(matrix[0]) if _is_circulant(matrix) else np.linalg.eigvals(matrix)
-    return float(min(value.real + math.sqrt(max(0.0, 1.0 - value.imag**2)) for value in map(complex, values)))
+    values = (np.fft.fft(matrix[0]) if _is_circulant(matrix) else np.linalg.eigvals(matrix)).astype(np.complex128)
+    return float((values.real + np.sqrt(np.maximum(0.0, 1.0 - values.imag**2))).min())

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import kendalltau, rankdata
 from torch import Tensor
@@ -261,7 +263,7 @@ def _connections(rule: Synchronisation, step: int, n: int) -> int:
 
 def norms(training: LocalTraining, weights: Tensor) -> Values:
     """The L2 norm of every parameter tensor on every replica: float64 [n, tensors]."""
-    pieces = weights.split([size for _, size in training.tensors], dim=1)
+    pieces = torch.split(weights, [size for _, size in training.tensors], dim=1)
     return np.stack([piece.double().norm(dim=1).numpy() for piece in pieces], axis=1)
 
 
@@ -327,7 +329,7 @@ def relations(runs: Iterable[BenchRun]) -> list[BenchRow]:
         if len(scores) < 2:
             raise AlgorithmError("relations between ways need at least two of them; add a graph")
         quantities = {"connections": _per_way(group, lambda run: run.connections)}
-        quantities |= {metric: _per_way(group, lambda run, metric=metric: run.spread(metric)) for metric in ALL_METRICS}
+        quantities |= {metric: _per_way(group, partial(BenchRun.spread, metric=metric)) for metric in ALL_METRICS}
         for name, values in quantities.items():
             taus = {"tau_with_score": kendall_tau(values, scores), "tau_with_mean_replica_score": kendall_tau(values, own)}
             rows.append({**group[0].setting, "of": name, **taus})

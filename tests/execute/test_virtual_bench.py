@@ -112,7 +112,7 @@ def test_the_bench_for_users_tells_scores_relations_and_what_cannot_be() -> None
     assert list(found.table()["n"]) == [4, 4]
     assert found.findings()[-1].startswith("iid: Kendall's tau of accuracy (of the replicas' own accuracy) with connections")
     assert set(found.to_dict()) == {"dbench", "dbench_ranks", "dbench_relations", "dbench_tensors", "findings"}
-    with pytest.raises(ConfigError, match="unknown model 'mpl' of the graph bench; did you mean 'mlp'"):
+    with pytest.raises(ConfigError, match=r"unknown model 'mpl' of the graph bench; did you mean mlp\?"):
         parsim.bench_graphs(models=("mpl",))
     with pytest.raises(ConfigError, match="graphs are compared, and ring is one; add another"):
         parsim.bench_graphs(("ring",))
