@@ -100,7 +100,7 @@ def stages_of(training: LocalTraining) -> list[tuple[str, ...]]:
 def course(loss: Loss, rule: Synchronisation, rate: float, steps: int) -> tuple[list[float], float, float]:
     """|grad f|^2 at the mean weights before every step, the largest zeta, and the largest L that was measured on the way."""
     training = loss.training(rate)
-    states = steps_of(rule, REPLICAS if rule.mixes else 1, training, Everything(), stages_of(training))
+    states = steps_of(rule, REPLICAS if rule.mixes else 1, training, Everything(), stages_of(training) if rule.is_stale else ())
     squares, differing, largest = [], 0.0, 0.0
     mean = training.start
     for step, (workers, kept) in enumerate(islice(states, steps)):

@@ -115,6 +115,16 @@ def drift(step: float, local_steps: int, contraction: float, *, cycle: int = 1, 
 
 def step_condition(rule: Synchronisation, *, replicas: int, stages: int = 1) -> StepCondition:
     """What is known of the step size of a rule on so many replicas and stages. Raises as `Synchronisation.check`."""
+    unknown = {
+        "stale stages that mix weights": rule.is_stale and rule.mixes,
+        "fragments that are averaged in turn": rule.fragments > 1,
+        "messages in fewer bits": bool(rule.message_format),
+        f'gradients of stale stages with beta = {rule.beta:g} and backward = "{rule.backward}"': rule.is_stale
+        and (rule.beta < 1 or not rule.stashes),
+    }
+    for what, asked in unknown.items():
+        if asked:
+            return StepCondition(safe=None, limit=None, why=f"nothing is proven of {what}")
     return _CONDITIONS[rule.kind](rule, replicas, stages)
 
 
@@ -125,7 +135,14 @@ def _synchronous(rule: Synchronisation, replicas: int, stages: int) -> StepCondi
 def _average(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
     steps, outer = rule.period_steps, rule.outer
     if outer is None:
-        return StepCondition(safe=_largest(lambda step: drift(step, steps, 0.0)), limit=2.0, local_steps=steps)
+        late = rule.combines_first
+        return StepCondition(
+            safe=_largest(lambda step: drift(step, steps, 0.0, late=late)),
+            limit=1.0 if late else 2.0,  # differences are multiplied by -s (1 - s)^(H-1)
+            is_exact=not late or steps == 1,
+            local_steps=steps,
+            late=late,
+        )
     most = 2.0 * (1.0 + outer.momentum) / (1.0 + 2.0 * outer.momentum * outer.nesterov) / outer.lr
     why = "nothing is proven of an outer optimizer beyond quadratic losses"
     return StepCondition(safe=None, limit=_of_round(most, steps), local_steps=steps, why=why)
@@ -167,10 +184,10 @@ def _merge(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
 
 
 def _stale(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
-    """Stage k applies gradients that were taken at weights of stage j from 2 (K - 1) - k - j steps ago."""
-    last = 2 * (stages - 1)
-    squared = max(sum((last - of - at) ** 2 for of in range(stages)) for at in range(stages))
-    return StepCondition(safe=_of_delay(squared), limit=delayed_limit(rule.delay_of(0, stages)), delay=last)
+    """A stage applies gradients that were taken at the weights that every stage had when the batch ran forward there."""
+    late = [[rule.backward_lag(of, stages) - rule.forward_lag(at, stages) for of in range(stages)] for at in range(stages)]
+    squared = max(sum(steps * steps for steps in own) for own in late)
+    return StepCondition(safe=_of_delay(squared), limit=delayed_limit(late[0][0]), delay=max(map(max, late)))
 
 
 _CONDITIONS: dict[str, Callable[[Synchronisation, int, int], StepCondition]] = {

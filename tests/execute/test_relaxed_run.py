@@ -21,10 +21,12 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import StageReplica, seeded_module
+from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
@@ -40,6 +42,13 @@ TWO = [
     ("average/1", "sgd"),
     ("average/5 outer=nesterov:0.7:0.9", "sgd_momentum"),
     ("average/4 weights=0.75,0.25 outer=sgd:0.5", "sgd_momentum"),
+    ("average/4 combination=combine_adapt outer=nesterov:0.7:0.9", "sgd_momentum"),
+    ("average/6 fragments=3 outer=nesterov:0.7:0.9", "adam"),
+    ("average/4 combination=combine_adapt fragments=2 outer=momentum:0.7:0.5", "sgd_momentum"),
+    ("gossip/3 ring combination=combine_adapt", "adam"),
+    ("average/4 message_format=bf16", "adam"),
+    ("average/4 weights=0.75,0.25 message_format=int8 participation=0.5", "sgd_momentum"),
+    ("average/6 combination=combine_adapt fragments=2 message_format=int8 outer=nesterov:0.7:0.9", "adam"),
     ("average/3 participation=0.5", "sgd_momentum"),
     ("gossip/2 ring", "adam"),
     ("gossip/1 weights=0.9,0.1;0.1,0.9", "sgd_momentum"),
@@ -58,6 +67,8 @@ FOUR = [
     ("gossip/1 complete", "sgd_momentum"),
     ("gossip/1 star", "sgd_momentum"),
     ("gossip/1 one_peer_exponential combination=combine_adapt", "sgd_momentum"),
+    ("gossip/2 hierarchical(per_node=2, every=3)", "sgd_momentum"),
+    ("gossip/1 hierarchical_ring(per_node=2, every=2)", "sgd_momentum"),
     ("gossip/2 random_directed(links=2) push_sum", "sgd_momentum"),
     ("gossip/1 ada(kind=step, start=3, rate=0.5, milestones=1+2, rounds=4, epochs=3)", "sgd_momentum"),
     ("gossip/1 ada(start=3, rate=1.0, rounds=4, epochs=3)", "sgd_momentum"),
@@ -68,11 +79,20 @@ FOUR = [
 
 
 def relaxed_case(text: str, optimizer: str, replicas: int) -> Case:
-    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas)
+    size = 2**10 if "fragments" in text else 2**14  # every fragment needs a bucket
+    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas, bucket_bytes=size)
     rate = 0.005 if optimizer == "adam" else 0.02
     return Case(
         spec=MLP, plan=replace(plan, synchronisation=parse_synchronisation(text)), optimizer=optimizer, learning_rate=rate
     )
+
+
+def normed_case(text: str) -> Case:
+    """BatchNorm: every replica has running statistics of its own."""
+    model = ModelSpec(name="tests.execute.test_stale_run:chain", args=(("depth", 2), ("norm", True)), input_shape=(1, 8, 8))
+    plan = even_plan(model, Mesh(dp=2), strategy="dp", batch=16)
+    plan = replace(plan, synchronisation=parse_synchronisation(text))
+    return Case(spec=model, plan=plan, optimizer="sgd_momentum", learning_rate=0.02)
 
 
 def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
@@ -92,10 +112,13 @@ def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
 def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tuple[float, float]:
     """Of the mean weights, and of every replica's own, from the virtual replicas."""
     training, order = virtual_training(run)
-    expected = train_planned(run.plan, training, order, steps)
+    rule = run.plan.synchronisation
+    fragments = fragments_of(PlanIndex(run.plan, load_model(run.model))) if rule.fragments > 1 else ()
+    expected = train_planned(run.plan, training, order, steps, fragments=fragments)
     found = newest(folder / "checkpoints")
     assert found.step == steps
     names = [name for name, _ in training.tensors]
+    buffers = {name: place for place, (name, _) in enumerate(training.model.named_buffers())}
 
     def row(weights: object) -> torch.Tensor:
         return torch.cat([weights[name].flatten() for name in names])  # type: ignore[index]
@@ -105,6 +128,9 @@ def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tu
     for rank in range(run.plan.world_size):
         state = load_state(found, rank=rank).own
         own.append(row({name: state[f"weights/{name}"] for name in names}))
+        held = load_state(found, rank=rank).buffers
+        apart = [(held[name] - expected.buffers[place][rank]).abs().max().item() for name, place in buffers.items()]
+        assert max(apart, default=0.0) <= TOLERANCE
     spread = (torch.stack(own) - expected.workers).abs().max().item()
     return (mean - expected.weights).abs().max().item(), spread
 
@@ -121,7 +147,8 @@ def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
         replace(relaxed_case("average/4", "sgd_momentum", 2), shards="label_sorted"),
         replace(relaxed_case("gossip/1 ring", "sgd_momentum", 2), shards="dirichlet:0.1"),
     ]
-    assert_equal_to_replicas([*(relaxed_case(*entry, 2) for entry in TWO), *sharded], tmp_path)
+    normed = [normed_case(text) for text in ("average/4", "gossip/1 ring", "average/3 participation=0.5", "merge/2")]
+    assert_equal_to_replicas([*(relaxed_case(*entry, 2) for entry in TWO), *sharded, *normed], tmp_path)
 
 
 @pytest.mark.slow
