@@ -16,9 +16,10 @@ from parsim.report.tables import Column, ReportTable, to_text
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = ("model", "n", "sharding", "way", "seeds", "score", "score_deviation", "mean_replica_score", "connections")
-COLUMNS += ("sent_bytes", "final_consensus", "consensus", "coefficient_of_variation", "dispersion_index", "gini")
-COLUMNS += ("quartile_coefficient",)
+COLUMNS = (
+    *("model", "n", "sharding", "way", "seeds", "score", "score_deviation", "mean_replica_score", "connections", "sent_bytes"),
+    *("final_consensus", "consensus", "coefficient_of_variation", "dispersion_index", "gini", "quartile_coefficient"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

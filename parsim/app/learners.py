@@ -162,10 +162,8 @@ def first_curvature(question: Question) -> tuple[float, int] | None:
     """L of the model asked for at its first weights, and on how many samples; None where it cannot learn as replicas do."""
     if why_not(question, 1):
         return None
-    problem, module = own_problem(question), own_module(question, question.training.seed)
-    if any(True for _ in module.buffers()):
-        return None
-    training = LocalTraining(module, problem, LocalOptimizer())
+    problem = own_problem(question)
+    training = LocalTraining(own_module(question, question.training.seed), problem, LocalOptimizer())
     samples = np.arange(min(CURVATURE_SAMPLES, len(problem)))
     return training.curvature(training.start, samples), len(samples)
 

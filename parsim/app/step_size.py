@@ -32,7 +32,8 @@ class StepSize:
         """Of SGD; None: the optimizer scales its steps by what it has seen."""
         training = self.question.training
         usual = MOMENTUM.get(training.optimizer)
-        return None if usual is None else float(dict(training.optimizer_args).get("momentum", usual))
+        given = dict(training.optimizer_args).get("momentum", usual)
+        return float(given) if usual is not None and isinstance(given, int | float) else None
 
     @property
     def step(self) -> float | None:
