@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from parsim.cli import main
+import sys
+
+try:
+    from parsim.cli import main
+except KeyboardInterrupt:  # Ctrl-C while this is being loaded
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()
