@@ -79,9 +79,10 @@ def mutable_data_ptr_guard(*, warns: bool) -> Callable[[Any], None]:
 @contextmanager
 def without_rejection() -> Iterator[None]:
     """Leave out draws of a truncated normal distribution: they look at values, which fake weights have not."""
-    drawn = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
+    module: Any = init
+    drawn = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        init._no_grad_trunc_normal_ = drawn
+        module._no_grad_trunc_normal_ = drawn

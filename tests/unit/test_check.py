@@ -185,9 +185,15 @@ def test_ctrl_c_ends_what_asks_more_than_once_and_says_what_is_known(
     assert whole(answer) is answer
     monkeypatch.setattr("parsim.app.functions.ask", lambda *_, **__: cut)
     monkeypatch.setattr("parsim.app.sweep.executing.answer_of", lambda *_: cut)
-    for function, more in ((ps.simulate, {}), (ps.run, {}), (ps.sweep, {"over": {"training.global_batch": [32, 64]}})):
+    asked: dict[str, Any] = {"cluster": "dgx1-v100-32gb", "global_batch": 64, "settings": {"cluster.devices": 2}}
+    calls = (
+        lambda: ps.simulate("mlp", **asked),
+        lambda: ps.run("mlp", **asked),
+        lambda: ps.sweep("mlp", {"training.global_batch": [32, 64]}, **asked),
+    )
+    for call in calls:
         with pytest.raises(KeyboardInterrupt):
-            function("mlp", "dgx1-v100-32gb", global_batch=64, settings={"cluster.devices": 2}, **more)  # type: ignore[operator]
+            call()
 
 
 @given(most=st.integers(1, 300), limit=st.integers(1, 300))
