@@ -1,13 +1,29 @@
-"""`python -m parsim`."""
+"""`python -m parsim`, and the `parsim` script."""
 
 from __future__ import annotations
 
-import sys
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
 
-try:
-    from parsim.cli import main
-except KeyboardInterrupt:  # Ctrl-C while this is being loaded
-    sys.exit(130)
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    text = f"parsim: ended by {signal.Signals(number).name} before the command had begun. Give it again\n"
+    os.write(2, text.encode())
+    os._exit(128 + number)
+
+
+def main() -> None:
+    """Load the commands, which takes a second, and run one. A signal meanwhile ends in a line."""
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _end) for number in ends if signal.getsignal(number) != signal.SIG_IGN}
+    from parsim.cli import main as command
+
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    command()
+
 
 if __name__ == "__main__":
     main()

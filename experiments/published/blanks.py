@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
-from experiments.published.rules import Rule, micro_of, recompute_of, stage_of
+from experiments.published.rules import PART_TUNED, Rule, micro_of, recompute_of, stage_of
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.names import NAMED
 from parsim.model.catalogue.names import named as model_named
@@ -106,7 +106,6 @@ def seq_of(row: Row, framework: Rule, causal: bool, notes: Notes) -> int:
     return seq
 
 
-PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
 OTHER_MODELS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (

@@ -38,7 +38,7 @@ class Judged:
         return self.predicted.facts
 
 
-PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.2, "images": 0.1, "guess": 0.2}
+PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.15, "images": 0.1, "guess": 0.2}
 """Standard deviation of the effects of a kind, of log seconds; the kind is what stands before the colon of a name. Effects of a
 precision, of a board, and of a framework on a chip were tried and make rows of other sources worse."""
 SOURCE_SIGMA = 0.07

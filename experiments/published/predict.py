@@ -27,7 +27,7 @@ from experiments.published.answer import Answer, answer, with_memory_of
 from experiments.published.blanks import CannotExpressError
 from experiments.published.images import LACKS_SIGMA, image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
-from experiments.published.quoted import contradiction, in_unit, larger_is_faster
+from experiments.published.quoted import beyond_peak, contradiction, in_unit, larger_is_faster
 from experiments.published.rows import Row, read_rows
 from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, PublishedRun, learnt_of
 from parsim.errors import ParsimError
@@ -35,6 +35,8 @@ from parsim.errors import ParsimError
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
 MEMORY_SIGMA = 0.05
 """Of a predicted peak."""
+STATED_PEAK = re.compile(r"max(?:imum)? memory (\d+) B\b")
+"""In notes: bytes of the fullest GPU."""
 SEVERAL_STAGES = re.compile(r"[01]\s*(?:-|to|or)\s*([123])\b")
 """In a row that does not say which of several ZeRO stages ran; the first one prices it."""
 
@@ -125,7 +127,8 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
             asked, found = replace(asked, assumed=(*asked.assumed, text)), replace(found, step_s=loading)
         return asked, found
     asked = question_of(row, without=without, known=known)
-    found, lacks = answer(asked), asked.lacks
+    asked, found = _in_the_precision_of_its_memory(row, asked)
+    lacks = asked.lacks
     others = [(row, place) for place in range(1, asked.plausible)]
     if stages := SEVERAL_STAGES.search(row.zero):  # "1-2": either may have run
         others += [(replace(row, zero=stages[1]), place) for place in range(max(1, asked.plausible))]
@@ -150,6 +153,22 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
         asked = question_of(row, more, without=without, known=known)
         found = answer(asked)
     return asked, found
+
+
+def _in_the_precision_of_its_memory(row: Row, asked: Asked) -> tuple[Asked, Answer]:
+    """In TF32 where nothing but a measured peak speaks of the precision, and what arrays in 32 bits hold is nearer to it."""
+    found, stated = answer(asked), STATED_PEAK.search(row.notes)
+    if stated is None or not asked.plausible or f"precision {asked.precision}" not in asked.assumed:
+        return asked, found
+    whole = replace(row, precision="tf32")
+    other = question_of(whole, known=False)
+    peaks = (found.peak_bytes, with_memory_of(found, other).peak_bytes)
+    halves_off, whole_off = (abs(math.log(peak / float(stated[1]))) for peak in peaks)
+    if halves_off <= whole_off:
+        return asked, found
+    assumed = (*other.assumed, f"precision tf32, whose memory is nearest to the stated {stated[1]} B")
+    other = replace(other, row=row, assumed=assumed)
+    return other, answer(other)
 
 
 def predict(row: Row, without: str = "", raw: bool = False, known: bool = True) -> Predicted:
@@ -207,8 +226,7 @@ def _why(asked: Asked, found: Answer, learnt: Learnt) -> str:
         parts.append("assumed " + ", ".join(asked.assumed))
     if asked.lacks:
         parts.append("left out or simplified: " + ", ".join(asked.lacks))
-    if told := contradiction(asked):
-        parts.append(told)
+    parts += [told for told in (contradiction(asked), beyond_peak(asked)) if told]
     if learnt.text:
         parts.append(f"seconds times {learnt.factor:.3f} ({learnt.text})")
     if found.peak_bytes > found.limit_bytes:

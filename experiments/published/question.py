@@ -32,7 +32,7 @@ from experiments.published.blanks import (
 )
 from experiments.published.machines import chip_of, cluster_of, machine_of
 from experiments.published.rows import Row
-from experiments.published.rules import UNKNOWN, WITHOUT, Rule, plausible_rules, rule, rule_of
+from experiments.published.rules import UNKNOWN, WITHOUT, Rule, plausible_rules, rule_of, rule_without_framework
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.frameworks import hosted
@@ -228,7 +228,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         CannotExpressError: with the reason.
     """
     check_sizes(row)
-    framework = rule_of(row) if known else rule(UNKNOWN)
+    framework = rule_of(row) if known else rule_without_framework(row)
     notes = Notes()
     notes.assumed += [f"{column} is no whole number above 0 and counts as blank" for column in row.unread]
     machine = machine_of(row)
@@ -241,7 +241,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         axes = {"tp": split.tp, "pp": split.pp, "cp": split.cp, "ep": row.ep or 1}
         divided = ", ".join(f"{axis} {ways}" for axis, ways in axes.items() if ways > 1)
         rules = plausible_rules(row, shape, machine.gpu, split.gpus, divided=divided)
-        framework, plausible = rules[place], len(rules)
+        framework, plausible = replace(rules[place], context=framework.context), len(rules)
         notes.assumed.append(f"framework {framework.name}")
     if without:
         framework = WITHOUT[without](framework)
@@ -280,14 +280,15 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
     )
     plan = plan_of(model, given)
     kept = kept_of(row, framework, precision, notes)
-    launches = 0.0 if framework.graphs else framework.launches
     return Asked(
         row=row,
         framework=framework,
         shape=shape,
         model=model,
         plan=plan,
-        cluster=hosted(cluster_of(machine, plan.world_size), launches=launches, step_s=framework.step_s),
+        cluster=hosted(
+            cluster_of(machine, plan.world_size), launches=framework.launches_on(machine.gpu), step_s=framework.step_s
+        ),
         precision=precision,
         optimizer=framework.optimizer,
         seq=seq,

@@ -123,8 +123,26 @@ STATED_FLOP = re.compile(
     r"(?<!peak )\bTFLOP/?s(?:/GPU)? +(\d+(?:\.\d+)?)|(?<!peak )(?<!peak of )\b(\d+(?:\.\d+)?) TFLOP", re.IGNORECASE
 )
 """In notes: `model TFLOP/s/GPU 1635`, `reported 163 TFLOPs/GPU`, `188 TFLOP/s`; not the peak of the GPU."""
+REACHED = 0.9
+"""Of a GPU's peak that products of the best shapes come to; whole models come to three quarters of it at most."""
+BEYOND_PEAK = "more than a GPU reaches"
 COUNTED_ALIKE = 0.1
 """By which two counts of one step's FLOP may differ."""
+
+
+def beyond_peak(asked: Asked) -> str:
+    """That a value needs more FLOP/s than the GPU reaches, if so. Causal attention counts half, a frozen weight 4 of 6."""
+    value, unit = asked.row.value, unit_of(asked)
+    if not value or asked.shape is None or UTILISATION.search(unit) or FLOP.match(unit):
+        return ""
+    step_s = in_unit(asked, 1.0) / value if larger_is_faster(asked) else value / in_unit(asked, 1.0)
+    frozen = any(not parameter.trainable for component in asked.model.components for parameter in component.parameters)
+    passes = 3 - frozen + (asked.recompute == "full")
+    made = passes / 3 * model_flop(asked, causal=asked.shape.causal) / step_s / asked.gpus
+    if made <= REACHED * asked.peak_flop_per_s:
+        return ""
+    peak = f"whose peak is {asked.peak_flop_per_s / 1e12:.0f}"
+    return f"its {value:g} {asked.row.unit} need {made / 1e12:.0f} TFLOP/s, {BEYOND_PEAK} {peak}"
 
 
 def contradiction(asked: Asked) -> str:

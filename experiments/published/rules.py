@@ -73,6 +73,21 @@ def rule(name: str, year: int = 0, *, compiled: bool = True, kernels: str = "", 
     return Rule(**own, software=replace(software, early_stop=bool(own["early_stop"])))
 
 
+LOW_BITS = re.compile(r"fp8|float8|fp4|e[45]m[32]", re.IGNORECASE)
+WHOLE_PRECISION = re.compile(r"tf32|(?:fp|float)32", re.IGNORECASE)
+PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
+
+
+def rule_without_framework(row: Row) -> Rule:
+    """The rule of a row before its framework is guessed.
+
+    Adapters have small states, which no axis divides. Who trains them in 8 bits cuts samples, as MLPerf's submissions do.
+    """
+    if not PART_TUNED.search(f"{row.model} {row.notes}"):
+        return rule(UNKNOWN)
+    return rule(UNKNOWN, tp=1, context=LOW_BITS.search(row.precision) is not None)
+
+
 NO_FRAMEWORK = Framework(name=UNKNOWN, source="what parsim assumes without [software]", sequence=True)
 
 MLPERF_ADAPTERS = {"r": 16, "alpha": 32.0, "dropout": 0.1, "targets": ("qkv", "o")}
@@ -140,9 +155,6 @@ EAGER = re.compile(
 COMPILES = re.compile(r"compile|\bxla\b|inductor", re.IGNORECASE)
 
 
-LOW_BITS = re.compile(r"fp8|float8|fp4|e[45]m[32]", re.IGNORECASE)
-
-
 def is_compiled(row: Row) -> bool:
     """Whether the notes say that a compiler fuses what lies between products."""
     return COMPILES.search(row.notes) is not None and not EAGER.search(row.notes)
@@ -175,6 +187,8 @@ WITHOUT: dict[str, Callable[[Rule], Rule]] = {
     "age of the attention kernel": lambda rule: replace(rule, software=replace(rule.software, attention_work=1.0)),
     "sums of gradients": lambda rule: replace(rule, software=replace(rule.software, gradient_arrays=0.0)),
     "unaligned heads": lambda rule: replace(rule, software=replace(rule.software, aligned=0)),
+    "casts in the kernels before": lambda rule: replace(rule, software=replace(rule.software, cast_arrays=2.0)),
+    "experts before fused products": lambda rule: replace(rule, graphs=("",)),
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
@@ -226,7 +240,7 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
     Nothing is recomputed where the row does not say so and its plan fits, other than on V100: Megatron's scripts of 2020
     recompute all layers, and later ones what they must.
     """
-    low = LOW_BITS.search(row.precision) is not None
+    low, whole = LOW_BITS.search(row.precision) is not None, WHOLE_PRECISION.search(row.precision) is not None
     guess = plausible_frameworks(
         shape,
         gpu,
@@ -242,11 +256,17 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
             found.name,
             found.until,
             compiled=is_compiled(row) or low,
+            kernels="megatron-fp32" if whole and found.name.startswith("megatron") else "",
             recompute=found.recompute if found.until == 2020 else "none",
             **usual_blanks(found.name, found.until),
         )
         for found in guess.frameworks
     ]
+
+
+CONTAINER = re.compile(r"\b(\d\d\.\d\d)[.\d]* NeMo Container")
+FUSED_EXPERTS = "26.06"
+"""The first container with release 0.5.1 of Megatron-Bridge."""
 
 
 def rule_of(row: Row) -> Rule:
@@ -263,6 +283,8 @@ def rule_of(row: Row) -> Rule:
     recipes = RECIPES if found.name == "nemo" and found.until else SELECTIVE_RUNS if found.until == 2022 else ()
     if recipe := next((recipe for model, recipe in recipes if re.search(model, row.model, re.I)), None):
         found = replace(found, **recipe)
+    if found.name == "megatron-bridge" and (container := CONTAINER.search(row.notes)) and container[1] < FUSED_EXPERTS:
+        found = rule(found.name, 2026, **CORE)
     if found.uncompiled and not is_compiled(row):
         found = replace(found, software=replace(KERNELS[found.uncompiled], early_stop=found.early_stop))
     if found.name == "torchtune":  # its README: torch.compile, and the loss in parts unless a row lists what it turned on

@@ -29,6 +29,7 @@ from experiments.common.catalogue import record
 from experiments.published.fitting import Judged, covered, fitted, held_out, relative
 from experiments.published.judge import tables
 from experiments.published.predict import Predicted, predict_all
+from experiments.published.quoted import BEYOND_PEAK
 from experiments.published.rows import Row, read_rows
 from experiments.published.rules import WITHOUT
 from parsim.costs import published
@@ -38,7 +39,7 @@ HERE = Path(__file__).parent
 KEPT_AT_ONCE = 40
 """Rows between two writes of `--keep`."""
 NOT_JUDGED = {"CHECK"}
-"""Rows whose notes hold such a word are left out: their source is in doubt."""
+"""Rows whose notes hold such a word are left out: their source is in doubt. So are values that no GPU reaches."""
 
 GROUPS: dict[str, str] = {
     "Megatron, Selene": r"^(korthikanti|megatron-sc21|megatron-readme175b|mtnlg|megatron-mfu2022)",
@@ -63,7 +64,8 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
     found = []
     for entry in predictions:
         row = entry.row
-        if entry.value is None or row.value is None or entry.facts is None or any(word in row.notes for word in NOT_JUDGED):
+        doubted = BEYOND_PEAK in entry.why or any(word in row.notes for word in NOT_JUDGED)
+        if entry.value is None or row.value is None or entry.facts is None or doubted:
             continue
         ratio = row.value / entry.value if entry.facts.rate else entry.value / row.value
         place = f"{row.id}@{entry.facts.run.gpu.split('-')[0].upper()}"
@@ -212,6 +214,8 @@ WORTH: dict[str, str] = {
     "late gathering": r"^mosaic-00[2-6]",
     "sums of gradients": r"^(korthikanti|megatron-(sc21|readme)|bloom-tune-00[3-8])",
     "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
+    "casts in the kernels before": r"^mlperf-bert",
+    "experts before fused products": r"^nemo-bridge-(0(096|099)|01(0[0456]|36|4[478]|50|80|9[034])|02(2[456]|31|5[345]|61|78))",
     "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
     "unfused AdamW of Composer": r"^mosaic-003",
     "early stop, A100": r"^mosaic-0(08[3-9]|09|1[0-3])",

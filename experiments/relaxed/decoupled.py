@@ -10,8 +10,8 @@ schedule says at which tick after its entry a batch is forwarded and backwarded 
 fr (Features Replay) is ddg with the forward repeated at the backward (mode replay); adl is fdg with gradients accumulated.
 
 A TickEngine trains S groups of K modules in one process, tick by tick. Equal modules of the groups are kept together by
-averaging gradients (all_reduce) or by a mixing matrix. K = 1 is data-parallel training; S = K = 1 is SGD. A plan with
-synchronisation "stale" is fdg in mode stash; the other schedules and modes have no key in a plan.
+averaging gradients (all_reduce) or by a mixing matrix. K = 1 is data-parallel training; S = K = 1 is SGD. Plans with
+synchronisation "stale" have fdg, ddg and all modes; order backward_first and accumulated gradients have no key in a plan.
 
 Source of fdg: FDG.py of github.com/ZHUANGHP/FDG (its order is backward_first, its mode in effect fresh, and it never drains).
 ddg and Features Replay: the public code slowbull/DDG and slowbull/FeaturesReplay, as this project's specification records it.
@@ -166,7 +166,7 @@ class _InFlight:
 class Agent:
     """Module number `k` of `modules` (counted from 1), with its own copy of the module, optimizer state and batches in flight.
 
-    Normalisation statistics are the agent's own, taken from its (stale) inputs; mode replay updates them twice per batch.
+    Normalisation statistics are the agent's own, taken from its (stale) inputs, once per batch.
 
     Attributes:
         staleness: of every update, the most updates between the weights a forward read and those its gradient is applied to.
@@ -220,11 +220,14 @@ class Agent:
         """
         kept = self._in_flight.pop(batch)
         output, weights = kept.output, kept.weights
+        statistics = [] if output is not None else [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         if output is None:
             weights = self.live
             output = self._run(kept.input, weights)
         inputs = [*weights, kept.input] if self.k > 1 else list(weights)
         gradients = torch.autograd.grad(output if loss is None else loss(output), inputs, gradient)
+        for buffer, value in statistics:
+            buffer.copy_(value)
         own = gradients[: len(weights)]
         self._collected.append((kept.version, own))
         return own, gradients[-1] * self.rule.beta if self.k > 1 else None
@@ -338,7 +341,7 @@ class TickEngine:
         """One tick: a new batch enters (None while draining), every module does what is due."""
         if batch is not None:
             self._enter(batch)
-        delayed = [k for k in range(1, self.modules + 1) if self.schedule.delay(k, self.modules) > 0]
+        delayed = [k for k in range(self.modules, 0, -1) if self.schedule.delay(k, self.modules) > 0]
         prompt = [k for k in range(1, self.modules + 1) if k not in delayed]
         self._backward(delayed, observe)
         if self.rule.order == "backward_first":

@@ -742,12 +742,13 @@ def _check_replicas(plan: PlanSection) -> None:
         raise ConfigError(
             f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
         )
-    usual = ("mp" if rule.kind == "stale" else "dp", "hp", "adaptive", "custom")
+    whole = () if rule.is_stale and rule.mixes else ("mp",) if rule.is_stale else ("dp",)
+    usual = (*whole, "hp", "adaptive", "custom")
     if plan.strategy not in usual:
         raise ConfigError(
             f"plan.synchronisation.kind = {rule.kind!r} has no plan of strategy {plan.strategy!r}; use {', '.join(usual)}"
         )
-    if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
+    if mesh is not None and mesh.dp is not None and (not rule.is_stale or mesh.pp is not None):
         try:
             rule.check(mesh_of(plan), zero_stage=zero)
         except PlanError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from parsim.execute.stage import seeded_module
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
+from parsim.program.passes.rounds import fragments_of
+from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, SampleOrder, check_room
 from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
@@ -59,13 +62,13 @@ class Learner:
         Raises:
             AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
         """
-        stages = self._stages(plan) if rule.kind == "stale" else ()
+        parts = self._stages(plan) if rule.is_stale else self._fragments(plan) if rule.fragments > 1 else ()
         replicas = plan.mesh.dp if rule.mixes else 1
 
         def course(rate: float, seed: int, most: int) -> LearningCourse:
             order = self._order(plan.mesh.dp, seed)
             training = self.training(rate, seed)
-            return course_to(target, rule, replicas, training, order, most_steps=most, stages=stages)
+            return course_to(target, rule, replicas, training, order, most_steps=most, parts=parts)
 
         return learnt_steps(course, self.rates, seeds, most_steps)
 
@@ -83,17 +86,33 @@ class Learner:
             return tuple(
                 tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages
             )
-        layers: dict[str, list[str]] = {}
-        for name, _ in self.training(self.rates[0], 0).tensors:
-            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        layers = self._layers()
         if plan.mesh.pp > len(layers):
             raise AlgorithmError(
                 f"the plan has {plan.mesh.pp} stages, and the stand-in that learns has {len(layers)} layers; set plan.mesh.pp "
                 f"to {len(layers)} at most, or ask about a model that classifies digits"
             )
         parts = np.array_split(np.arange(len(layers)), plan.mesh.pp)
-        of_layer = list(layers.values())
-        return tuple(tuple(name for layer in part for name in of_layer[layer]) for part in parts)
+        return tuple(tuple(name for layer in part for name in layers[layer]) for part in parts)
+
+    def _layers(self) -> list[list[str]]:
+        """The parameters of each layer of what learns."""
+        layers: dict[str, list[str]] = {}
+        for name, _ in self.training(self.rates[0], 0).tensors:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        return list(layers.values())
+
+    def _fragments(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each fragment: as the plan has them, or the stand-in's layers in turn."""
+        if self.model is not None:
+            return fragments_of(PlanIndex(plan, self.model))
+        layers, fragments = self._layers(), plan.synchronisation.fragments
+        if fragments > len(layers):
+            raise AlgorithmError(
+                f"the plan has {fragments} fragments, and the stand-in that learns has {len(layers)} layers; set fragments to "
+                f"{len(layers)} at most, or ask about a model that classifies digits"
+            )
+        return tuple(tuple(itertools.chain.from_iterable(layers[turn::fragments])) for turn in range(fragments))
 
 
 def learner_of(question: Question, model: Model, replicas: int) -> Learner:

@@ -168,7 +168,8 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
     """
     host, software = cluster.profile.host, config.priced_software
     if host is not None and host.launch_s:
-        return hosted(cluster, launches=software.launches, step_s=0.0 if software.row is None else software.row.step_s)
+        launches = software.launches_on(config.cluster.gpu or "")
+        return hosted(cluster, launches=launches, step_s=0.0 if software.row is None else software.row.step_s)
     if software.cuda_graphs:
         raise ConfigError(
             "software.cuda_graphs = true takes away what the host takes for each kernel, which "
@@ -226,7 +227,7 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     devices = list(table.devices) if isinstance(table.devices, tuple) else table.devices
     profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
-    network = None if table.network is None else load_network(table.network)
+    network = None if (between := table.between) is None else load_network(between)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
     if table.group is not None:

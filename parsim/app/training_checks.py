@@ -175,6 +175,11 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
             "drop training.evaluation, or use a mesh of dp alone"
         )
     kind = number_format(precision)
+    if plan.synchronisation.backward == "fresh" and kind.autocast:
+        raise PlanError(
+            f'synchronisation.backward = "fresh" runs backward with the weights of now, and in precision {precision!r} '
+            'autograd keeps casts of those of the forward; use fp32, or "stash" or "replay"'
+        )
     if plan.synchronisation.is_relaxed and (kind.scales_loss or kind.weight_bytes < 4):
         raise PlanError(
             f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16. training.precision = {precision!r} "
@@ -201,7 +206,7 @@ def steps_per_round(plan: Plan, usual: int) -> int:
     rule = plan.synchronisation
     if not rule.mixes:
         return usual
-    cycle = len(rule.cycle(plan.mesh.dp)) * rule.period_steps
+    cycle = len(rule.cycle(plan.mesh.dp)) * rule.round_steps
     return -(-usual // cycle) * cycle
 
 
@@ -248,11 +253,10 @@ def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
     rule, rounds = plan.synchronisation, min(len(record.rounds) for record in seen.ranks)
     if seen.steps != rounds:
         return 0, 1
-    if rule.kind == "stale":
-        filling = rule.steps_to_fill(plan.mesh.pp)
-        return (filling if rounds > filling else 0), 1
-    period = max(1, min(rule.period_steps, rounds))
-    return rounds % period, period
+    filling = rule.steps_to_fill(plan.mesh.pp) if rule.is_stale else 0
+    filling = filling if rounds > filling else 0
+    period = max(1, min(rule.period_steps, rounds - filling))
+    return filling + (rounds - filling) % period, period
 
 
 # What loading costs a question: timed on this machine where its dataset is the user's own.

@@ -7,7 +7,7 @@ gradients, which nobody needs between the optimizer's step and the next backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.stage import StageReplica
+from parsim.plans.plan import Plan
 from parsim.program.buckets import Bucket
 from parsim.program.passes.rounds import MESSAGE_STREAM, mixing_peers
 from parsim.program.placed import PlanIndex
@@ -58,7 +59,9 @@ class MixingRounds:
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
-            the model behind the last round; and where weights are combined first, those that the step began with.
+            the model behind the last round; and of gossip that combines first, the weights that the step began with.
+        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
+            of them. Of a buffered merge `starts` is the model that a replica began with.
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
     """
 
@@ -78,13 +81,20 @@ class MixingRounds:
         self.velocity: dict[int, Tensor] = {}
         self.masses: dict[int, Tensor] = {}
         self.starts: dict[int, Tensor] = {}
+        self.means: dict[int, Tensor] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
 
     def _begin(self) -> None:
         """What is kept from round to round, as before the first."""
         rule, outer = self._rule, self._rule.outer
-        if outer is not None or rule.kind == "merge" or rule.push_sum or rule.combines_first:
+        beside = rule.combines_first and rule.kind == "average"
+        if beside:
+            self.starts = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+            self.means = {number: flat.clone() for number, flat in self.starts.items()}
+        keeps = outer is not None or bool(rule.message_format) or rule.kind == "merge" or rule.push_sum
+        if keeps or (rule.combines_first and not beside):
             self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
         if rule.merge == "buffered":
             self.starts = dict(self.previous)
@@ -105,10 +115,13 @@ class MixingRounds:
 
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps."""
-        return [*self.previous.values(), *self.velocity.values(), *self.starts.values()]
+        return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
-    def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows."""
+    def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
+        """By task of this rank that belongs to round `number`, what to do.
+
+        graph: of the step that the round follows, or of a step before it (local), which packs where a plan combines first.
+        """
         operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
         merges = self._rule.kind == "merge"
@@ -122,29 +135,56 @@ class MixingRounds:
                 case SendRecv():
                     operations[task.index] = self._handing_on(task) if merges else self._message(task)
                 case Mix():
-                    operations[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
+                    operations[task.index] = (
+                        self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number, local)
+                    )
                     packed.add(bucket)
                 case Collective() if bucket in packed:
                     operations[task.index] = self._average(bucket, task.work)
         return operations
 
-    def _packing(self, bucket: int, number: int) -> Callable[[], None]:
+    def _packing(self, bucket: int, number: int, local: bool) -> Callable[[], None]:
         share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
+        rounds = bool(self._rule.message_format)
+        fragments = self._rule.fragments
+        is_sent = not local and bucket % fragments == number % fragments
 
         def run() -> None:
             with torch.no_grad():
                 if self._rule.combines_first:  # gradients need their arrays
-                    parameters = self._parameters(bucket)
-                    for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
+                    parameters, begun = self._parameters(bucket), (self.starts or self.previous)[bucket]
+                    for parameter, part in zip(parameters, _parts(begun, parameters), strict=True):
                         part.copy_(parameter)
+                    if bucket in self.means and is_sent:
+                        torch.mul(begun, 1.0 if rounds else share, out=self.means[bucket])
+                        if rounds:
+                            self._round_change(bucket)
                     return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
-                    torch.mul(parameter, share, out=parameter.grad)
+                    torch.mul(parameter, 1.0 if rounds else share, out=parameter.grad)
+                if rounds:
+                    self._round_change(bucket)
                 if bucket in self.masses:  # the steps since the last round are added to x, and not to x / w
                     self._stage.buckets[bucket].add_(self.previous[bucket], alpha=self._mass(bucket) - 1.0)
 
         return run
+
+    def _round_change(self, bucket: int) -> None:
+        """Round the change of what is packed, and make room for those of all replicas."""
+        change = self._packed_in(bucket).sub_(self.previous[bucket])
+        message = rounded(change, self._sizes(bucket), self._rule.message_format)
+        self._gathered[bucket] = [torch.empty_like(message) for _ in range(self._replicas)]
+        for buffer in self._gathered[bucket]:
+            self._received(buffer)
+        self._gathered[bucket][self._replica].copy_(message)
+
+    def _sizes(self, bucket: int) -> list[int]:
+        return [parameter.numel() for parameter in self._parameters(bucket)]
+
+    def _packed_in(self, bucket: int) -> Tensor:
+        """The array that an average is made in."""
+        return self.means.get(bucket, self._stage.buckets[bucket])
 
     def _mass(self, bucket: int) -> float:
         """Of this replica."""
@@ -154,10 +194,13 @@ class MixingRounds:
         return [self._stage.parameters[held.name] for held in self._stage.layout.buckets[bucket].parameters]
 
     def _average(self, bucket: int, work: Collective) -> Callable[[], None]:
-        flat, group = self._stage.buckets[bucket], self._groups["dp", tuple(sorted(work.group))]
+        flat, group = self._packed_in(bucket), self._groups["dp", tuple(sorted(work.group))]
 
         def run() -> None:
-            dist.all_reduce(flat, group=group)
+            if (gathered := self._gathered.get(bucket)) is None:
+                dist.all_reduce(flat, group=group)
+            else:
+                dist.all_gather(gathered, gathered[self._replica].clone(), group=group)
 
         return run
 
@@ -261,7 +304,7 @@ class MixingRounds:
             self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
-        flat, outer = self._stage.buckets[bucket], self._rule.outer
+        flat, outer = self._packed_in(bucket), self._rule.outer
         matrix = torch.tensor(self._rule.matrix(number, self._replicas))
         row = matrix[self._replica].tolist()
 
@@ -277,12 +320,25 @@ class MixingRounds:
                         self._used(arrived)
                         flat.add_(arrived, alpha=row[other])
                     self._finish(bucket, flat, matrix)
-                elif outer is not None:
+                elif bucket in self._gathered:
+                    flat.copy_(self.previous[bucket])
+                    for message, weight in zip(self._gathered.pop(bucket), row, strict=True):
+                        self._used(message)
+                        flat.add_(restored(message, self._sizes(bucket), self._rule.message_format, flat.dtype), alpha=weight)
+                    if outer is None:
+                        self.previous[bucket].copy_(flat)
+                if outer is not None:
                     moved, velocity = outer.step(self.previous[bucket], flat, self.velocity.get(bucket))
                     if bucket in self.velocity:
                         self.velocity[bucket].copy_(velocity)
                     self.previous[bucket].copy_(moved)
                     flat.copy_(moved)
+                if bucket in self.means:
+                    flat.sub_(self.starts[bucket])  # the parameters have the step since
+                    parameters = self._parameters(bucket)
+                    for parameter, part in zip(parameters, _parts(flat, parameters), strict=True):
+                        parameter.add_(part)
+                    return
                 for parameter in self._parameters(bucket):
                     assert parameter.grad is not None
                     parameter.copy_(parameter.grad)
@@ -320,7 +376,7 @@ class MixingRounds:
     @property
     def marker(self) -> str:
         """What a checkpoint's own part must have been written by."""
-        return f"{self._stage.layout.plan.mesh} {self._rule}"
+        return own_marker(self._stage.layout.plan)
 
     @property
     def held(self) -> str:
@@ -363,6 +419,37 @@ class MixingRounds:
                     flat.copy_(state[f"outer/{kind}/{number}"])
         except KeyError as error:
             raise lacking(error, self._stage.rank) from error
+
+
+def rounded(change: Tensor, sizes: Sequence[int], message_format: str) -> Tensor:
+    """A change [elements] of tensors of these sizes as it is sent, uint8 [bytes]; of int8 their scales, fp32, come last."""
+    if message_format == "bf16":
+        return change.to(torch.bfloat16).view(torch.uint8)
+    parts = torch.split(change, list(sizes))
+    scales = torch.stack([part.abs().max() for part in parts]).div_(127.0).float()
+    steps = [part / scale.clamp(min=TINY).to(part.dtype) for part, scale in zip(parts, scales, strict=True)]
+    whole = torch.cat(steps).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([whole.view(torch.uint8), scales.view(torch.uint8)])
+
+
+def restored(message: Tensor, sizes: Sequence[int], message_format: str, dtype: torch.dtype) -> Tensor:
+    """Inverse of `rounded`, up to half a step: for bf16 2^-8 of each element, for int8 1/254 of a tensor's largest."""
+    if message_format == "bf16":
+        return message.view(torch.bfloat16).to(dtype)
+    elements = sum(sizes)
+    scales = message[elements:].clone().view(torch.float32)  # a part of an array may lie where no float can
+    parts = torch.split(message[:elements].view(torch.int8).to(dtype), list(sizes))
+    return torch.cat([part * scale.to(dtype) for part, scale in zip(parts, scales, strict=True)])
+
+
+TINY = torch.finfo(torch.float32).tiny
+"""In place of the scale of a tensor that has not changed."""
+
+
+def own_marker(plan: Plan) -> str:
+    """What must have written a rank's own state for the rank to go on with it."""
+    stages = f" {[stage.components for stage in plan.stages]}" if plan.synchronisation.is_stale else ""
+    return f"{plan.mesh} {plan.synchronisation}{stages}"
 
 
 PLAN = "plan"

@@ -6,7 +6,7 @@ What does not change from step to step is looked up once per task, when its oper
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from parsim.model.autograd.cut import (
     backward_weights,
     forward_component,
 )
-from parsim.model.autograd.recompute import RecomputeInputs, forward_to_recompute, recompute
+from parsim.model.autograd.recompute import Like, RecomputeInputs, forward_again, forward_to_recompute, recompute
 from parsim.model.component import LOSS
 from parsim.model.shard.pieces import padded_piece
 from parsim.plans.layouts import Hop, ValueLayout
@@ -222,11 +222,14 @@ class Computing:
     def reset(self) -> None:
         """A new step begins."""
         self._records: dict[_Key, Saved] = {}
-        self._made = self._records
+        self._kept: dict[_Key, RecomputeInputs] = {}
+        self._made, self._keeping = self._records, self._kept
         if self._stale is not None:
             self._made = {} if self._stale.forward is None else self._stale.forward.records
             self._records = {} if self._stale.due is None else self._stale.due.records
-        self._kept: dict[_Key, RecomputeInputs] = {}
+            self._keeping = {} if self._stale.forward is None else self._stale.forward.kept
+            self._kept = {} if self._stale.due is None else self._stale.due.kept
+        self._remade: dict[tuple[str, int], Tensor] = {}
         self._halves: dict[_Key, BackwardHalf] = {}
         self._growing: dict[tuple[ValueKey, int], Tensor] = {}
         self.losses: list[Tensor] = []
@@ -272,6 +275,7 @@ class Computing:
         take, put = self._values.take, self._values.store.put
         whole, counts = stage.runnables[name], name == LOSS and stage.loss_counts
         recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
+        remade = [layout.is_remade(value, name) for value in whole.input_names]
         draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
         again = partial(forward_to_recompute, by_operator=layout.recomputes_by_operator(name), draws=draws, on_host=on_host)
         # a value that is a view of a parameter outlives the component, and gathered parameters do not
@@ -285,7 +289,8 @@ class Computing:
                 if draws:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
-                    outputs, self._kept[key] = again(runnable, inputs, stage.device)
+                    outputs, kept = again(runnable, inputs, stage.device)
+                    self._keeping[key] = replace(kept, inputs=tuple(map(_unless, kept.inputs, remade))) if any(remade) else kept
                 else:
                     outputs, record = forward_component(runnable, inputs)
                     if differentiable:
@@ -298,13 +303,23 @@ class Computing:
         return run
 
     def _recompute(self, task: Task) -> Operation:
-        name, _ = key = component_of(task)
-        stage = self._stage
+        name, microbatch = key = component_of(task)
+        stage, layout = self._stage, self._stage.layout
+        runnable, segment = stage.runnables[name], layout.segment_of(name)
+        read_again = [any(reader in segment for reader in layout.consumers[value]) for value in runnable.output_names]
 
         def run() -> None:
             kept = self._kept.pop(key)
             with stage.randomness.around(name), stage.computing():
-                self._records[key] = recompute(stage.runnables[name], kept)
+                if not segment:
+                    self._records[key] = recompute(runnable, kept)
+                    return
+                named = zip(runnable.input_names, kept.inputs, strict=True)
+                inputs = [value if isinstance(value, Tensor) else self._remade[what, microbatch] for what, value in named]
+                outputs, self._records[key] = forward_again(runnable, kept, inputs)
+            for what, output, read in zip(runnable.output_names, outputs, read_again, strict=True):
+                if read:
+                    self._remade[what, microbatch] = output
 
         return run
 
@@ -363,6 +378,11 @@ class Computing:
             if tensor is not None:
                 total = tensor if total is None else total + tensor
         return total
+
+
+def _unless(value: Tensor | Like, remade: bool) -> Tensor | Like:
+    """An input that is kept; of one that the segment makes again what it is like."""
+    return Like.of(value) if remade and isinstance(value, Tensor) else value
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -576,7 +596,5 @@ class Communicating:
         self._streams.after(fence)
         self._streams.lent(buffer)
         dist.recv(self._streams.unowned(buffer), work.source, group=group)
-        if self._stale is not None:
-            self._stale.arrives(task, buffer)
-        else:
+        if self._stale is None or not self._stale.arrives(task, buffer):
             self._store.put(moved, origin.microbatch, buffer, computed=True)

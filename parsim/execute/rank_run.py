@@ -290,7 +290,7 @@ class RankRun:
             )
             self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
         self.stale: StaleStage | None = None
-        if run.plan.synchronisation.kind == "stale":
+        if run.plan.synchronisation.is_stale:
             self.stale = StaleStage(self.stage)
             self.stage.also_resident["stashed_weights"] = self.stale.copies
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
@@ -505,13 +505,12 @@ class RankRun:
         progress = {**state.progress, **self.notes, **({} if rate is None else {RATE: rate})}
         random = {**checkpoint.rng_state(str(self.stage.device)), "cpu": self.stage.randomness.state}
         state = replace(state, progress=progress, rng=random)
-        if self.stale is not None:
-            return replace(state, own=self.stale.own_state())
+        waiting = {} if self.stale is None else self.stale.own_state()
         if self.mixing is None:
-            return state
+            return replace(state, own=waiting) if waiting else state
         mean = self.mixing.mean_weights()
         weights = {name: mean.get(name, value) for name, value in state.weights.items()}
-        return replace(state, weights=weights, own=self.mixing.own_state())
+        return replace(state, weights=weights, own={**self.mixing.own_state(), **waiting})
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""

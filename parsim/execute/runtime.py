@@ -87,34 +87,38 @@ class StepScripts:
     def of_step(self, number: int | None) -> StepScript:
         """The script of training step `number` >= 0; None: what the rank does at most in any step."""
         rule = self._layout.plan.synchronisation
-        if number is not None and self._stale is not None:
-            return self._filling(self._stale.since(number))
-        if number is None or self._mixing is None:
+        if number is None:
             return self._whole
+        since = None if self._stale is None else self._stale.since(number)
+        if self._mixing is None:
+            return self._whole if since is None else self._filling(self._whole, since, ())
         replicas = self._layout.plan.mesh.dp
-        mixing_round = number // rule.period_steps
+        mixing_round = number // rule.round_steps
         local = not rule.due(number)
         drawn = rule.takes_part(mixing_round, replicas)
-        key = (local, drawn, *(() if local else (rule.matrix(mixing_round, replicas).tobytes(),)))
+        of_round = () if local else (rule.matrix(mixing_round, replicas).tobytes(), mixing_round % rule.fragments)
+        key = (local, drawn, *of_round)
         if key not in self._made:
             graph = lower(self._layout.plan, self._layout.model, self._layout, mixing_round=mixing_round, local=local)
-            operations = {} if local else self._mixing.operations(graph, mixing_round)
+            mixes = rule.combines_first or not local
+            operations = self._mixing.operations(graph, mixing_round, local=local) if mixes else {}
             share = sum(drawn) / replicas
             self._made[key] = self._script(graph, operations, is_first=graph.tasks == self._first.tasks, share=share)
-        return self._made[key]
+        return self._made[key] if since is None else self._filling(self._made[key], since, key)
 
-    def _filling(self, since: int) -> StepScript:
-        """What a decoupled stage does so many steps after the stages began to fill."""
+    def _filling(self, whole: StepScript, since: int, key: tuple[object, ...]) -> StepScript:
+        """What a decoupled stage does of a script so many steps after the stages began to fill. key: of the script."""
         plan = self._layout.plan
         if since >= plan.synchronisation.steps_to_fill(plan.mesh.pp):
-            return self._whole
-        if (since,) not in self._made:
-            tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
+            return whole
+        if (since, *key) not in self._made:
+            tasks = [entry for entry in whole.tasks if runs(entry[0], plan, self._rank, since)]
             runs_now = {task.index for task, _, _ in tasks}
             tasks = [(task, stream, tuple(index for index in before if index in runs_now)) for task, stream, before in tasks]
-            launches = tuple(index for index in self._whole.launches if index in runs_now)
-            self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
-        return self._made[since,]
+            launches = tuple(index for index in whole.launches if index in runs_now)
+            filled = replace(whole, tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
+            self._made[(since, *key)] = filled
+        return self._made[(since, *key)]
 
     def _script(
         self, graph: TaskGraph, mixing: Mapping[int, Callable[[], None]], *, is_first: bool = True, share: float = 1.0

@@ -121,14 +121,25 @@ def _one_peer_exponential(n: int, t: int, settings: Settings) -> Matrix:
     return circulant(n, {0: 0.5, 2 ** (t % rounds_of_one_peer(n)): 0.5})
 
 
-def _hierarchical_one_peer(n: int, t: int, settings: Settings) -> Matrix:
-    """Machines of `per_node` workers average inside, and exchange as one-peer exponential among themselves."""
-    per_node = settings["per_node"]
-    if per_node < 1 or n % per_node:
-        raise AlgorithmError(f"per_node ({per_node}) must divide the workers ({n})")
-    nodes = _one_peer_exponential(n // per_node, t, settings)
-    matrix: Matrix = np.kron(nodes, np.full((per_node, per_node), 1.0 / per_node))
+def _hierarchical(between: Callable[[int, int, Settings], Matrix]) -> Callable[[int, int, Settings], Matrix]:
+    """Nodes of `per_node` workers average inside; in the last of `every` rounds they also mix with others, as in `between`."""
+
+    def matrix(n: int, t: int, settings: Settings) -> Matrix:
+        per_node, every = settings["per_node"], settings["every"]
+        if per_node < 1 or n % per_node:
+            raise AlgorithmError(f"per_node ({per_node}) must divide the workers ({n})")
+        if every < 1:
+            raise AlgorithmError(f"every ({every}): nodes mix among themselves in every round (1) or in one of several")
+        nodes = between(n // per_node, t // every, settings) if (t + 1) % every == 0 else np.eye(n // per_node)
+        mixed: Matrix = np.kron(nodes, np.full((per_node, per_node), 1.0 / per_node))
+        return mixed
+
     return matrix
+
+
+def _rounds_of_nodes(n: int, settings: Settings) -> int:
+    """Rounds after which hierarchical one-peer mixing repeats; settings that contradict n are refused elsewhere."""
+    return rounds_of_one_peer(max(1, n // max(1, settings["per_node"]))) * settings["every"]
 
 
 def _random_directed(n: int, t: int, settings: Settings) -> Matrix:
@@ -179,15 +190,16 @@ class GraphFamily:
     directed: bool = False
 
 
+NODES: Settings = {"per_node": 1, "every": 1}
+"""Of hierarchical graphs: workers of a node, and in one of how many rounds nodes mix among themselves."""
+
 GRAPHS: dict[str, GraphFamily] = {
     "alone": GraphFamily(matrix=_alone),
     "complete": GraphFamily(matrix=_complete),
     "exponential": GraphFamily(matrix=_exponential),
-    "hierarchical_one_peer": GraphFamily(
-        matrix=_hierarchical_one_peer,
-        period=lambda n, settings: rounds_of_one_peer(max(1, n // settings["per_node"])),
-        defaults={"per_node": 1},
-    ),
+    "hierarchical": GraphFamily(matrix=_hierarchical(_complete), period=lambda n, settings: settings["every"], defaults=NODES),
+    "hierarchical_one_peer": GraphFamily(matrix=_hierarchical(_one_peer_exponential), period=_rounds_of_nodes, defaults=NODES),
+    "hierarchical_ring": GraphFamily(matrix=_hierarchical(_ring), period=lambda n, settings: settings["every"], defaults=NODES),
     "lattice": GraphFamily(matrix=_lattice, defaults={"neighbours": 4}),
     "mesh": GraphFamily(matrix=_mesh),
     "one_peer_exponential": GraphFamily(matrix=_one_peer_exponential, period=lambda n, settings: rounds_of_one_peer(n)),

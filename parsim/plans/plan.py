@@ -376,7 +376,7 @@ class Plan:
                 f"gradients are clipped by the norm of all replicas' gradients, and synchronisation "
                 f'"{self.synchronisation.kind}" shares none; drop training.clip_norm'
             )
-        if self.synchronisation.kind == "stale":
+        if self.synchronisation.is_stale:
             self._check_stale()
         check_batch(self.global_batch, self.mesh, self.microbatches)
 
@@ -388,7 +388,10 @@ class Plan:
                 f"microbatches and {self.chunks} chunks; set both to 1"
             )
         if self.recompute != NONE or self.segments:
-            raise PlanError('synchronisation "stale" keeps activations until they are used; set recompute = "none"')
+            raise PlanError(
+                'synchronisation "stale" keeps activations until they are used; set recompute = "none", and '
+                'synchronisation.backward = "replay" to keep the inputs of stages instead'
+            )
 
     @property
     def program(self) -> Plan:
@@ -422,12 +425,20 @@ class Plan:
     def recomputed(self) -> frozenset[str]:
         """The components whose whole forward runs again before their backward, if they have one."""
         whole = named(self.recompute, self.components)[0]
-        return whole.union(*self.segments) if self.segments else whole
+        return whole.union(*self.repeated) if self.repeated else whole
+
+    @property
+    def repeated(self) -> tuple[tuple[str, ...], ...]:
+        """Runs of components whose forwards run again together: segments, or stages that replay batches that have waited."""
+        rule, stages = self.synchronisation, len(self.stages)
+        if not rule.replays:
+            return self.segments
+        return tuple(stage.components for number, stage in enumerate(self.stages) if rule.delay_of(number, stages))
 
     @property
     def recomputes(self) -> bool:
         """Whether any component is recomputed."""
-        return self.recompute != NONE or bool(self.segments)
+        return self.recompute != NONE or bool(self.repeated)
 
     @property
     def recomputed_by_operator(self) -> frozenset[str]:
@@ -779,16 +790,23 @@ def plan_in_words(plan: Plan) -> str:
 
 def _synchronisation_in_words(plan: Plan) -> str:
     """`averaging weights every 8 steps with an outer nesterov optimizer`."""
-    rule = plan.synchronisation
+    rule, stages = plan.synchronisation, plan.mesh.pp
     every = "after every step" if rule.period_steps == 1 else f"every {rule.period_steps} steps"
+    beside = " beside a step" if rule.combines_first else ""
+    words: list[str] = []
     match rule.kind:
         case "average":
+            what = "weights" if rule.fragments == 1 else f"each of {rule.fragments} fragments of the weights"
             some = f" over {rule.participation:.0%} of the replicas" if rule.participation < 1 else ""
             outer = f" with an outer {rule.outer_optimizer} optimizer" if rule.outer is not None else ""
-            return f"averaging weights {every}{some}{outer}"
+            sent = f" and changes sent in {rule.message_format}" if rule.message_format else ""
+            words.append(f"averaging {what} {every}{beside}{some}{outer}{sent}")
         case "gossip":
-            return f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}"
+            words.append(f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}{beside}")
         case "merge":
-            return f"merging weights one after another ({rule.merge}) {every}"
-    late = max(rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp))
-    return f"with gradients up to {late} steps late and no stage waiting for another"
+            words.append(f"merging weights one after another ({rule.merge}) {every}")
+    if rule.is_stale:
+        waits = rule.forward_lag(stages - 1, stages) < stages - 1
+        whom = "some stages waiting for values of others" if waits else "no stage waiting for another"
+        words.append(f"with gradients up to {rule.delay_of(0, stages)} steps late and {whom}")
+    return ", ".join(words)

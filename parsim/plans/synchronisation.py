@@ -2,25 +2,28 @@
 
 all_reduce  gradients are summed in every step: synchronous training
 average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
-            the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
+            the change of the mean as its gradient (local SGD, federated averaging, DiLoCo). Of streaming DiLoCo it has the
+            fragments, which take their turns within a period, and the exchange beside a step (`combination`)
 gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph. It adapts and then
             combines, x <- W (x - eta g(x)); or combines what it began the step with while it computes, x <- W x - eta g(x).
             With push-sum over a directed graph, a mass w goes with x, and gradients are taken at x / w
 merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
             no replica waits for those behind it (asynchronous averaging, FedAsync)
-stale       stages work on different batches at once, and apply gradients that are `delays` steps late
+stale       stages work on different batches at once, and apply gradients that are `delays` steps late: of full decoupling
+            (FDG), of locked forwards (DDG; Features Replay with the forward run again), or as they are given. Replicas sum
+            gradients; of kind average or gossip with a schedule or delays, replicas of such stages mix their weights
 
 A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`,
-`merge/8 merge=staleness:0.6:0.5`, `stale delays=2,0`.
+`merge/8 merge=staleness:0.6:0.5`, `stale schedule=ddg beta=0.5`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
@@ -137,7 +140,7 @@ class MixingSchedule:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
         names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
-        return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
+        return tuple((rounds * len(list(same)), name) for name, same in itertools.groupby(names))
 
     @property
     def is_directed(self) -> bool:
@@ -201,6 +204,13 @@ KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
+SCHEDULES = {"fdg": 2, "ddg": 1, "fr": 1}
+"""Name of a schedule of decoupled stages, and how many steps its gradients are late for every stage between them and the last.
+
+Where it is 1, values cross to the next stage in the step in which they are made, and gradients in the step after."""
+BACKWARDS = ("stash", "fresh", "replay")
+MESSAGE_BYTES = {"bf16": (2, 0), "int8": (1, 4)}
+"""Formats in which changes of weights are sent: bytes per element, and per tensor for its scale."""
 COMBINATIONS = ("adapt_combine", "combine_adapt")
 PUSH_SUM = "push_sum"
 MOST_PERIOD = 10**6
@@ -210,7 +220,9 @@ DRAWN_ROUNDS = 4
 _BELONGS = {
     "period_steps": ("average", "gossip", "merge"),
     "graph": ("gossip",),
-    "combination": ("gossip",),
+    "combination": ("average", "gossip"),
+    "fragments": ("average",),
+    "message_format": ("average",),
     "push_sum": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
@@ -222,7 +234,10 @@ _BELONGS = {
     "merge_rate": ("merge",),
     "merge_exponent": ("merge",),
     "merge_buffer": ("merge",),
-    "delays": ("stale",),
+    "schedule": ("stale", "average", "gossip"),
+    "delays": ("stale", "average", "gossip"),
+    "backward": ("stale", "average", "gossip"),
+    "beta": ("stale", "average", "gossip"),
 }
 """Which kinds a key means something for."""
 
@@ -244,7 +259,10 @@ class Synchronisation:
     Attributes:
         kind: one of KINDS. period_steps: local steps before each round.
         graph: of gossip, as text: "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
-        combination: of gossip, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        combination: of gossip and average, one of COMBINATIONS: the exchange follows the step, or goes on beside it.
+        message_format: of average, a key of MESSAGE_BYTES: replicas gather the rounded changes of one another since the last
+            round, and sum them in full; left out: weights are summed as they are.
+        fragments: of average, parts of the model that are averaged in turn, one after every period_steps / fragments steps.
         push_sum: of gossip, for graphs and weights whose columns alone sum to 1: what a replica sends and keeps is all it has.
         weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
             out: equal weights, and those of the graph.
@@ -256,7 +274,13 @@ class Synchronisation:
         merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late; of
             "buffered" the rate that its mean change is multiplied by.
         merge_buffer: of "buffered" (FedBuff), the arrivals whose mean change makes one change of the global model.
-        delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
+        schedule: of stale, and of average and gossip where stages are stale too, a key of SCHEDULES; left out: fdg of stale.
+            "fr" is ddg with backward = "replay".
+        delays: of stale in place of a schedule, per stage, how many steps late its gradients are. They end with 0, and from a
+            stage to the next fall by 2 (nothing is awaited), 1 (values are) or 0 (values and gradients are).
+        backward: of stale, one of BACKWARDS: with the weights and activations of the forward; with its activations and the
+            weights of now; or with the weights of now, which run the forward again from the stage's input.
+        beta: of stale, in [0, 1]: every boundary of stages multiplies the gradient by it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -265,6 +289,8 @@ class Synchronisation:
     period_steps: Count = 1
     graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
     combination: Name = "adapt_combine"
+    fragments: Count = 1
+    message_format: Name = ""
     push_sum: Annotated[bool, Field(strict=True)] = False
     weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
     outer_optimizer: Name = "none"
@@ -276,7 +302,10 @@ class Synchronisation:
     merge_rate: Number = 1.0
     merge_exponent: Number = 0.5
     merge_buffer: Count = 1
+    schedule: Name = ""
     delays: tuple[Seed, ...] = ()
+    backward: Name = "stash"
+    beta: Number = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -304,6 +333,7 @@ class Synchronisation:
                 "or set participation below 1"
             )
         self._check_outer()
+        self._check_fragments()
         self._check_merge()
         if self.kind == "gossip":
             if bool(self.graph) == bool(self.weights):
@@ -311,9 +341,8 @@ class Synchronisation:
                 raise PlanError(f'gossip has {what}; give one of them, for example graph = "ring"')
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
-            self._check_combination()
-        if any(delay < 0 for delay in self.delays):
-            raise PlanError(f"synchronisation.delays = {list(self.delays)}: a delay cannot be negative; use numbers >= 0")
+        self._check_combination()
+        self._check_stages()
 
     def _given(self) -> list[str]:
         """Keys that differ from their defaults, in order; `kind` apart."""
@@ -333,6 +362,39 @@ class Synchronisation:
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
             )
 
+    def _check_stages(self) -> None:
+        if self.schedule and self.schedule not in SCHEDULES:
+            raise PlanError(f"unknown synchronisation.schedule {self.schedule!r}{near_matches(self.schedule, SCHEDULES)}")
+        if self.backward not in BACKWARDS:
+            raise PlanError(f"unknown synchronisation.backward {self.backward!r}{near_matches(self.backward, BACKWARDS)}")
+        if self.schedule == "fr" and self.backward != "stash":
+            raise PlanError(f'schedule = "fr" is "ddg" that replays, and backward = {self.backward!r}; drop one of them')
+        if not 0 <= self.beta <= 1:
+            raise PlanError(f"synchronisation.beta = {self.beta:g} shrinks gradients and lies in [0, 1]; 1 does not shrink")
+        if self.is_stale and self.mixes:
+            for key, usual in (("combination", "adapt_combine"), ("participation", 1.0), ("push_sum", False), ("fragments", 1)):
+                if getattr(self, key) != usual:
+                    raise PlanError(
+                        f"synchronisation.{key} = {getattr(self, key)} is not built for stages that are stale; drop it, or "
+                        "schedule and delays"
+                    )
+        elif not self.is_stale and (self.backward, self.beta) != ("stash", 1.0):
+            raise PlanError(
+                f'synchronisation.backward and beta belong to stale stages, and {self.kind} has none; add schedule = "fdg", or '
+                "drop them"
+            )
+        if not self.delays:
+            return
+        if self.schedule:
+            raise PlanError(f"synchronisation.delays stand in place of schedule = {self.schedule!r}; drop one of them")
+        falls = [own - later for own, later in itertools.pairwise(self.delays)]
+        if self.delays[-1] or not set(falls) <= {0, 1, 2}:
+            raise PlanError(
+                f"synchronisation.delays = {list(self.delays)}: the last stage has delay 0, and from a stage to the next a "
+                "delay falls by 2 (neither waits), by 1 (values are awaited) or by 0 (gradients too); use for example "
+                f"{[2 * later for later in reversed(range(len(self.delays)))]}"
+            )
+
     def _check_combination(self) -> None:
         if self.combination not in COMBINATIONS:
             raise PlanError(
@@ -345,10 +407,28 @@ class Synchronisation:
                 'synchronisation.push_sum divides what has been mixed by its mass, and "combine_adapt" adds a step to it '
                 'afterwards; use combination = "adapt_combine" with push_sum'
             )
-        if self.period_steps != 1:
+        if self.participation < 1:
             raise PlanError(
-                'synchronisation.combination = "combine_adapt" exchanges beside the computation of one step, and period_steps '
-                f'= {self.period_steps}; use period_steps = 1, or "adapt_combine"'
+                'synchronisation.combination = "combine_adapt" exchanges beside a step of every replica, and participation = '
+                f'{self.participation:g} lets some wait; use "adapt_combine", or drop participation'
+            )
+
+    def _check_fragments(self) -> None:
+        message_format = self.message_format
+        if message_format and message_format not in MESSAGE_BYTES:
+            near = near_matches(message_format, MESSAGE_BYTES)
+            raise PlanError(f"unknown synchronisation.message_format {message_format!r}{near}")
+        if self.fragments == 1:
+            return
+        if self.fragments < 1 or self.period_steps % self.fragments:
+            raise PlanError(
+                f"synchronisation.fragments = {self.fragments} take turns within period_steps = {self.period_steps}, and must "
+                f"divide it; use period_steps = {max(1, self.fragments) * -(-self.period_steps // max(1, self.fragments))}"
+            )
+        if self.participation < 1:
+            raise PlanError(
+                f"synchronisation.participation = {self.participation:g} draws replicas for a whole period, in which fragments "
+                "have several rounds; drop one of them"
             )
 
     def _check_merge(self) -> None:
@@ -371,6 +451,11 @@ class Synchronisation:
     def is_relaxed(self) -> bool:
         """Whether replicas, or stages, hold weights that synchronous training would not have."""
         return self.kind != "all_reduce"
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether stages are decoupled."""
+        return self.kind == "stale" or bool(self.schedule or self.delays)
 
     @property
     def mixes(self) -> bool:
@@ -398,16 +483,45 @@ class Synchronisation:
         return parse_mixing(self.graph)
 
     def delay_of(self, stage: int, stages: int) -> int:
-        """How many steps after its forward a stage applies the gradient of a batch: 2 (K - 1 - stage)."""
-        return self.delays[stage] if self.delays else 2 * (stages - 1 - stage)
+        """How many steps after its forward a stage applies the gradient of a batch: of fdg 2 (K - 1 - stage)."""
+        return self.delays[stage] if self.delays else SCHEDULES[self.schedule or "fdg"] * (stages - 1 - stage)
+
+    def forward_lag(self, stage: int, stages: int) -> int:
+        """How many steps after the first stage a stage runs a batch forward."""
+        delays = [self.delay_of(other, stages) for other in range(stage + 1)]
+        return sum(own - later == 2 for own, later in itertools.pairwise(delays))
+
+    def backward_lag(self, stage: int, stages: int) -> int:
+        """How many steps after the first stage has run a batch forward a stage runs it backward."""
+        return self.forward_lag(stage, stages) + self.delay_of(stage, stages)
 
     def steps_to_fill(self, stages: int) -> int:
         """Steps after which every stage of a stale pipeline runs a forward and a backward in every step."""
-        return self.delay_of(0, stages)
+        return self.backward_lag(0, stages)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a stage runs a batch forward again before its backward."""
+        return self.backward == "replay" or self.schedule == "fr"
+
+    @property
+    def stashes(self) -> bool:
+        """Whether a batch that waits keeps a copy of the weights that it ran forward with."""
+        return self.backward == "stash" and not self.replays
+
+    @property
+    def round_steps(self) -> int:
+        """Steps from one round to the next: a period has one per fragment."""
+        return self.period_steps // self.fragments
+
+    def message_bytes(self, elements: int, tensors: int) -> int:
+        """Bytes of the rounded change of so many elements in so many tensors."""
+        element_bytes, scale_bytes = MESSAGE_BYTES[self.message_format]
+        return elements * element_bytes + tensors * scale_bytes
 
     def due(self, step: int) -> bool:
         """Whether a round follows step `step` >= 0."""
-        return self.mixes and (step + 1) % self.period_steps == 0
+        return self.mixes and (step + 1) % self.round_steps == 0
 
     def check(self, mesh: Mesh, *, zero_stage: int) -> None:
         """Check that replicas of a mesh can be synchronised so.
@@ -428,8 +542,9 @@ class Synchronisation:
             )
         if mesh.cp * mesh.ep > 1:
             raise PlanError(f"synchronisation {self.kind!r} is not built for mesh.cp and mesh.ep above 1; use dp, pp and tp")
-        if self.kind == "stale":
+        if self.is_stale:
             self._check_delays(mesh)
+        if not self.mixes:
             return
         if mesh.dp < 2:
             raise PlanError(f"synchronisation {self.kind!r} needs at least 2 replicas, and dp = {mesh.dp}; use all_reduce")
@@ -445,11 +560,10 @@ class Synchronisation:
             )
         if mesh.tp > 1:
             raise PlanError('synchronisation "stale" is not built for mesh.tp above 1; use dp and pp')
-        known = tuple(2 * (mesh.pp - 1 - stage) for stage in range(mesh.pp))
-        if self.delays and self.delays != known:
+        if self.delays and len(self.delays) != mesh.pp:
             raise PlanError(
-                f"synchronisation.delays = {list(self.delays)}: {mesh.pp} stages that hand on one batch per step have the "
-                f"delays {list(known)}; leave them out"
+                f"synchronisation.delays = {list(self.delays)} are of {len(self.delays)} stages, and the mesh has {mesh.pp}; "
+                'give one per stage, or a schedule such as "ddg"'
             )
 
     def _check_weights(self, replicas: int) -> None:
@@ -503,10 +617,10 @@ class Synchronisation:
         return MergeRule(kind=self.merge, workers=replicas, rate=rate, exponent=exponent, buffer=buffer)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
-        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn."""
+        """Numbers of the rounds that stand for all: one where all are alike, one per fragment, a few of drawn replicas."""
         if self.graph:
             return self.mixing.cycle(replicas)
-        return tuple(range(DRAWN_ROUNDS)) if self.participation < 1 else (0,)
+        return tuple(range(DRAWN_ROUNDS if self.participation < 1 else self.fragments))
 
     def shares(self, number: int, replicas: int) -> Any:
         """The weight of every replica in an average, 0 for those that do not take part. float64 [replicas]."""
@@ -526,6 +640,10 @@ class Synchronisation:
             words.append(self.graph)
         if self.combines_first:
             words.append(f"combination={self.combination}")
+        if self.fragments > 1:
+            words.append(f"fragments={self.fragments}")
+        if self.message_format:
+            words.append(f"message_format={self.message_format}")
         if self.push_sum:
             words.append(PUSH_SUM)
         if self.weights:
@@ -540,8 +658,14 @@ class Synchronisation:
         if self.merge != "half":
             numbers = "".join(f":{getattr(self, key)!r}" for key in MERGE_KEYS.get(self.merge, ()))
             words.append(f"merge={self.merge}{numbers}")
+        if self.schedule:
+            words.append(f"schedule={self.schedule}")
         if self.delays:
             words.append(f"delays={','.join(map(str, self.delays))}")
+        if self.backward != "stash":
+            words.append(f"backward={self.backward}")
+        if self.beta != 1.0:
+            words.append(f"beta={self.beta!r}")
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -564,7 +688,7 @@ class Synchronisation:
         return cls(**table)
 
 
-ALL_REDUCE = Synchronisation()
+ALL_REDUCE, STALE = Synchronisation(), Synchronisation(kind="stale")
 
 
 def _array(weights: MixingWeights) -> Any:
@@ -599,6 +723,8 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["graph"] = word
                 case "combination":
                     found["combination"] = value
+                case "fragments":
+                    found["fragments"] = int(value)
                 case "push_sum":
                     found[PUSH_SUM] = True
                 case "weights":
@@ -615,6 +741,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
+                case "schedule" | "backward" | "message_format":
+                    found[name] = value
+                case "beta":
+                    found["beta"] = float(value)
                 case _:
                     raise PlanError(
                         f"{text!r} is not a synchronisation: {word!r} is neither a graph nor a key{near_matches(name, _WORDS)}"
@@ -624,7 +754,10 @@ def parse_synchronisation(text: str) -> Synchronisation:
     return Synchronisation(**found)
 
 
-_WORDS = ("combination", PUSH_SUM, "weights", "outer", "participation", "seed", "merge", "delays")
+_WORDS = (
+    *("combination", "fragments", "message_format", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
+    *("schedule", "delays", "backward", "beta"),
+)
 
 
 def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:

@@ -66,7 +66,7 @@ from parsim.program.lifetimes import (
 )
 from parsim.program.passes.gradients import replica_sum_work, updates_of
 from parsim.program.passes.offload import ComponentUses, groups_of
-from parsim.program.passes.rounds import most_neighbours, outer_arrays
+from parsim.program.passes.rounds import lateness, message_bytes, most_neighbours, outer_arrays
 from parsim.program.passes.unsharded import Use, uses_of
 from parsim.program.placed import PlanIndex
 from parsim.units import MIB, format_bytes
@@ -334,7 +334,7 @@ def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away:
     pipeline = pipeline_of(layout, here.shard, here.stage)
     inward, outward = pipeline.links_of(here.stage)
     between = here.between_chunks()
-    stale = plan.synchronisation.kind == "stale"
+    stale = plan.synchronisation.is_stale
     if stale:
         moments = decoupled_moments(batches_held(layout, here.stage), inward, outward)
     else:
@@ -921,6 +921,10 @@ MOST_SCORED = 64
 """Samples of a batch that is scored, at most (`parsim.execute.evaluation`)."""
 
 
+ROUNDING_ARRAYS = 3
+"""Arrays as large as a bucket that are alive while a change of it is restored (`parsim.execute.mixing.restored`)."""
+
+
 def batches_held(layout: PlanIndex, stage: int) -> int:
     """Batches that a stale stage has run forward and not backward, at the fullest moment."""
     return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
@@ -931,14 +935,24 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
     layout, rank = kept.layout, memory.rank
     plan, rule = layout.plan, layout.plan.synchronisation
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
-    if rule.kind == "stale":
+    if rule.is_stale:
         place = plan.stage_of_rank(rank)
         held = batches_held(layout, place)
         sizes = RankValues(kept, rank).message_bytes().items()
-        arriving = round(sum(size for link, size in sizes if plan.stage_places[link.target] == place))
-        lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
-        return replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 else 0)))
+        late = [size for link, size in sizes if link.target == place and lateness(layout, link.source, link.target)]
+        lines = [(name, size + round(sum(late)) if name == "receive_buffers" else size) for name, size in memory.lines]
+        memory = replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 and rule.stashes else 0)))
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
+    if rule.message_format:
+        buckets = layout.rank_buckets(rank)
+        rounds = range(rule.fragments)
+        sent = max(
+            sum(message_bytes(rule, each) for each in buckets if each.number % rule.fragments == turn) for turn in rounds
+        )
+        gathered, let_go = (1 + plan.mesh.dp) * sent, sum(memory.line(name) for name in LET_GO)
+        rounding = ROUNDING_ARRAYS * max((bucket.size_bytes for bucket in buckets), default=0)
+        beside = gathered if rule.combines_first else 0  # that arrives beside the step; its rounding is before and behind it
+        lines.append(("neighbour_buffers", max(beside, gathered + rounding - let_go)))
     if rule.kind == "gossip":
         arriving = most_neighbours(rule, plan.mesh.dp)[plan.replica_of_rank(rank)] * trained
         let_go = 0 if rule.combines_first else sum(memory.line(name) for name in LET_GO)  # that arrives beside the step

@@ -169,7 +169,7 @@ def is_one_step(plan: Plan) -> bool:
     rule = plan.synchronisation
     return not rule.mixes or (
         rule.kind != "merge"
-        and rule.period_steps == 1
+        and rule.round_steps == 1
         and len(plan.synchronisation.cycle(plan.mesh.dp)) == 1
         and rule.participation == 1.0
     )
@@ -185,7 +185,7 @@ def folds(problem: PlanningProblem, plan: Plan) -> bool:
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first
+    alike = rule.kind in ("average", "gossip") and rule.participation == 1.0 and not rule.combines_first and not rule.is_stale
     return alike and not noisy and profile.overlap is None
 
 
@@ -208,7 +208,7 @@ def step_program(
     """
     plan, rule = layout.plan, layout.plan.synchronisation
     cycle = rule.cycle(plan.mesh.dp)
-    alone = rule.period_steps - 1 if local_steps is None else local_steps
+    alone = rule.round_steps - 1 if local_steps is None else local_steps
     parts: list[Part] = []
     for number in cycle:
         if alone:
@@ -340,12 +340,12 @@ def mixing_period(
     """
     plan, rule = layout.plan, layout.plan.synchronisation
     costs = problem.costs(plan.world_size)
-    simulated = min(rule.period_steps, UNROLLED_STEPS)
+    simulated = min(rule.round_steps, UNROLLED_STEPS)
     ahead = costs.overlap([], [])
     program = step_program(layout, ahead, local_steps=simulated - 1, folding=folding)
     cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
     local = None
-    if simulated < rule.period_steps:
+    if simulated < rule.round_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
     rounds = _rounds_of_units(cycle, program, len(units))
@@ -360,7 +360,7 @@ def mixing_period(
         local_unit=np.empty(0, dtype=np.int64) if local is None else local.unit + len(cycle.units),
         overlap=factors,
         rounds=len(plan.synchronisation.cycle(plan.mesh.dp)),
-        steps=rule.period_steps,
+        steps=rule.round_steps,
         simulated=simulated,
         staggers=rule.kind == "merge",
         ranks=None if folding is None else folding.ranks,

@@ -63,7 +63,7 @@ def lower(
     if not local:
         add_round(draft, layout, mixing_round)
     graph = draft.finish()
-    if plan.synchronisation.kind == "stale":
+    if plan.synchronisation.is_stale:
         return without_arrivals(graph, layout)
     return without_idle(graph, layout, mixing_round, steps)
 

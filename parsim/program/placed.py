@@ -58,7 +58,7 @@ class Divisions:
         in_microbatches = plan.zero_stage >= 2
         return {
             "division": results.setdefault((), {}),
-            "recomputed": results.setdefault((plan.recompute, plan.segments), {}),
+            "recomputed": results.setdefault((plan.recompute, plan.repeated), {}),
             "buckets": results.setdefault((plan.bucket_bytes, in_microbatches), {}),
             "zero": results.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
         }
@@ -272,7 +272,7 @@ class PlacedModel:
 
     @shared("recomputed")
     def _segments(self) -> dict[str, tuple[str, ...]]:
-        segments = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
+        segments = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.repeated)
         return {name: segment for segment in segments for name in segment}
 
     def is_remade(self, value: str, reader: str) -> bool:
@@ -478,7 +478,7 @@ class ComponentKinds:
         if value.producer is None:
             return self._loading[place]
         maker = self._number[value.producer]
-        remade = bool(layout.plan.segments) and layout.is_remade(name, component.name)
+        remade = bool(layout.plan.repeated) and layout.is_remade(name, component.name)
         if not self.is_far(name):
             output = layout.model.components[maker].outputs.index(name)
             return number - maker, place - self._places[maker], output, self._laid_out(name), remade

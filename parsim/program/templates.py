@@ -267,7 +267,7 @@ def lower_columns(
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
     rule = plan.synchronisation
-    if not folding.has_whole_teams or rule.kind == "stale" or rule.participation < 1 or rule.combines_first:
+    if not folding.has_whole_teams or rule.is_stale or rule.participation < 1 or rule.combines_first:
         return columns_of(lower(plan, model, layout, mixing_round=mixing_round, local=local))
     kept = frozenset(folding.ranks) if folding.is_folded else None
     end = _end_of_step(layout, kept, None if local else mixing_round)

@@ -20,9 +20,10 @@ from torch.func import functional_call, grad_and_value, vmap
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import Order, part
 from parsim.errors import AlgorithmError, near_matches
+from parsim.execute.mixing import restored, rounded
 from parsim.plans.averaging import Merged, merged_in_turn
 from parsim.plans.plan import Plan
-from parsim.plans.synchronisation import Synchronisation
+from parsim.plans.synchronisation import STALE, Synchronisation
 from parsim.relaxed.problems import LearningProblem
 from parsim.units import format_bytes
 
@@ -51,22 +52,26 @@ class LocalOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workers:
-    """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m]."""
+    """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m].
+
+    buffers: running statistics, each [m, ...], in the order of the module's; none before the first step.
+    """
 
     weights: Tensor
     moments: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
     steps: Tensor
 
     @classmethod
     def fresh(cls, weights: Tensor) -> Workers:
-        """Workers with these weights [m, D] and new optimizers."""
+        """Workers with these weights [m, D], new optimizers and the module's running statistics."""
         return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
 
     def take(self, rows: Sequence[int]) -> Workers:
         """The workers of these rows."""
         index = torch.tensor(list(rows))
-        moments = tuple(moment[index] for moment in self.moments)
-        return Workers(weights=self.weights[index], moments=moments, steps=self.steps[index])
+        moments, buffers = (tuple(each[index] for each in held) for held in (self.moments, self.buffers))
+        return Workers(weights=self.weights[index], moments=moments, buffers=buffers, steps=self.steps[index])
 
 
 def sgd(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -100,16 +105,15 @@ LOCAL_OPTIMIZERS: dict[str, Callable[[Workers, Tensor, LocalOptimizer], tuple[Te
 class LocalTraining:
     """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`.
 
-    The module must be a pure function of its parameters: no buffers that training changes, no randomness.
+    The module must be a function of its parameters and buffers: no randomness. Every worker has running statistics of its own.
     """
 
     def __init__(self, model: nn.Module, problem: LearningProblem, optimizer: LocalOptimizer) -> None:
-        if any(True for _ in model.buffers()):
-            raise AlgorithmError("virtual workers need a model without buffers (no BatchNorm): rows hold parameters alone")
-        self.problem, self.optimizer, self._model = problem, optimizer, model
+        self.problem, self.optimizer, self.model = problem, optimizer, model
         self._shapes = [(name, value.shape) for name, value in model.named_parameters()]
         self.start = torch.cat([value.detach().flatten() for value in model.parameters()])
-        self._gradient = vmap(grad_and_value(self._loss))
+        self._buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+        self._gradient = vmap(grad_and_value(self._loss, has_aux=True))
 
     @property
     def tensors(self) -> tuple[tuple[str, int], ...]:
@@ -121,47 +125,88 @@ class LocalTraining:
         """|w|: bytes of one worker's parameters."""
         return self.start.numel() * self.start.element_size()
 
-    def outputs(self, weights: Tensor, inputs: Tensor) -> Tensor:
-        """The model's outputs for one row of weights [D]."""
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the module has running statistics."""
+        return bool(self._buffers)
+
+    def outputs(self, weights: Tensor, inputs: Tensor, buffers: Sequence[Tensor] = ()) -> Tensor:
+        """The model's outputs for one row of weights [D]. buffers: in the order of the module's, which training changes."""
         pieces = torch.split(weights, [shape.numel() for _, shape in self._shapes])
         named = {name: piece.view(shape) for (name, shape), piece in zip(self._shapes, pieces, strict=True)}
-        result: Tensor = functional_call(self._model, named, (inputs,))
+        held = dict(zip(self._buffers, buffers, strict=True)) if self._buffers else {}
+        result: Tensor = functional_call(self.model, {**named, **held}, (inputs,))
         return result
 
-    def score(self, weights: Tensor) -> float:
-        """Accuracy or R^2 of one row of weights on the test samples."""
-        with torch.no_grad():
-            return self.problem.score(self.outputs(weights, self.problem.test_inputs))
+    def score(self, weights: Tensor, workers: Workers | None = None) -> float:
+        """Accuracy or R^2 of one row of weights on the test samples. workers: the first of them has the running statistics."""
+        held = workers.buffers if workers is not None else ()
+        buffers = [value[0].clone() for value in held] or [value.clone() for value in self._buffers.values()]
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self.problem.score(self.outputs(weights, self.problem.test_inputs, buffers))
+        finally:
+            self.model.train(training)
 
-    def _loss(self, weights: Tensor, inputs: Tensor, targets: Tensor, share: Tensor) -> Tensor:
-        return (self.problem.losses(self.outputs(weights, inputs), targets) * share).sum()
+    def _loss(
+        self, weights: Tensor, buffers: tuple[Tensor, ...], inputs: Tensor, targets: Tensor, share: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The mean loss of one worker, and its running statistics afterwards."""
+        moved = tuple(value.clone() for value in buffers)
+        return (self.problem.losses(self.outputs(weights, inputs, moved), targets) * share).sum(), moved
 
     def step(self, workers: Workers, samples: NDArray[np.int64]) -> Workers:
         """One local step of each worker on its own samples: int64 [m, batch], padded with -1; a row of -1 makes no step."""
-        moved = self.updated(workers, self.gradient(workers.weights, samples))
+        held = workers.buffers or tuple(value.expand(len(workers.weights), *value.shape) for value in self._buffers.values())
+        gradient, buffers = self._gradients(workers.weights, held, samples)
+        moved = replace(self.updated(workers, gradient), buffers=buffers)
         steps = torch.from_numpy((samples >= 0).any(1)).to(torch.int64)
         if bool(steps.all()):
             return moved
-        still = (steps == 0)[:, None]
         before = workers.moments or tuple(torch.zeros_like(moment) for moment in moved.moments)
+
+        def kept(old: Tensor, new: Tensor) -> Tensor:
+            return torch.where((steps == 0).view(-1, *[1] * (new.dim() - 1)), old, new)
+
         return Workers(
-            weights=torch.where(still, workers.weights, moved.weights),
-            moments=tuple(torch.where(still, old, new) for old, new in zip(before, moved.moments, strict=True)),
+            weights=kept(workers.weights, moved.weights),
+            moments=tuple(map(kept, before, moved.moments)),
+            buffers=tuple(map(kept, held, buffers)),
             steps=workers.steps + steps,
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
+        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1.
+
+        Raises AlgorithmError: the model has running statistics, which stages that are late take of other weights.
+        """
+        if self._buffers:
+            raise AlgorithmError(
+                "virtual stages need a model without buffers (no BatchNorm): one gradient of the whole model stands for those "
+                "of all stages; run the plan, or use average or gossip"
+            )
+        return self._gradients(weights, (), samples)[0]
+
+    def _gradients(
+        self, weights: Tensor, buffers: tuple[Tensor, ...], samples: NDArray[np.int64]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradients of `gradient`, and the running statistics behind the forward."""
         numbers = torch.tensor(samples)
         real, index = numbers >= 0, numbers.clamp(min=0)
+        if buffers and bool((real.any(1) & ~real.all(1)).any()):
+            raise AlgorithmError(
+                "replicas of unequal batches are padded, and BatchNorm would count the padding; use shards of equal sizes"
+            )
         share = real.to(weights.dtype) / real.sum(1).clamp(min=1)[:, None]
-        gradient: Tensor = self._gradient(weights, self.problem.inputs[index], self.problem.targets[index], share)[0]
-        return gradient
+        gradient, (_, moved) = self._gradient(weights, buffers, self.problem.inputs[index], self.problem.targets[index], share)
+        return gradient, moved
 
     def updated(self, workers: Workers, gradient: Tensor) -> Workers:
         """Every worker after one update of its optimizer by a gradient [m, D]."""
         weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
-        return Workers(weights=weights, moments=moments, steps=workers.steps + 1)
+        return replace(workers, weights=weights, moments=moments, steps=workers.steps + 1)
 
 
 COPIES = 6
@@ -179,42 +224,154 @@ def check_room(replicas: int, weight_bytes: int) -> None:
         )
 
 
-# Decoupled stages with gradients that are late, on one row of weights.
+# Decoupled stages with gradients that are late, on rows of weights (`parsim.program.passes.rounds` says when what runs).
 #
-# The gradient of stage k for batch b is block k of the ordinary gradient at the weights with which batch b ran forward: those
-# that stage k had in step b + k. So one gradient of the whole model per step is enough. Its blocks wait until their stage is
-# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for all.
+# Where a batch that waits keeps its weights, the gradient of stage k for batch b is block k of the ordinary gradient at the
+# weights with which batch b ran forward on each stage. So one gradient of the whole model per step is enough. Otherwise the
+# model is cut at its stages, and each runs its own forward and backward: that takes a chain of modules (nn.Sequential).
 #
-# Leaves out: BatchNorm and dropout, as all virtual replicas do.
+# Replicas sum gradients in every step: one stands for all. BatchNorm is refused; dropout is left out.
 
 
-def stale_steps(training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]]) -> Iterator[Workers]:
-    """Step after step without end: the weights of all stages behind each, as one worker.
+class _WholeGradients:
+    """The gradients of stages that stash weights, out of one gradient of the model."""
 
-    stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters.
+    def __init__(
+        self, training: LocalTraining, order: SampleOrder, places: Sequence[Tensor], beta: float, replicas: int
+    ) -> None:
+        self._training, self._order, self._places, self._replicas = training, order, places, replicas
+        self._shrunk = [beta ** (len(places) - 1 - stage) for stage in range(len(places))]
+        self._weights: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+
+    def forward(self, stage: int, batch: int, weights: Tensor) -> None:
+        """weights: [replicas, D of the stage], as they are now."""
+        row = self._weights.setdefault(batch, self._training.start.repeat(self._replicas, 1))
+        row[:, self._places[stage]] = weights
+        if stage == len(self._places) - 1:
+            samples = samples_of(self._order, batch, self._replicas)
+            self._gradients[batch] = self._training.gradient(self._weights.pop(batch), samples)
+
+    def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
+        """The gradient [replicas, D of the stage] of a batch."""
+        whole = self._gradients[batch] if stage else self._gradients.pop(batch)
+        return whole[:, self._places[stage]] * self._shrunk[stage]
+
+
+class _CutGradients:
+    """The gradients of stages that run backward with the weights of now, with old activations (fresh) or new ones (replay).
+
+    Raises AlgorithmError: the model is no chain of modules, or a stage begins within one.
     """
-    places = _places(training, stages)
-    last = len(stages) - 1
-    live = [Workers.fresh(training.start[None, place]) for place in places]
-    forward: dict[int, Tensor] = {}
-    waiting: list[dict[int, Tensor]] = [{} for _ in stages]
+
+    def __init__(
+        self, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]], rule: Synchronisation
+    ) -> None:
+        self._problem, self._order, self._beta, self._replays = training.problem, order, rule.beta, rule.replays
+        self._pieces = _pieces(training.model, stages)
+        self._shapes = [dict(piece.named_parameters()) for piece in self._pieces]
+        self._values: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        self._held: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def forward(self, stage: int, batch: int, weights: Tensor) -> None:
+        """weights: [1, D of the stage]; where they change in place before the backward, it sees that."""
+        problem, last, numbers = self._problem, len(self._pieces) - 1, torch.tensor(self._order.indices(batch))
+        value = self._values.pop((stage, batch)) if stage else problem.inputs[numbers]
+        self._held[stage, batch] = held = self._run(stage, value, weights)
+        if self._replays:
+            self._held[stage, batch] = (*held[:2], held[2].detach())
+        if stage < last:
+            self._values[stage + 1, batch] = held[2].detach()
+            return
+        output = held[2].detach().requires_grad_()
+        (self._gradients[stage, batch],) = torch.autograd.grad(problem.loss(output, problem.targets[numbers]), output)
+
+    def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
+        """The gradient [1, D of the stage] of a batch; where it is replayed, its forward runs again on these weights."""
+        row, value, output = self._held.pop((stage, batch))
+        if self._replays:
+            row, value, output = self._run(stage, value, weights)
+        gradient = self._gradients.pop((stage, batch))
+        own, below = torch.autograd.grad(output, (row, value), gradient, allow_unused=True)
+        if stage:
+            self._gradients[stage - 1, batch] = below * self._beta
+        return torch.zeros_like(row) if own is None else own
+
+    def _run(self, stage: int, value: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights and the input as autograd knows them, and the output."""
+        row, value = torch.empty(0, dtype=weights.dtype), value.detach().requires_grad_()
+        row.data = weights.data  # the same memory: a change of it escapes autograd
+        row.requires_grad_()
+        parts = torch.split(row[0], [held.numel() for held in self._shapes[stage].values()])
+        named = {name: part.view(held.shape) for (name, held), part in zip(self._shapes[stage].items(), parts, strict=True)}
+        output: Tensor = functional_call(self._pieces[stage], named, (value,))
+        return row, value, output
+
+
+def _pieces(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[nn.Sequential]:
+    """The modules of each stage: the children that hold its parameters, with those behind them that hold none."""
+    stage_of = {name: number for number, names in enumerate(stages) for name in names}
+    children = list(model.named_children()) if isinstance(model, nn.Sequential) else []
+    if not children:
+        raise AlgorithmError(
+            f'backward = "fresh" and "replay" cut the model at its stages, and {type(model).__name__} is no nn.Sequential; use '
+            'backward = "stash"'
+        )
+    pieces: list[list[nn.Module]] = [[] for _ in stages]
+    stage = 0
+    for name, child in children:
+        held = {stage_of[f"{name}.{inside}"] for inside, _ in child.named_parameters()}
+        if len(held) > 1 or (held and min(held) < stage):
+            raise AlgorithmError(f"stages have to divide the modules of the nn.Sequential in order, and {name} is in {held}")
+        stage = max([stage, *held])
+        pieces[stage].append(child)
+    return [nn.Sequential(*parts) for parts in pieces]
+
+
+def stale_steps(
+    training: LocalTraining,
+    order: SampleOrder,
+    stages: Sequence[Sequence[str]],
+    rule: Synchronisation = STALE,
+    replicas: int = 1,
+) -> Iterator[Workers]:
+    """Step after step without end: the weights of all stages behind each, a worker per replica. Changes of them are taken over.
+
+    stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters, or
+    cannot be cut so.
+    """
+    places, count = _places(training, stages), len(stages)
+    live = [Workers.fresh(training.start[place].repeat(replicas, 1)) for place in places]
+    forward_lags = [rule.forward_lag(stage, count) for stage in range(count)]
+    backward_lags = [rule.backward_lag(stage, count) for stage in range(count)]
+    if replicas > 1 and not rule.stashes:
+        raise AlgorithmError(f'virtual replicas of stages keep backward = "stash", and {rule} has another; run the plan')
+    whole = _WholeGradients(training, order, places, rule.beta, replicas) if rule.stashes else None
+    found = whole or _CutGradients(training, order, stages, rule)
     for step in itertools.count():
-        forward[step] = torch.empty_like(training.start)[None]
-        for stage, place in enumerate(places):
-            if step >= stage:
-                forward[step - stage][:, place] = live[stage].weights
-        if step >= last:
-            batch = step - last
-            gradient = training.gradient(forward.pop(batch), order.indices(batch)[None])
-            for stage, place in enumerate(places):
-                waiting[stage][batch + 2 * last - stage] = gradient[:, place]
-        for stage, due in enumerate(waiting):
-            if step in due:
-                live[stage] = training.updated(live[stage], due.pop(step))
-        weights = torch.empty_like(training.start)[None]
+        for stage in range(count):
+            if step >= forward_lags[stage]:
+                found.forward(stage, step - forward_lags[stage], live[stage].weights)
+        gradients: dict[int, Tensor] = {}
+        for stage in reversed(range(count)):
+            if (batch := step - backward_lags[stage]) >= 0:
+                gradients[stage] = found.backward(stage, batch, live[stage].weights)
+        for stage, gradient in gradients.items():
+            moved = training.updated(live[stage], gradient)
+            live[stage] = replace(moved, weights=live[stage].weights.copy_(moved.weights))
+        weights = training.start.repeat(replicas, 1)
         for stage, place in enumerate(places):
             weights[:, place] = live[stage].weights
-        yield Workers(weights=weights, steps=torch.full((1,), step + 1, dtype=torch.int64))
+        yield Workers(weights=weights, steps=torch.full((replicas,), step + 1, dtype=torch.int64))
+        for stage, place in enumerate(places):
+            live[stage].weights.copy_(weights[:, place])
+
+
+def samples_of(order: SampleOrder, step: int, replicas: int) -> NDArray[np.int64]:
+    """int64 [replicas, batch]: what each of them trains on in a step."""
+    indices = order.indices(step)
+    return np.stack([part(indices, replica=replica, dp=replicas) for replica in range(replicas)])
 
 
 def _places(training: LocalTraining, stages: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -248,6 +405,7 @@ class PlannedOutcome:
 
     Attributes:
         workers: weights of every replica [P, D]. weights: their mean [D], which a checkpoint of the real run holds.
+        buffers: running statistics of every replica, each [P, ...].
         seconds: simulated, of all steps. rounds: in which weights were mixed. scores: (step, score of the mean weights).
     """
 
@@ -256,6 +414,7 @@ class PlannedOutcome:
     seconds: float
     rounds: int
     scores: tuple[tuple[int, float], ...] = ()
+    buffers: tuple[Tensor, ...] = ()
 
 
 def train_planned(
@@ -264,6 +423,7 @@ def train_planned(
     order: Order,
     steps: int,
     *,
+    fragments: Sequence[Sequence[str]] = (),
     step_s: float = 0.0,
     score_every: int = 0,
     on_step: Callable[[int, Tensor], None] | None = None,
@@ -273,6 +433,7 @@ def train_planned(
     Args:
         plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
         order: of the samples; replicas take equal parts of every global batch. steps: to train.
+        fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some.
         step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
         on_step: sees (steps done, weights [P, D]).
 
@@ -288,46 +449,53 @@ def train_planned(
     if steps < 1:
         raise AlgorithmError(f"virtual replicas train at least one step, got {steps}")
     scores: list[tuple[int, float]] = []
-    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order), steps), 1):
+    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order, fragments), steps), 1):
         workers, kept = state
         if on_step is not None:
             on_step(step, workers.weights)
         if score_every and step % score_every == 0:
-            scores.append((step, training.score(kept.mean(workers.weights))))
+            scores.append((step, training.score(kept.mean(workers.weights), workers)))
     return PlannedOutcome(
         workers=workers.weights,
         weights=kept.mean(workers.weights),
         seconds=steps * step_s,
         rounds=kept.rounds,
         scores=tuple(scores),
+        buffers=workers.buffers,
     )
 
 
 def steps_of(
-    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
+    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, parts: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
-    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. stages: of stale, the
-    parameters of each. Raises AlgorithmError: so many replicas do not fit.
+    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
+    the parameters of every stage (stale) or fragment. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
-    if rule.kind == "stale":
-        check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
-        kept = RoundState.fresh(training.start[None])
-        yield from ((workers, kept) for workers in stale_steps(training, order, stages))
-        return
-    check_room(replicas, training.weight_bytes)
+    check_room(replicas * (len(parts) if rule.is_stale else 1), training.weight_bytes)  # batches that wait keep weights too
     workers = Workers.fresh(training.start.repeat(replicas, 1))
+    late = stale_steps(training, order, parts, rule, replicas) if rule.is_stale else None
+    parts = () if late else parts
+    places = _places(training, parts) if parts else [slice(None)]
+    if len(places) != rule.fragments:
+        raise AlgorithmError(f"{rule} has {rule.fragments} fragments, and parameters were named of {len(places)}; name each")
+    size_of = dict(training.tensors)
+    sizes = [[size_of[name] for name in part] for part in parts] or [list(size_of.values())]
     kept = RoundState.fresh(workers.weights)
+    states = [kept] if len(places) == 1 else [RoundState.fresh(workers.weights[:, place]) for place in places]
     for step in itertools.count():
-        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
+        samples = samples_of(order, step, replicas)
         if rule.mixes:
             samples[~np.array(rule.takes_part(kept.rounds, replicas))] = -1
         before = workers.weights
-        workers = training.step(workers, samples)
+        workers = training.step(workers, samples) if late is None else next(late)
         if rule.mixes and rule.due(step):
-            mixed, kept = mixed_weights(rule, before, workers.weights, kept)
-            workers = replace(workers, weights=mixed)
+            turn = kept.rounds % len(places)
+            sent = before[:, places[turn]], workers.weights[:, places[turn]]
+            mixed, states[turn] = mixed_weights(rule, *sent, states[turn], sizes[turn])
+            workers.weights[:, places[turn]] = mixed
+            kept = replace(states[turn], rounds=kept.rounds + 1)
         yield workers, kept
 
 
@@ -358,8 +526,13 @@ class RoundState:
         return (weights + beside[:, None] * self.previous if beside.any() else weights).mean(0)
 
 
-def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState) -> tuple[Tensor, RoundState]:
-    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it."""
+def mixed_weights(
+    rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState, sizes: Sequence[int] = ()
+) -> tuple[Tensor, RoundState]:
+    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it.
+
+    sizes: of the parameter tensors, where changes are rounded tensor by tensor.
+    """
     replicas = len(weights)
     if rule.kind == "merge":
         starts = kept.previous.expand(weights.shape)
@@ -370,15 +543,22 @@ def mixed_weights(rule: Synchronisation, before: Tensor, weights: Tensor, kept: 
     sparse = matrix.count_nonzero() < SPARSE * matrix.numel()
     product = (matrix.to_sparse() if sparse else matrix).to(weights.dtype)
     previous, velocity, masses = kept.previous, kept.velocity, kept.masses
-    if rule.combines_first:
-        mixed = product @ before + (weights - before)
-    elif rule.push_sum:
+    if rule.push_sum:
         pushed = weights + (masses - 1.0).to(weights.dtype)[:, None] * previous
         masses = matrix @ masses
         mixed = previous = (product @ pushed) / masses.to(weights.dtype)[:, None]
     else:
-        mixed = product @ weights
+        sent = before if rule.combines_first else weights
+        if rule.message_format:
+            sent_as = rule.message_format
+            changes = [restored(rounded(row, sizes, sent_as), sizes, sent_as, row.dtype) for row in sent - previous]
+            mixed = previous + product @ torch.stack(changes)
+            previous = mixed[0] if rule.outer is None else previous
+        else:
+            mixed = product @ sent
     if rule.outer is not None:
         previous, velocity = rule.outer.step(previous, mixed[0], velocity)
         mixed = previous.repeat(replicas, 1)
+    if rule.combines_first:
+        mixed = mixed + (weights - before)
     return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)

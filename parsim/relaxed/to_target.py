@@ -38,18 +38,18 @@ def course_to(
     order: SampleOrder,
     *,
     most_steps: int,
-    stages: Sequence[Sequence[str]] = (),
+    parts: Sequence[Sequence[str]] = (),
 ) -> LearningCourse:
-    """Train until the mean weights score `target` (accuracy, or R^2), or for `most_steps`. replicas, stages: see `steps_of`.
+    """Train until the mean weights score `target` (accuracy, or R^2), or for `most_steps`. replicas, parts: see `steps_of`.
 
     Raises AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
     """
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
-    for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
+    for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, parts), 1):
         if step % SCORED_EVERY == 0:
-            scores.append((step, training.score(kept.mean(workers.weights))))
+            scores.append((step, training.score(kept.mean(workers.weights), workers)))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])

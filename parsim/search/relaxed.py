@@ -132,12 +132,12 @@ def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[
     Args:
         problem: with constraints; an axis that they give is kept. strategies: as `relaxed_search` takes them.
     """
-    constraints, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
+    constraints, rule = problem.constraints, problem.constraints.synchronisation
     chosen: list[Mesh] = []
     for mesh in meshes(problem, lambda _pp, _dp, tp: tp == (constraints.tp or 1), ()):
         if problem.global_batch % mesh.dp:
             continue
-        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (constraints.pp or 1)
+        suits = (mesh.pp > 1 if rule.is_stale else mesh.pp == (constraints.pp or 1)) and (mesh.dp > 1 or not rule.mixes)
         if suits and ("adaptive" in strategies or _family(mesh) in strategies):
             if chosen and mesh.size < chosen[0].size:
                 break
@@ -152,7 +152,7 @@ def _family(mesh: Mesh) -> str:
 def _plans(problem: PlanningProblem, strategies: Sequence[str], reasons: dict[str, None]) -> Iterator[Plan]:
     """The plans of the rule; why others are none goes into `reasons`."""
     constraints = problem.constraints
-    stale = constraints.synchronisation.kind == "stale"
+    stale = constraints.synchronisation.is_stale
     if barred := [each.name for each in problem.model.components if not problem.allows(each.name, BATCH)]:
         text = f"plan.pin and plan.forbid bar placement batch for {', '.join(barred[:4])}, and relaxed plans have no other"
         reasons[f"{text}; drop them"] = None

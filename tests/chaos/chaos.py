@@ -1,8 +1,9 @@
 """Faults at random moments of real trainings: none may lose a step, leave a process or a half written file, or go unnamed.
 
-`python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training once, resumes it, and prints a table:
-fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next checkpoint. A
-training that is lost is printed with its seed. The losses of all steps must equal those of the undisturbed training.
+`python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training a few times, resumes it each time, and
+prints a table: fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next
+checkpoint. A training that is lost is printed with its seed. The losses of all steps must equal those of the undisturbed
+training of the same plan.
 With `--record FILE` every outcome is a line of FILE as soon as it is known, the next call goes on where FILE ends, and the
 table is that of the whole file; `--count 0` prints it alone. `curves.json` beside FILE gets the losses of the last training of
 every fault. `results.jsonl` beside this module holds what was tried so far; `page.py` makes docs/faults.md of it.
@@ -24,6 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint
@@ -45,9 +47,16 @@ global_batch = 16
 dataset = "pausing:SLOW"
 learning_rate = 0.02
 steps = {STEPS}
-[plan]
-strategy = "dp"
 """
+PLANS = {
+    "data parallel": '[plan]\nstrategy = "dp"\nzero_stage = 0\n',
+    "ZeRO 3, a process that reads": 'workers = 1\n[plan]\nstrategy = "dp"\nzero_stage = 3\n',
+    "averaging every 4 steps": '[plan]\nstrategy = "dp"\nsynchronisation = "average/4"\n',
+    "pipeline": '[plan]\nstrategy = "mp"\nmesh = { pp = 2 }\nmicrobatches = 2\n',
+}
+"""What a run file has beyond RUN, which ends in [training]."""
+AT_ONCE = 5
+"""Faults of one training: of its 30 checkpoints each passes about four."""
 MODULE = '''
 """Digits whose batches take a moment, so that a fault finds a training between any two of its steps."""
 import dataclasses
@@ -136,17 +145,22 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
     "the launcher is ended by a signal": (end_launcher, r"ended by SIG(INT|TERM|HUP)\."),
     "no file can be written": (fill_disk, r"(cannot write its checkpoint|larger than this process may write)"),
     "a byte of a checkpoint changes": (corrupt, ""),
-    "a rank is killed, with --elastic": (kill_rank, ""),
     "the run folder is moved": (move_folder, r"is not there any more: it was moved or removed"),
+    "a rank is killed, with --elastic": (kill_rank, ""),
 }
 ELASTIC = "a rank is killed, with --elastic"
-"""Nobody resumes this training: it continues automatically."""
+"""The last fault of a training: nobody resumes it, it continues automatically."""
+CORRUPT = "a byte of a checkpoint changes"
 
 
-def prepare(folder: Path) -> list[float]:
+def prepare(folder: Path, plan: str) -> list[float]:
     """The question, and the losses of a training that nothing disturbs."""
-    (folder / "RUN.toml").write_text(RUN)
-    (folder / "profile.json").write_text(json.dumps(cpu_profile()))
+    folder.mkdir(exist_ok=True)
+    (folder / "RUN.toml").write_text(RUN + PLANS[plan])
+    profile = cpu_profile()
+    fits = profile["communication"]["fits"]
+    fits += [{**fits[0], "operation": name} for name in ("all_gather", "reduce_scatter")]  # of ZeRO 3
+    (folder / "profile.json").write_text(json.dumps(profile))
     (folder / "pausing.py").write_text(MODULE)
     done = subprocess.run(_command(folder / "whole"), cwd=folder, env=_environment(folder), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -165,92 +179,128 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
 
 
-def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> Outcome:
-    """One training that is disturbed once, and resumed."""
-    random_ = random.Random(seed)
-    disturb, wanted = FAULTS[fault]
-    found = Outcome(fault)
-    kept = folder / f"kept-{seed}"
-    process = subprocess.Popen(
-        _command(kept), cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    family: set[int] = set()
-    try:
-        found.step = EVERY * random_.randrange(2 if disturb is corrupt else 1, STEPS // EVERY - 8)  # one is left behind it
-        pids = _ranks(process, kept, found.step)
-        time.sleep(random_.random() * 0.1)
-        family = {*pids.values(), *descendants([process.pid])}
+@dataclass
+class Training:
+    """One training that is disturbed a few times, and resumed each time.
+
+    Attributes: losses: of the undisturbed one. kept: its run folder. process: its launcher; told: what that says on stderr.
+        family: it, its ranks, and what they started.
+    """
+
+    folder: Path
+    losses: Sequence[float]
+    plan: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.kept, self.told = self.folder / f"kept-{self.seed}", self.folder / f"told-{self.seed}"
+        self.family: set[int] = set()
+
+    def disturbed(self, faults: Sequence[str]) -> list[Outcome]:
+        """What became of it after each fault; the first that loses something ends it."""
+        found: list[Outcome] = []
+        try:
+            for fault in faults:
+                before = found[-1] if found else None
+                found.append(Outcome(fault, plan=self.plan))
+                self._start(*(["--resume"] if before else []), *(["--elastic"] if fault == ELASTIC else []))
+                self._wait_for_step(found[-1], before)
+                if fault == ELASTIC:
+                    self._survive(found[-1])
+                else:
+                    self._disturb(found[-1])
+                if found[-1].problems or (before and before.problems):
+                    return found
+            if found[-1].fault != ELASTIC:
+                self._start("--resume")
+                self._wait_for_next(found[-1], _newest(self.kept))
+            self.process.wait(timeout=300)
+            assert self.process.returncode == 0, self._said()
+            _check_result(self.folder, self.kept, self.losses, found)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            found[-1].problems.append(f"{type(error).__name__}: {error}"[:400])
+        finally:
+            for pid in {self.process.pid, *self.family}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            shutil.rmtree(self.kept, ignore_errors=True)
+            shutil.rmtree(_moved(self.kept), ignore_errors=True)
+        return found
+
+    def _start(self, *more: str) -> None:
+        with self.told.open("w") as stderr:
+            self.process = subprocess.Popen(
+                _command(self.kept, *more),
+                cwd=self.folder,
+                env=_environment(self.folder),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                text=True,
+            )
+        self.begin_s = time.monotonic()
+
+    def _said(self) -> str:
+        return self.told.read_text(errors="replace")
+
+    def _wait_for_step(self, found: Outcome, before: Outcome | None) -> None:
+        """Until the checkpoint after which the fault comes; how long the one before took to be resumed."""
+        done = _newest(self.kept) if before else 0
+        ahead = self.random.randrange(2 if found.fault == CORRUPT and not done else 1, 4 if before else 6)
+        found.step = done + EVERY * ahead  # a damaged checkpoint leaves one behind it
+        if before is not None:
+            self._wait_for_next(before, done)
+        place = self.kept / "checkpoints" / f"step-{found.step:08d}"
+        while not (place / "rank-0000.json").is_file():
+            assert self.process.poll() is None, self._said()
+            time.sleep(0.005)
+        self.ranks = rank_processes(self.process.pid)
+        self.family = {*self.ranks.values(), *descendants([self.process.pid])}
+        time.sleep(self.random.random() * 0.1)
+
+    def _wait_for_next(self, before: Outcome, done: int) -> None:
+        while _newest(self.kept) <= done:
+            assert self.process.poll() in (None, 0), self._said()
+            time.sleep(0.02)
+        before.resumed_s = time.monotonic() - self.begin_s
+
+    def _disturb(self, found: Outcome) -> None:
+        disturb, wanted = FAULTS[found.fault]
         begin_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
-            disturb(process, pids, kept, random_)
-        stderr = process.communicate(timeout=120)[1]
+            disturb(self.process, self.ranks, self.kept, self.random)
+        self.process.wait(timeout=120)
         found.noticed_s = time.monotonic() - begin_s
-        if wanted and not re.search(wanted, stderr):
-            found.problems.append(f"not named: {stderr.strip().splitlines()[-1:]}")
-        if "Traceback" in stderr:
+        said = self._said()
+        if wanted and not re.search(wanted, said):
+            found.problems.append(f"not named: {said.strip().splitlines()[-1:]}")
+        if "Traceback" in said:
             found.problems.append("a traceback")
-        if fault != "a byte of a checkpoint changes" and wanted and process.returncode in (0, -9):
-            found.problems.append(f"exit status {process.returncode}")
+        if wanted and self.process.returncode in (0, -9):
+            found.problems.append(f"exit status {self.process.returncode}")
         deadline = time.monotonic() + 10
-        while any(_alive(pid) for pid in family) and time.monotonic() < deadline:
+        while any(_alive(pid) for pid in self.family) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if any(_alive(pid) for pid in family):
+        if any(_alive(pid) for pid in self.family):
             found.problems.append("a process is left")
-        if _moved(kept).exists():
-            if kept.exists():
-                found.problems.append(f"written where the folder was: {[path.name for path in kept.rglob('*')]}")
-                shutil.rmtree(kept)
-            _moved(kept).rename(kept)
-        _resume(folder, kept, losses, found)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        found.problems.append(f"{type(error).__name__}: {error}"[:400])
-    finally:
-        for pid in {process.pid, *family}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.rmtree(_moved(kept), ignore_errors=True)
-    return found
+        if _moved(self.kept).exists():
+            if self.kept.exists():
+                found.problems.append(f"written where the folder was: {[path.name for path in self.kept.rglob('*')]}")
+                shutil.rmtree(self.kept)
+            _moved(self.kept).rename(self.kept)
+        assert _newest(self.kept), "no checkpoint is left"
 
-
-def survived(folder: Path, losses: Sequence[float], seed: int) -> Outcome:
-    """One training with --elastic, of which a rank is killed."""
-    random_ = random.Random(seed)
-    found = Outcome(ELASTIC)
-    kept, told = folder / f"kept-{seed}", folder / f"told-{seed}"
-    with told.open("w") as stderr:
-        process = subprocess.Popen(
-            _command(kept, "--elastic"),
-            cwd=folder,
-            env=_environment(folder),
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            text=True,
-        )
-    try:
-        found.step = EVERY * random_.randrange(1, STEPS // EVERY - 8)
-        pids = _ranks(process, kept, found.step)
-        time.sleep(random_.random() * 0.1)
+    def _survive(self, found: Outcome) -> None:
         begin_s = time.monotonic()
-        kill_rank(process, pids, kept, random_)
-        before = _newest(kept)
-        while process.poll() is None:
-            if found.noticed_s != found.noticed_s and "continues automatically" in told.read_text():
-                found.noticed_s, before = time.monotonic() - begin_s, _newest(kept)
-            if found.noticed_s == found.noticed_s and _newest(kept) > before:
-                found.resumed_s = time.monotonic() - begin_s
-                break
+        kill_rank(self.process, self.ranks, self.kept, self.random)
+        while "continues automatically" not in self._said():
+            assert self.process.poll() is None, self._said()
             time.sleep(0.05)
-        assert process.wait(timeout=300) == 0, told.read_text()[-400:]
-        _check_result(folder, kept, losses, found)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        found.problems.append(f"{type(error).__name__}: {error}"[:400])
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(kept, ignore_errors=True)
-    return found
+        found.noticed_s, before = time.monotonic() - begin_s, _newest(self.kept)
+        while self.process.poll() is None and _newest(self.kept) <= before:
+            time.sleep(0.05)
+        found.resumed_s = time.monotonic() - begin_s
 
 
 def _newest(kept: Path) -> int:
@@ -261,48 +311,15 @@ def _newest(kept: Path) -> int:
     return 0 if last is None else last.step
 
 
-def _resume(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
-    begin_s = time.monotonic()
-    process = subprocess.Popen(
-        _command(kept, "--resume"),
-        cwd=folder,
-        env=_environment(folder),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        before = latest_checkpoint(kept / "checkpoints")
-        assert before is not None, "no checkpoint is left"
-        while process.poll() is None:
-            now = latest_checkpoint(kept / "checkpoints")
-            if now is not None and now.step > before.step:
-                found.resumed_s = time.monotonic() - begin_s
-                break
-            time.sleep(0.05)
-    stderr = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, stderr
-    _check_result(folder, kept, losses, found)
-
-
-def _check_result(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
+def _check_result(folder: Path, kept: Path, losses: Sequence[float], found: Sequence[Outcome]) -> None:
     """All steps trained as in an undisturbed training, and nothing half written is left."""
-    result = found.losses = json.loads((kept / "result.json").read_text())["losses"]
+    result = json.loads((kept / "result.json").read_text())["losses"]
+    for outcome in found:
+        outcome.losses = result
     if len(result) != len(losses) or any(abs(one - two) > 1e-6 for one, two in zip(result, losses, strict=True)):
-        found.problems.append("the losses differ from those of the undisturbed training")
-    if left := [*kept.rglob("*.partial"), *(folder / "scratch").glob("parsim-launch-*")]:
-        found.problems.append(f"left behind: {left}")
-
-
-def _ranks(process: subprocess.Popen[str], kept: Path, step: int) -> dict[int, int]:
-    """The process of every rank, once a checkpoint of that step is there."""
-    place = kept / "checkpoints" / f"step-{step:08d}"
-    while not (place / "rank-0000.json").is_file():
-        if process.poll() is not None:
-            raise AssertionError(process.communicate()[1])
-        time.sleep(0.005)
-    return rank_processes(process.pid)
+        found[-1].problems.append("the losses differ from those of the undisturbed training")
+    if left := [*kept.rglob("*.partial"), *(folder / "scratch").glob("parsim-launch-*"), *(folder / "scratch").glob("pymp-*")]:
+        found[-1].problems.append(f"left behind: {left}")
 
 
 def _alive(pid: int) -> bool:
@@ -312,20 +329,33 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def plan_and_faults(seed: int, number: int) -> tuple[str, list[str]]:
+    """The plan of a training, and its faults from that number on: every nine hold all kinds, in another order each."""
+    names = [name for name in FAULTS if name != ELASTIC]
+    turn, place = divmod(number, len(FAULTS))
+    random.Random(f"{seed}/{turn}").shuffle(names)
+    names.append(ELASTIC)
+    end = AT_ONCE if place < AT_ONCE else len(names)
+    return list(PLANS)[turn % len(PLANS)], names[place:end]
+
+
 def play(
     folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0, record: Path | None = None
 ) -> list[Outcome]:
-    """As many disturbed trainings, the faults in turns, beginning with number `first`; each is added to `record`."""
-    losses = prepare(folder) if count else []
+    """As many faults, beginning with number `first`; each is added to `record`."""
+    losses: dict[str, list[float]] = {}
     found: list[Outcome] = []
-    names = list(FAULTS)
-    for number in range(first, first + count):
-        if time.monotonic() > until_s:
-            break
-        fault, own = names[number % len(names)], seed * 100_000 + number
-        found.append(survived(folder, losses, own) if fault == ELASTIC else disturbed(folder, fault, losses, own))
-        if record is not None:
-            add_outcome(record, found[-1], losses, number=number, seed=seed)
+    while len(found) < count and time.monotonic() < until_s:
+        number = first + len(found)
+        plan, faults = plan_and_faults(seed, number)
+        own = folder / str(list(PLANS).index(plan))
+        if plan not in losses:
+            losses[plan] = prepare(own, plan)
+        training = Training(own, losses[plan], plan, seed * 100_000 + number)
+        for offset, outcome in enumerate(training.disturbed(faults[: count - len(found)])):
+            found.append(outcome)
+            if record is not None:
+                add_outcome(record, outcome, losses[plan], number=number + offset, seed=seed)
     return found
 
 
@@ -339,6 +369,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     if asked.first is None:
         asked.first = 0 if asked.record is None or not asked.record.is_file() else len(asked.record.read_text().splitlines())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background with SIGINT ignored
     with tempfile.TemporaryDirectory(prefix="parsim-chaos-") as name:
         found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first, asked.record)
     print(table(found if asked.record is None else recorded(asked.record)))

@@ -20,6 +20,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     step: int = 0
     """Of the checkpoint after which the fault came."""
+    plan: str = "data parallel"
     losses: list[float] = field(default_factory=list)
     """Of all steps, once the training has ended."""
 
@@ -30,7 +31,7 @@ def add_outcome(record: Path, outcome: Outcome, undisturbed: Sequence[float], **
     del line["losses"]
     with record.open("a") as file:
         file.write(json.dumps({key: None if value != value else value for key, value in line.items()}) + "\n")
-    if outcome.losses:
+    if outcome.losses and outcome.plan == Outcome.plan:
         path = record.with_name("curves.json")
         curves = json.loads(path.read_text()) if path.is_file() else {"disturbed": {}}
         curves["undisturbed"] = list(undisturbed)

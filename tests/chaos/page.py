@@ -47,7 +47,7 @@ def trainings(curves: dict[str, Any]) -> str:
     apart = max(_apart(curves["undisturbed"], own["losses"]) for own in curves["disturbed"].values())
     wrong = "".join(f"{told_of(line)}\n\n" for line in lines if line["problems"])
     return (
-        f"{len(found)} trainings were disturbed, {len(lost)} of them lost something; "
+        f"{len(found)} faults were tried, {len(lost)} of them lost something; "
         f"of the last {len(found) - max(lost, default=0)}, none.\n\n{table(found)}\n\n{wrong}"
         f"Two ranks on a machine with two cores that others used too: load average {min(loads):.0f} to {max(loads):.0f}, "
         f"median {statistics.median(loads):.0f}. Last ones of {dates[-1]}.\n\n"

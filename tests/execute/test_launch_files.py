@@ -326,6 +326,8 @@ def ended(file: str, running: list[subprocess.Popen[str]], timeout_s: float) -> 
     return statuses, said_by(file, 0).read_text() + said_by(file, 1).read_text()
 
 
+STORES = (29500, 29501)
+"""Ports of the agents' store and of the ranks'."""
 STRANGER = ["ip", "netns", "exec", NAMES[1], sys.executable, str(Path(__file__).with_name("stranger.py"))]
 
 
@@ -363,25 +365,50 @@ class TestTwoMachines:
         assert "rank 1 of 2 has been stopped for 3 s" in said
         assert not command_of(stopped), "a rank is left"
 
+    def test_a_stranger_at_the_stores_changes_nothing(self, folder: Path, tmp_path: Path) -> None:
+        """It tries to list, overwrite and delete the keys of agents and ranks, as long as the training lasts."""
+        file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file
+        told = tmp_path / "told"
+        with (
+            two_machines(file) as running,
+            told.open("w") as out,
+            subprocess.Popen([*STRANGER, "store"], stdin=subprocess.PIPE, stdout=out, text=True) as stranger,
+        ):
+            assert stranger.stdin is not None
+            while all(process.poll() is None for process in running):
+                for _, port in listening_in(NAMES[0]) & {(ADDRESSES[0], own) for own in STORES}:
+                    print(ADDRESSES[0], port, file=stranger.stdin, flush=True)
+                time.sleep(0.5)
+            statuses, said = ended(file, running, 60)
+            stranger.kill()
+        assert statuses == [0, 0], said
+        assert "changed the store" not in told.read_text()
+        assert {f"sent away from {port}" for port in STORES} <= set(told.read_text().splitlines())
+        assert_equal_to_one_process(folder)
+
     def test_noise_on_the_ports_of_a_start_costs_at_most_that_start(self, folder: Path) -> None:
-        """64 KiB of zeros to every port that a rank of machine 0 opens; without them the same file then trains."""
+        """64 KiB of zeros to every port that machine 0 opens; without them the same file then trains."""
         file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file
         met: set[tuple[str, int]] = set()
         with (
             two_machines(file, TIMEOUT="10") as running,
-            subprocess.Popen(STRANGER, stdin=subprocess.PIPE, text=True) as noise,
+            subprocess.Popen([*STRANGER, "noise"], stdin=subprocess.PIPE, text=True) as noise,
         ):
             assert noise.stdin is not None
             deadline = time.monotonic() + 300
-            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            ends_s: dict[int, float] = {}
+            while len(ends_s) < len(running) and time.monotonic() < deadline:
                 for address, port in sorted(listening_in(NAMES[0]) - met):
                     met.add((address, port))
-                    if port not in (29500, 29501):
-                        print(address, port, file=noise.stdin, flush=True)
+                    print(address, port, file=noise.stdin, flush=True)
                 time.sleep(0.02)
+                ends_s |= {
+                    rank: time.monotonic() for rank, one in enumerate(running) if rank not in ends_s and one.poll() is not None
+                }
             statuses, said = ended(file, running, 5)
             noise.stdin.close()
         assert len(met) > 2, "the ranks have ports of their own"
+        assert max(ends_s.values()) - min(ends_s.values()) < 60, "one machine leaves the other waiting"
         assert "Traceback" not in said or 0 not in statuses
         if statuses != [0, 0]:
             with two_machines(file) as running:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,15 +21,19 @@ from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import run_dataset
+from parsim.execute.runtime import StepScripts
 from parsim.execute.stage import StageReplica, seeded_module
+from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.lower import lower
+from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
-from tests.execute.rank_states import newest
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, RoundState, check_room, mixed_weights, train_planned
+from tests.execute.rank_states import newest, rank_of
 from tests.execute.small_plans import run_spec
 from tests.quick import some_quick
 
@@ -40,6 +45,13 @@ TWO = [
     ("average/1", "sgd"),
     ("average/5 outer=nesterov:0.7:0.9", "sgd_momentum"),
     ("average/4 weights=0.75,0.25 outer=sgd:0.5", "sgd_momentum"),
+    ("average/4 combination=combine_adapt outer=nesterov:0.7:0.9", "sgd_momentum"),
+    ("average/6 fragments=3 outer=nesterov:0.7:0.9", "adam"),
+    ("average/4 combination=combine_adapt fragments=2 outer=momentum:0.7:0.5", "sgd_momentum"),
+    ("gossip/3 ring combination=combine_adapt", "adam"),
+    ("average/4 message_format=bf16", "adam"),
+    ("average/4 weights=0.75,0.25 message_format=int8 participation=0.5", "sgd_momentum"),
+    ("average/6 combination=combine_adapt fragments=2 message_format=int8 outer=nesterov:0.7:0.9", "adam"),
     ("average/3 participation=0.5", "sgd_momentum"),
     ("gossip/2 ring", "adam"),
     ("gossip/1 weights=0.9,0.1;0.1,0.9", "sgd_momentum"),
@@ -58,6 +70,8 @@ FOUR = [
     ("gossip/1 complete", "sgd_momentum"),
     ("gossip/1 star", "sgd_momentum"),
     ("gossip/1 one_peer_exponential combination=combine_adapt", "sgd_momentum"),
+    ("gossip/2 hierarchical(per_node=2, every=3)", "sgd_momentum"),
+    ("gossip/1 hierarchical_ring(per_node=2, every=2)", "sgd_momentum"),
     ("gossip/2 random_directed(links=2) push_sum", "sgd_momentum"),
     ("gossip/1 ada(kind=step, start=3, rate=0.5, milestones=1+2, rounds=4, epochs=3)", "sgd_momentum"),
     ("gossip/1 ada(start=3, rate=1.0, rounds=4, epochs=3)", "sgd_momentum"),
@@ -68,11 +82,20 @@ FOUR = [
 
 
 def relaxed_case(text: str, optimizer: str, replicas: int) -> Case:
-    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas)
+    size = 2**10 if "fragments" in text else 2**14  # every fragment needs a bucket
+    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas, bucket_bytes=size)
     rate = 0.005 if optimizer == "adam" else 0.02
     return Case(
         spec=MLP, plan=replace(plan, synchronisation=parse_synchronisation(text)), optimizer=optimizer, learning_rate=rate
     )
+
+
+def normed_case(text: str) -> Case:
+    """BatchNorm: every replica has running statistics of its own."""
+    model = ModelSpec(name="tests.execute.test_stale_run:chain", args=(("depth", 2), ("norm", True)), input_shape=(1, 8, 8))
+    plan = even_plan(model, Mesh(dp=2), strategy="dp", batch=16)
+    plan = replace(plan, synchronisation=parse_synchronisation(text))
+    return Case(spec=model, plan=plan, optimizer="sgd_momentum", learning_rate=0.02)
 
 
 def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
@@ -92,10 +115,13 @@ def virtual_training(run: RunSpec) -> tuple[LocalTraining, Order]:
 def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tuple[float, float]:
     """Of the mean weights, and of every replica's own, from the virtual replicas."""
     training, order = virtual_training(run)
-    expected = train_planned(run.plan, training, order, steps)
+    rule = run.plan.synchronisation
+    fragments = fragments_of(PlanIndex(run.plan, load_model(run.model))) if rule.fragments > 1 else ()
+    expected = train_planned(run.plan, training, order, steps, fragments=fragments)
     found = newest(folder / "checkpoints")
     assert found.step == steps
     names = [name for name, _ in training.tensors]
+    buffers = {name: place for place, (name, _) in enumerate(training.model.named_buffers())}
 
     def row(weights: object) -> torch.Tensor:
         return torch.cat([weights[name].flatten() for name in names])  # type: ignore[index]
@@ -105,6 +131,9 @@ def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tu
     for rank in range(run.plan.world_size):
         state = load_state(found, rank=rank).own
         own.append(row({name: state[f"weights/{name}"] for name in names}))
+        held = load_state(found, rank=rank).buffers
+        apart = [(held[name] - expected.buffers[place][rank]).abs().max().item() for name, place in buffers.items()]
+        assert max(apart, default=0.0) <= TOLERANCE
     spread = (torch.stack(own) - expected.workers).abs().max().item()
     return (mean - expected.weights).abs().max().item(), spread
 
@@ -121,7 +150,8 @@ def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
         replace(relaxed_case("average/4", "sgd_momentum", 2), shards="label_sorted"),
         replace(relaxed_case("gossip/1 ring", "sgd_momentum", 2), shards="dirichlet:0.1"),
     ]
-    assert_equal_to_replicas([*(relaxed_case(*entry, 2) for entry in TWO), *sharded], tmp_path)
+    normed = [normed_case(text) for text in ("average/4", "gossip/1 ring", "average/3 participation=0.5", "merge/2")]
+    assert_equal_to_replicas([*(relaxed_case(*entry, 2) for entry in TWO), *sharded, *normed], tmp_path)
 
 
 @pytest.mark.slow
@@ -227,6 +257,28 @@ def rounds_of(plan: Plan) -> MixingRounds:
     return MixingRounds(stage, {}, received=lambda _: None, used=lambda _: None)
 
 
+@pytest.mark.parametrize(("text", "samples"), [("all_reduce", 16), ("average/5", 8), ("gossip/1 ring", 8), ("merge/1", 8)])
+def test_replicas_that_mix_train_on_the_mean_of_their_own_samples(text: str, samples: int) -> None:
+    """Of a batch of 16 on two replicas; synchronous ones add up their gradients."""
+    plan = replace(relaxed_case("average/5", "sgd_momentum", 2).plan, synchronisation=parse_synchronisation(text))
+    assert rank_of(MLP, plan, 1).loss_gradient.item() == 1 / samples
+
+
+def test_steps_of_one_period_are_those_of_its_round() -> None:
+    """What a rank does in a step follows from the number of the round, which all steps of a period have in common."""
+    plan = replace(
+        relaxed_case("average/5", "sgd_momentum", 4).plan, synchronisation=parse_synchronisation("average/3 participation=0.5")
+    )
+    stage = rank_of(MLP, plan, 1)
+    groups: dict[tuple[str, tuple[int, ...]], Any] = defaultdict(lambda: None)
+    mixing = MixingRounds(stage, groups, received=lambda _: None, used=lambda _: None)
+    scripts = StepScripts(lower(plan, stage.layout.model, mixing_round=0), stage.layout, 1, mixing)
+    rounds = [plan.synchronisation.takes_part(number, 4)[1] for number in range(8)]
+    assert len(set(rounds)) == 2
+    for step in range(24):
+        assert scripts.of_step(step).computes == rounds[step // 3], step
+
+
 def test_other_buckets_or_another_cut_into_stages_are_another_plan() -> None:
     """They begin from the mean, with a new outer optimizer. What lies in other arrays is not taken, and is no damage."""
     rule = parse_synchronisation("average/5 outer=nesterov:0.7:0.9")
@@ -270,3 +322,18 @@ def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
         train_planned(replace(case.plan, synchronisation=parse_synchronisation("all_reduce")), training, order, 1)
     with pytest.raises(AlgorithmError, match="batches of 16"):
         train_planned(case.plan, training, replace(cast(BatchOrder, order), global_batch=8), 1)
+
+
+def test_a_round_of_gossip_in_closed_form() -> None:
+    """Beside the step: W x + change of the step. Push-sum: masses are sums of rows, and columns keep what there is."""
+    before = torch.arange(8, dtype=torch.float64).reshape(4, 2)
+    after = 1.5 * before + 1
+    rule = parse_synchronisation("gossip/1 ring combination=combine_adapt")
+    mixed, _ = mixed_weights(rule, before, after, RoundState.fresh(before))
+    assert torch.allclose(mixed, torch.tensor(rule.matrix(0, 4)) @ before + after - before)
+    rule = parse_synchronisation("gossip/1 random_directed(links=2) push_sum")
+    matrix = torch.tensor(rule.matrix(0, 4))
+    assert not torch.allclose(matrix.sum(1), torch.ones(4, dtype=torch.float64))
+    mixed, kept = mixed_weights(rule, before, after, RoundState.fresh(before))
+    assert torch.allclose(kept.masses, matrix.sum(1))
+    assert torch.allclose(mixed * kept.masses[:, None], matrix @ after)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
 import secrets
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +22,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 from parsim.errors import ExecutionError
@@ -40,36 +45,74 @@ def test_the_store_of_several_machines_listens_on_the_named_address_alone() -> N
     new = sockets_of([os.getpid()]) - before
     assert [entry.local for entry in new if entry.listens] == ["127.0.0.1"]
     assert all(entry.stays_here for entry in new)
-    stranger = open_store(1, 2, timeout_s=20, environment={**environment, TOKEN_VARIABLE: secrets.token_hex()})
-    assert not stranger.check(["greeting"]), "another token sees another store"
+    with pytest.raises(ExecutionError, match="does not know the token of this run; start the same launch file on every"):
+        open_store(1, 2, timeout_s=20, environment={**environment, TOKEN_VARIABLE: secrets.token_hex()})
 
 
-def test_a_stranger_learns_no_token_from_the_store_and_what_it_writes_is_noticed() -> None:
-    """It reaches the port, lists all keys and overwrites every one of them, as gloo's addresses and torch's counters."""
+def test_the_store_answers_as_that_of_torch() -> None:
     environment = {ADDRESS_VARIABLE: f"127.0.0.1:{free_port()}", TOKEN_VARIABLE: secrets.token_hex()}
-    first, second = (open_store(rank, 2, timeout_s=20, environment=environment) for rank in range(2))
-    ranks = [PrefixStore("run", first), PrefixStore("run", second)]
-    ranks[0].set("address", "10.0.0.1:1234")
-    assert [store.add("finished", 1) for store in ranks] == [1, 2]
-    assert [store.add("finished", 1) for store in ranks] == [3, 4], "the same sum is another value each time"
-    assert (ranks[0].compare_set("once", "", "a"), ranks[1].compare_set("once", "", "b")) == (b"a", b"a")
-    assert ranks[1].multi_get(["address", "once"]) == [b"10.0.0.1:1234", b"a"]
-    ranks[1].wait(["address"], datetime.timedelta(seconds=1))
-    with pytest.raises(RuntimeError, match="timeout"):
-        ranks[1].wait(["never"], datetime.timedelta(seconds=0.2))
+    ranks = [open_store(rank, 2, timeout_s=20, environment=environment) for rank in range(2)]
+    master = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
+    for first, second in (ranks, [master, TCPStore("127.0.0.1", master.port, timeout=datetime.timedelta(seconds=20))]):
+        both = [PrefixStore("run", first), PrefixStore("run", second)]
+        both[0].set("address", bytes(range(256)))
+        assert [store.add("finished", 1) for store in both] == [1, 2]
+        assert [store.add("finished", 0) for store in both] == [2, 2]
+        assert (both[0].compare_set("once", "", "a"), both[1].compare_set("once", "", "b")) == (b"a", b"a")
+        assert both[1].compare_set("once", "a", "c") == b"c"
+        assert both[1].compare_set("not there", "a", "c") == b"a"
+        assert both[1].multi_get(["address", "once"]) == [bytes(range(256)), b"c"]
+        assert [both[1].check([key]) for key in ("once", "not there")] == [True, False]
+        both[1].wait(["address"], datetime.timedelta(seconds=1))
+        threading.Timer(0.2, both[0].set, ("late", "yes")).start()
+        assert both[1].get("late") == b"yes"
+        assert [both[1].delete_key("late") for _ in range(2)] == [True, False]
+        with pytest.raises(DistStoreError, match="timeout"):
+            both[1].wait(["never"], datetime.timedelta(seconds=0.2))
 
+
+@pytest.mark.parametrize("sent", [b"", b"\0" * 65_536, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n"])
+def test_a_stranger_neither_reads_nor_writes_a_key(sent: bytes) -> None:
+    """It reaches the port and sends anything: it is sent away, and the run goes on."""
+    address, token = f"127.0.0.1:{free_port()}", secrets.token_hex()
+    environment = {ADDRESS_VARIABLE: address, TOKEN_VARIABLE: token}
+    first, second = (open_store(rank, 2, timeout_s=20, environment=environment) for rank in range(2))
+    first.set("address", "10.0.0.1:1234")
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 5) as stranger:
+        said = b""
+        with contextlib.suppress(OSError):
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            while part := stranger.recv(4096):
+                said += part
+    assert len(said) in (0, 48), "a nonce and a proof, whatever it sends"
+    assert second.get("address") == b"10.0.0.1:1234"
+    with pytest.raises(DistStoreError, match="timeout"):  # and no rank is taken for gone
+        second.wait(["never"], datetime.timedelta(seconds=0.1))
+
+
+def test_a_stranger_with_the_client_of_torch_is_sent_away() -> None:
+    environment = {ADDRESS_VARIABLE: f"127.0.0.1:{free_port()}", TOKEN_VARIABLE: secrets.token_hex()}
+    first = open_store(0, 2, timeout_s=20, environment=environment)
+    first.set("address", "10.0.0.1:1234")
     host, _, port = environment[ADDRESS_VARIABLE].partition(":")
-    stranger = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=20))
-    keys = stranger.list_keys()
-    seen = " ".join(keys) + " ".join(stranger.get(key).decode(errors="replace") for key in keys)
-    assert len(keys) == 3
-    assert environment[TOKEN_VARIABLE] not in seen
-    assert "finished" not in seen
-    for key, other in zip(keys, [*keys[1:], keys[0]], strict=True):
-        stranger.set(key, stranger.get(other))  # sealed for another key
-    for read in (lambda: ranks[1].get("address"), lambda: ranks[1].add("finished", 1)):
-        with pytest.raises(ExecutionError, match="somebody without the token of this run wrote 'run/"):
-            read()
+    with pytest.raises(RuntimeError):
+        TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=2)).set("address", "10.0.0.9:1")
+    assert first.get("address") == b"10.0.0.1:1234"
+
+
+def test_ranks_that_wait_hear_at_once_that_another_has_ended() -> None:
+    environment = {ADDRESS_VARIABLE: f"127.0.0.1:{free_port()}", TOKEN_VARIABLE: secrets.token_hex()}
+    first = open_store(0, 2, timeout_s=60, environment=environment)
+    other = "from tests.execute.test_rendezvous import open_store; open_store(1, 2, timeout_s=60).set('here', 'yes')"
+    ended = subprocess.Popen([sys.executable, "-c", other], env=os.environ | environment)
+    first.wait(["here"])
+    begin_s = time.monotonic()
+    with pytest.raises(ConnectionError, match="connection closed by peer: another rank has left the store"):
+        first.get("address of rank 1")
+    assert time.monotonic() - begin_s < 30
+    assert first.get("here") == b"yes", "what is there can still be read"
+    assert ended.wait() == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 import parsim as ps
 from experiments.common.equality import Case, even_plan, run_cases
 from experiments.common.forked import run_job
-from experiments.relaxed.decoupled import TickEngine, TickRule
+from experiments.relaxed.decoupled import DECOUPLINGS, TickEngine, TickRule
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import load_state
@@ -28,6 +28,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
 from tests.execute.rank_states import newest
+from tests.unit.test_virtual_stale import mode_of, ticks_of
 
 TOLERANCE = 1e-12
 STEPS = 20
@@ -49,9 +50,9 @@ def spec(**args: object) -> ModelSpec:
     return ModelSpec(name="tests.execute.test_stale_run:chain", args=tuple(args.items()), input_shape=(1, 8, 8))
 
 
-def stale_plan(model: ModelSpec, mesh: Mesh) -> Plan:
+def stale_plan(model: ModelSpec, mesh: Mesh, text: str = "stale") -> Plan:
     plan = even_plan(model, mesh, strategy="hp" if mesh.dp > 1 else "mp", batch=8 * mesh.dp)
-    return replace(plan, synchronisation=parse_synchronisation("stale"))
+    return replace(plan, synchronisation=parse_synchronisation(text))
 
 
 def run_of(plan: Plan, model: ModelSpec, folder: Path, **options: object) -> RunSpec:
@@ -90,8 +91,11 @@ def ticked(run: RunSpec, steps: int) -> TickEngine:
         pieces.append(nn.Sequential(*children[:size]))
         del children[:size]
     assert not children
-    rule = TickRule(learning_rate=run.learning_rate, momentum=0.9)
-    engine = TickEngine(pieces, nn.functional.cross_entropy, rule, groups=plan.mesh.dp)
+    asked = plan.synchronisation
+    DECOUPLINGS[str(asked)] = ticks_of(asked)
+    rule = TickRule(schedule=str(asked), mode=mode_of(asked), beta=asked.beta, learning_rate=run.learning_rate, momentum=0.9)
+    graph = (lambda _: asked.matrix(0, plan.mesh.dp)) if asked.mixes else None
+    engine = TickEngine(pieces, nn.functional.cross_entropy, rule, groups=plan.mesh.dp, mixing=graph)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=run.seed)
     for step in range(steps):
         samples = [part(order.indices(step), replica=replica, dp=plan.mesh.dp) for replica in range(plan.mesh.dp)]
@@ -106,9 +110,9 @@ def difference(run: RunSpec, folder: Path) -> float:
     first = 0
     worst = 0.0
     weights = load_state(found).weights
-    for agents in zip(*engine.agents, strict=True):
+    for agents, means in zip(zip(*engine.agents, strict=True), engine.average_parameters(), strict=True):
         agent = agents[0]
-        for name, value in zip(agent.names, agent.live, strict=True):
+        for name, value in means.items():
             child, _, rest = name.partition(".")
             worst = max(worst, (weights[f"{int(child) + first}.{rest}"] - value).abs().max().item())
         for replica, own in enumerate(agents):
@@ -121,10 +125,11 @@ def difference(run: RunSpec, folder: Path) -> float:
     return worst
 
 
-def cases(*meshes: Mesh) -> list[Case]:
+def cases(*meshes: Mesh, texts: tuple[str, ...] = ("stale",)) -> list[Case]:
     return [
-        Case(spec=model, plan=stale_plan(model, mesh), optimizer="sgd_momentum", learning_rate=0.05)
+        Case(spec=model, plan=stale_plan(model, mesh, text), optimizer="sgd_momentum", learning_rate=0.05)
         for mesh in meshes
+        for text in texts
         for model in (spec(), spec(norm=True))
     ]
 
@@ -136,20 +141,25 @@ def assert_equal_to_ticks(given: list[Case], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_stages_equal_the_tick_engine(tmp_path: Path) -> None:
-    assert_equal_to_ticks(cases(Mesh(pp=2)), tmp_path)
+    words = ("", "schedule=ddg beta=0.5", "schedule=fr", "backward=fresh", "backward=replay beta=0.7")
+    two = tuple(f"stale {each}".strip() for each in words)
+    assert_equal_to_ticks(cases(Mesh(pp=2), texts=two), tmp_path)
 
 
 @pytest.mark.slow
 def test_four_ranks_equal_the_tick_engine(tmp_path: Path) -> None:
-    assert_equal_to_ticks(cases(Mesh(pp=4), Mesh(pp=2, dp=2)), tmp_path)
+    four = ("stale", "stale delays=4,3,1,0", "stale delays=2,2,1,0 backward=replay", "stale schedule=ddg backward=fresh")
+    assert_equal_to_ticks(cases(Mesh(pp=4), texts=four), tmp_path)
+    mixed = ("gossip/1 weights=0.8,0.2;0.2,0.8 schedule=fdg", "average/1 schedule=fr beta=0.5")
+    assert_equal_to_ticks(cases(Mesh(pp=2, dp=2), texts=("stale", "stale schedule=fr", *mixed)), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [1, 13])
-def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop", "text"), [(1, "stale"), (13, "stale"), (13, "stale schedule=fr beta=0.5")])
+def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, text: str, tmp_path: Path) -> None:
     """Stopped while the stages fill, and when they are full."""
     model = spec(norm=True)
-    run = run_of(stale_plan(model, Mesh(pp=2)), model, tmp_path)
+    run = run_of(stale_plan(model, Mesh(pp=2), text), model, tmp_path)
     train(run, tmp_path, steps=stop)
     train(run, tmp_path, steps=STEPS, resume=True)
     found = newest(tmp_path / "checkpoints")

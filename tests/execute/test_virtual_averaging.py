@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from experiments.relaxed.arrivals import merge_events, train_by_arrival
 from experiments.relaxed.sharded import Partition, train_averaged
 from parsim.errors import AlgorithmError, DataError
+from parsim.execute.mixing import restored, rounded
 from parsim.plans.averaging import MERGES, MergeRule
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, generated_problem, load_problem, perceptron
@@ -215,9 +216,28 @@ def test_regression_learns() -> None:
 def test_bad_input() -> None:
     with pytest.raises(DataError, match=r"100 workers cannot share 96 samples"):
         Partition(workers=100, epochs=1).order(small_problem())
-    with pytest.raises(AlgorithmError, match="BatchNorm"):
-        LocalTraining(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), small_problem(), LocalOptimizer())
+    normed = LocalTraining(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), small_problem(), LocalOptimizer())
+    with pytest.raises(AlgorithmError, match="BatchNorm would count the padding"):
+        normed.step(Workers.fresh(normed.start.repeat(2, 1)), np.array([[0, 1], [2, -1]]))
+    with pytest.raises(AlgorithmError, match="virtual stages need a model without buffers"):
+        normed.gradient(normed.start[None], np.array([[0, 1]]))
     with pytest.raises(AlgorithmError, match="did you mean sgd"):
         LocalOptimizer(kind="sdg")
     with pytest.raises(DataError, match="did you mean digits"):
         load_problem("digit")
+
+
+@pytest.mark.parametrize(("message_format", "bound"), [("bf16", 2.0**-8), ("int8", 1 / 254)])
+def test_rounded_changes_come_back_to_half_a_step(message_format: str, bound: float) -> None:
+    """bf16: of each element; int8: of the largest of its tensor. A tensor that has not changed comes back as zeros."""
+    sizes = [7, 1, 30, 5]
+    change = torch.randn(43, dtype=F64, generator=torch.Generator().manual_seed(0))
+    change[8:38] *= 1e-6
+    change[38:] = 0.0
+    message = rounded(change, sizes, message_format)
+    assert message.dtype == torch.uint8
+    assert len(message) == Synchronisation(kind="average", message_format=message_format).message_bytes(43, 4)
+    back = restored(message, sizes, message_format, F64)
+    for part, got in zip(torch.split(change, sizes), torch.split(back, sizes), strict=True):
+        scale = part.abs() if message_format == "bf16" else part.abs().max()
+        assert bool(((got - part).abs() <= bound * scale * (1 + 1e-6)).all())

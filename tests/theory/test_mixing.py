@@ -156,6 +156,15 @@ def test_weights_of_each_graph() -> None:
     assert machines.period == 1
     assert np.abs(machines(0) - 1 / 8).max() <= 1e-15
     assert mixing_graph("hierarchical_one_peer", 32, per_node=4).period == 3
+    nodes = mixing_graph("hierarchical_ring", 12, per_node=2, every=3)
+    inside, between = np.full((2, 2), 0.5), mixing_graph("ring", 6)(0)
+    assert nodes.period == 3
+    for number, expected in enumerate([np.eye(6), np.eye(6), between]):
+        assert np.abs(nodes(number) - np.kron(expected, inside)).max() <= 1e-15
+    whole = mixing_graph("hierarchical", 12, per_node=3, every=2)
+    assert (whole.connections(0), whole.connections(1)) == (2, 11)
+    assert np.abs(whole(1) - 1 / 12).max() <= 1e-15
+    assert mixing_graph("hierarchical_one_peer", 32, per_node=4, every=5).period == 15
     assert [closest_factors(n) for n in (12, 1008, 7)] == [(3, 4), (28, 36), (1, 7)]
 
 
@@ -182,6 +191,7 @@ def test_denser_graphs_mix_faster_at_equal_size() -> None:
         (lambda: mixing_graph("lattice", 8, k=4), r"no setting 'k'; its settings: neighbours"),
         (lambda: mixing_graph("lattice", 8, neighbours=3), r"even number of neighbours >= 2.*got 3 for 8"),
         (lambda: mixing_graph("hierarchical_one_peer", 8, per_node=3), r"per_node \(3\) must divide the workers \(8\)"),
+        (lambda: mixing_graph("hierarchical", 8, per_node=2, every=0), r"every \(0\)"),
         (lambda: check_connected(mixing_graph("alone", 4)), r"not connected: 3 workers .*\(1, 2, 3\)"),
         (lambda: check_connected(lambda t: circulant(6, {0: 0.5, 2: 0.5})), "not connected"),
         (lambda: check_doubly_stochastic(np.array([[0.5, 0.5], [0.6, 0.4]])), r"doubly stochastic.*off by up to 0 and 0\.1\)"),

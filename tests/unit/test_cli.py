@@ -234,6 +234,29 @@ def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_us
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_while_modules_are_loaded_ends_in_one_line(name: str) -> None:
+    loading = f"""
+import os, signal, sys, time, types
+number = signal.{name}
+signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores some
+
+class Loading(types.ModuleType):
+    def __getattr__(self, name):
+        if name == "main":
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        raise AttributeError(name)
+
+sys.modules["parsim.cli"] = Loading("parsim.cli")
+from parsim.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", loading], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == f"parsim: ended by {name} before the command had begun. Give it again\n"
+    assert done.returncode == 128 + getattr(signal, name)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_command_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     number = getattr(signal, name)
     usual = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL

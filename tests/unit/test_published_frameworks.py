@@ -9,7 +9,7 @@ import pytest
 from experiments.published.answer import _problem, answer
 from experiments.published.predict import predict
 from experiments.published.question import question_of
-from experiments.published.quoted import contradiction, in_unit
+from experiments.published.quoted import beyond_peak, contradiction, in_unit
 from experiments.published.rows import row_of
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.frameworks import plausible_frameworks
@@ -169,3 +169,77 @@ def test_speeds_and_parameters_that_contradict_each_other_are_both_told() -> Non
     assert told("", "7500") == ""
     stated = question_of(row_of(row_with(**values | {"params": "13e9"}))).assumed
     assert any("8.03B parameters where 13B are stated" in text for text in stated)
+
+
+def test_a_container_tells_the_version_of_the_bridge() -> None:
+    """Until 26.04 its recipes of B200 launched experts one by one, and those of Grace hosts in graphs."""
+    values = dict.fromkeys(("layers", "hidden", "heads"), "") | {"id": "nemo-bridge-1", "model": "Qwen3_30B_a3B"}
+    split = {"tp": "1", "pp": "1", "dp": "8", "ep": "8", "precision": "MXFP8", "micro_batch": "1", "recompute": "none"}
+
+    def step_s(hardware: str, container: str) -> float:
+        notes = f"{container} NeMo Container; Pre-Training Performance"
+        question = question_of(row_of(row_with(**values | split | {"hardware": hardware, "notes": notes})))
+        assert question.framework.until == (2026 if container.startswith("26.04") else 0)
+        return answer(question).step_s
+
+    assert step_s("DGX-B200", "26.04.01") > 1.5 * step_s("DGX-B200", "26.06")
+    assert step_s("DGX-GB200", "26.04.01") == step_s("DGX-GB200", "26.06")
+
+
+def test_a_value_that_no_gpu_reaches_is_told() -> None:
+    """torchtune's README: 8B on an A6000, every layer run again, would need 160 of 154.8 TFLOP/s."""
+    values = LLAMA | NAMELESS | {"hardware": "RTX A6000", "gpus": "1", "tp": "1", "pp": "1", "dp": "1", "unit": "tokens/s"}
+
+    def told(value: str, **more: str) -> str:
+        sizes = {"seq": "2048", "global_batch": "2", "micro_batch": "2", "recompute": "full", "value": value}
+        return beyond_peak(question_of(row_of(row_with(**values | sizes | more))))
+
+    assert "more than a GPU reaches whose peak is 155" in told("2579")
+    assert told("2579", recompute="none") == ""
+    assert told("2579", model="Llama 3.1 8B LoRA") == ""
+    assert told("4699", model="Llama 3.1 8B LoRA", recompute="none")
+    assert told("1800") == ""
+
+
+def test_a_measured_peak_tells_a_precision_that_nothing_else_does() -> None:
+    """A run of Sailor's: arrays in 32 bits hold what it held, and in 16 bits half of it."""
+    values = {
+        "hardware": "GH-96 (4 per node)",
+        "gpus": "4",
+        "model": "OPT-350M",
+        "tp": "4",
+        "pp": "1",
+        "dp": "1",
+        "seq": "2048",
+    }
+    sizes = {"layers": "24", "hidden": "1024", "heads": "16", "global_batch": "8", "micro_batch": "8", "recompute": ""}
+
+    def asked_of(precision: str, memory: float) -> str:
+        notes = f"max memory {memory:.0f} B"
+        row = row_of(row_with(**NAMELESS | values | sizes | {"precision": precision, "notes": notes}))
+        return predict(row, known=False).why.split(";")[0]
+
+    halves = predict(row_of(row_with(**NAMELESS | values | sizes | {"precision": "fp16?"})), known=False).answer
+    assert halves is not None
+    assert asked_of("fp16?", halves.peak_bytes).endswith("bf16")
+    assert asked_of("fp16?", 2 * halves.peak_bytes).endswith("tf32")
+    assert asked_of("fp16", 2 * halves.peak_bytes).endswith("bf16")
+
+
+def test_casts_to_8_bits_that_the_kernels_before_make_take_no_time() -> None:
+    """MLPerf v3.0, BERT-large on 4 H100: 4,174 sequences/s; with casts apart it would be 14% fewer."""
+    values = {
+        "id": "mlperf-bert-1",
+        "hardware": "H100-SXM5-80GB, 8/node",
+        "gpus": "4",
+        "model": "BERT-large",
+        "precision": "fp8",
+    }
+    split = dict.fromkeys(("tp", "pp"), "1") | {"dp": "4", "seq": "256", "micro_batch": "192", "global_batch": "768"}
+    shape = {"layers": "24", "hidden": "1024", "heads": "16", "recompute": "none", "unit": "samples/s"}
+    fused, apart = (
+        answer(question_of(row_of(row_with(**values | split | shape)), without=piece)).step_s
+        for piece in ("", "casts in the kernels before")
+    )
+    assert 768 / fused == pytest.approx(4174, rel=0.05)
+    assert apart > 1.1 * fused

@@ -323,6 +323,9 @@ def test_cuda_graphs_take_the_host_away_and_an_unknown_host_is_refused() -> None
 
     graphs = step_s(software__cuda_graphs=True)
     assert graphs == step_s()  # of megatron-bridge, which is assumed
-    assert graphs < step_s(software__framework="megatron-bridge", software__cuda_graphs=False)
+    eager = step_s(software__framework="megatron-bridge", software__cuda_graphs=False)
+    assert graphs < eager
+    earlier = {"software__framework": "megatron-bridge", "software__year": 2026}  # whose recipes of B200 had none
+    assert step_s(**earlier, software__cuda_graphs=True) < step_s(**earlier) == step_s(**earlier, software__cuda_graphs=False)
     with pytest.raises(ConfigError, match="does not say apart; drop it"):
         problem_of(question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"software.cuda_graphs": True}))

@@ -77,7 +77,11 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
             given = {"merge_rate": given["merge_rate"], "merge_buffer": draw(st.integers(1, 4))}
         given = given if merge in ("staleness", "buffered") else {}
         return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), merge=merge, **given)
-    return Synchronisation(kind=kind, delays=draw(st.sampled_from(((), (2, 0)))) if kind == "stale" else ())
+    if kind == "all_reduce":
+        return Synchronisation()
+    when = draw(st.sampled_from(({}, {"delays": (2, 0)}, {"delays": (3, 1, 1, 0)}, {"schedule": "ddg"}, {"schedule": "fdg"})))
+    backward = draw(st.sampled_from(("stash", "fresh", "replay")))
+    return Synchronisation(kind=kind, **when, backward=backward, beta=draw(st.floats(0.0, 1.0)))
 
 
 def plan_of(rule: Synchronisation, *, dp: int = 4, pp: int = 1, batch: int = 64) -> Plan:
@@ -112,7 +116,6 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
         ("gossip/1 ring torus", "second graph"),
         ("gossip/1 ring push_sum push_sum", "second push_sum"),
         ("gossip/1 ring combination=combine", "did you mean combine_adapt"),
-        ("gossip/4 ring combination=combine_adapt", "use period_steps = 1"),
         ("gossip/1 ring push_sum combination=combine_adapt", 'use combination = "adapt_combine" with push_sum'),
         ("average/4 push_sum", "belongs to kind gossip"),
         ("gossip/1 ada(kind=step, milestones=1+b, rounds=4, epochs=3)", "is not a number"),
@@ -162,7 +165,26 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "gossip", "graph": "ada(kind=closed_loop, rounds=1, epochs=2)"}, "beforehand"),
         ({"kind": "average", "outer_learning_rate": 0.5}, "needs an outer_optimizer"),
         ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
-        ({"kind": "stale", "delays": (1, -1)}, "a delay cannot be negative"),
+        ({"kind": "stale", "delays": (1, -1)}, r"last stage has delay 0.*use for example \[2, 0\]"),
+        ({"kind": "stale", "delays": (3, 0)}, "falls by 2"),
+        ({"kind": "stale", "delays": (1, 2, 0)}, "falls by 2"),
+        ({"kind": "stale", "delays": (2, 0), "schedule": "ddg"}, "in place of schedule = 'ddg'"),
+        ({"kind": "stale", "schedule": "ddgg"}, "did you mean ddg"),
+        ({"kind": "stale", "backward": "stashed"}, "did you mean stash"),
+        ({"kind": "stale", "schedule": "fr", "backward": "fresh"}, "drop one of them"),
+        ({"kind": "stale", "beta": 1.5}, r"lies in \[0, 1\]"),
+        ({"kind": "average", "beta": 0.5}, "belong to stale stages, and average has none"),
+        ({"kind": "merge", "beta": 0.5}, "belongs to kind stale or average or gossip"),
+        (
+            {"kind": "average", "schedule": "fdg", "participation": 0.5},
+            "is not built for stages that are stale",
+        ),
+        ({"kind": "average", "message_format": "int9"}, "did you mean int8"),
+        ({"kind": "average", "period_steps": 8, "fragments": 3}, "must divide it; use period_steps = 9"),
+        ({"kind": "average", "period_steps": 4, "fragments": 2, "participation": 0.5}, "drop one of them"),
+        ({"kind": "average", "combination": "combine_adapt", "participation": 0.5}, "lets some wait"),
+        ({"kind": "gossip", "graph": "ring", "fragments": 2}, "belongs to kind average"),
+        ({"kind": "merge", "combination": "combine_adapt"}, "belongs to kind average or gossip"),
         ({"kind": "merge", "period_steps": 0}, "1 is after every step"),
         ({"kind": "merge", "merge": "bufered"}, "did you mean buffered"),
         ({"kind": "merge", "merge": "running", "merge_buffer": 2}, 'merge_buffer belongs to "buffered", not to'),
@@ -202,7 +224,7 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge", merge="buffered", merge_buffer=5), {"dp": 4}, "between 1 and workers, got 4 and 5"),
         (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
-        (Synchronisation(kind="stale", delays=(3, 0)), {"dp": 2, "pp": 2}, r"\[2, 0\]"),
+        (Synchronisation(kind="stale", delays=(4, 2, 0)), {"dp": 2, "pp": 2}, "are of 3 stages, and the mesh has 2"),
     ],
 )
 def test_a_mesh_that_cannot_be_synchronised_so_is_refused(rule: Synchronisation, mesh: dict[str, int], words: str) -> None:
@@ -330,3 +352,11 @@ def test_ada_is_validated_by_the_step_of_its_first_graph_and_its_training_is_not
     found = remembered(asked, seen, comparison, plan_changed=False)
     assert found["recorded"] is False
     assert "mean over all graphs of the plan" in found["text"]
+
+
+def test_a_round_follows_the_last_step_of_each_period_and_stages_wait_twice_their_way_to_the_loss() -> None:
+    assert [step for step in range(9) if parse_synchronisation("average/3").due(step)] == [2, 5, 8]
+    stale = parse_synchronisation("stale")
+    assert not any(map(stale.due, range(9)))
+    assert [stale.delay_of(stage, 4) for stage in range(4)] == [6, 4, 2, 0]
+    assert stale.steps_to_fill(4) == 6

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import parsim
-from experiments.relaxed.decoupled import TickEngine, TickRule
+from experiments.relaxed.decoupled import DECOUPLINGS, Decoupling, TickEngine, TickRule
 from parsim.app.learners import Learner
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, stale_steps, steps_of
 
@@ -39,30 +39,90 @@ def in_parts(model: nn.Sequential, sizes: tuple[int, ...]) -> list[nn.Sequential
     return [nn.Sequential(*itertools.chain(*pairs[first:end])) for first, end in itertools.pairwise(ends)]
 
 
+def ticks_of(rule: Synchronisation) -> Decoupling:
+    """The ticks of a rule's delays, counted boundary by boundary: a value or a gradient that is not awaited takes a tick."""
+
+    def delays(modules: int) -> list[int]:
+        step = {"ddg": 1, "fr": 1}.get(rule.schedule, 2)
+        return list(rule.delays) or [step * later for later in reversed(range(modules))]
+
+    def forward(k: int, modules: int) -> int:
+        given = delays(modules)
+        return sum(given[number] - given[number + 1] == 2 for number in range(k - 1))
+
+    return Decoupling(
+        name="asked", forward_tick=forward, backward_tick=lambda k, modules: forward(k, modules) + delays(modules)[k - 1]
+    )
+
+
+def mode_of(rule: Synchronisation) -> str:
+    """The tick engine's name of what a backward uses."""
+    return "replay" if rule.schedule == "fr" else rule.backward
+
+
 def names_in_parts(training: LocalTraining, sizes: tuple[int, ...]) -> list[list[str]]:
     names = [name for name, _ in training.tensors]
     ends = list(itertools.accumulate((2 * size for size in sizes), initial=0))
     return [names[first:end] for first, end in itertools.pairwise(ends)]
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 2, 1), (1, 1, 1, 1)])
+FOUR = (1, 1, 1, 1)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
-def test_weights_equal_those_of_the_tick_engine(sizes: tuple[int, ...], groups: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        *((sizes, "stale") for sizes in ((4,), (2, 2), (1, 2, 1), FOUR)),
+        *((FOUR, f"stale {words}") for words in ("schedule=ddg beta=0.5", "schedule=fr", "backward=fresh", "backward=replay")),
+        *((FOUR, f"stale delays={delays}") for delays in ("4,3,1,0", "2,2,1,0", "3,1,0,0 beta=0.7 backward=replay")),
+        ((2, 2), "stale schedule=ddg backward=fresh beta=0.9"),
+    ],
+)
+def test_weights_equal_those_of_the_tick_engine(
+    sizes: tuple[int, ...], text: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training, order, model = learner()
+    rule = parse_synchronisation(text)
+    assert parse_synchronisation(str(rule)) == rule
+    monkeypatch.setitem(DECOUPLINGS, "asked", ticks_of(rule))
     engine = TickEngine(
         in_parts(model, sizes),
         nn.functional.cross_entropy,
-        TickRule(learning_rate=0.05, momentum=0.9),
+        TickRule(schedule="asked", mode=mode_of(rule), beta=rule.beta, learning_rate=0.05, momentum=0.9),
         groups=groups,
     )
     problem = training.problem
-    rows = stale_steps(training, order, names_in_parts(training, sizes))
+    rows = stale_steps(training, order, names_in_parts(training, sizes), rule)
     for step, workers in enumerate(itertools.islice(rows, STEPS)):
         parts = order.indices(step).reshape(groups, -1)
         engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.tensor, parts)])
         live: list[Tensor] = [value.detach().flatten() for agent in engine.agents[0] for value in agent.live]
         assert (torch.cat(live) - workers.weights[0]).abs().max().item() < TOLERANCE
     assert (workers.weights[0] - training.start).abs().max().item() > 1e-3
+
+
+@pytest.mark.parametrize("text", ["gossip/1 ring schedule=fdg", "average/1 delays=4,3,1,0 beta=0.7"])
+def test_stages_of_replicas_that_mix_equal_the_tick_engine(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, order, model = learner()
+    rule, replicas = parse_synchronisation(text), 4
+    monkeypatch.setitem(DECOUPLINGS, "asked", ticks_of(rule))
+    engine = TickEngine(
+        in_parts(model, FOUR),
+        nn.functional.cross_entropy,
+        TickRule(schedule="asked", beta=rule.beta, learning_rate=0.05, momentum=0.9),
+        groups=replicas,
+        mixing=lambda t: rule.matrix(t, replicas),
+    )
+    problem = training.problem
+    rows = steps_of(rule, replicas, training, order, names_in_parts(training, FOUR))
+    for step in range(STEPS):
+        workers, _ = next(rows)
+        parts = order.indices(step).reshape(replicas, -1)
+        engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.tensor, parts)])
+    for replica, agents in enumerate(engine.agents):
+        live = torch.cat([value.detach().flatten() for agent in agents for value in agent.live])
+        assert (live - workers.weights[replica]).abs().max().item() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam"])

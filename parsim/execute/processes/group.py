@@ -236,8 +236,8 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
     together = True
     with (
         pulse().waiting(),
-        contextlib.suppress(RuntimeError),
-    ):  # DistError of a TCP store is one; a file store raises it plainly
+        contextlib.suppress(RuntimeError, ConnectionError),
+    ):  # one of torch's stores, or of `store`
         if place.store is not None:
             together = False
             if place.store.add("finished", 1) == place.world_size:

@@ -472,10 +472,16 @@ def second_forward(forward: Forward, inputs: Sequence[Tensor | Like], calls: Kep
 
 def recompute(runnable: Runnable, kept: RecomputeInputs) -> Saved:
     """Run the forward again, saving for its backward. Generators and buffers are afterwards as they were before."""
+    if kept.calls is None:
+        return forward_again(runnable, kept, [value for value in kept.inputs if isinstance(value, Tensor)])[1]
     with _generators_of(kept), runnable.reading_buffers(kept.buffers):
-        if kept.calls is not None:
-            return second_forward(runnable, kept.inputs, kept.calls)
-        return forward_component(runnable, [value for value in kept.inputs if isinstance(value, Tensor)])[1]
+        return second_forward(runnable, kept.inputs, kept.calls)
+
+
+def forward_again(runnable: Runnable, kept: RecomputeInputs, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
+    """A second forward on these inputs, with the generators and buffers of the first: outputs, and what its backward needs."""
+    with _generators_of(kept), runnable.reading_buffers(kept.buffers):
+        return forward_component(runnable, inputs)
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ KERNELS: Registry[Software] = Registry(
         "ddp": replace(EAGER, dropout=True),
         "xla-unfused": replace(UNFUSED, bias_kernels=False, score_arrays=5.0),
         "llama3": replace(CORE, activation_saved=1.0),
+        "mlperf": replace(COMPILED, cast_arrays=0.0),
     },
     error=ModelError,
 )
@@ -91,7 +92,7 @@ class Framework:
         bf16_gradients: `gradient_arrays` in bf16, where gradients are added up in fp32; 0: as in fp16.
         full_gradients: beside weights in half precision it keeps gradients in fp32.
         dispatcher, expert_overlap, delay_weight_gradients: of experts, as `parsim.model.routing.ExpertRouting` has them.
-        graphs: its layers are launched as CUDA graphs.
+        graphs: how the names of GPUs begin on which its layers are launched as CUDA graphs; "": of all.
         cut: how it counts out layers into stages, a row of `parsim.plans.stages.CUTS`; "": as the plan has them.
         axes: of a mesh beside dp, which its plans may have. zero_stages, orders: that it has; no orders: any.
         launches: times as long as plain eager torch takes on the host for each kernel. step_s: of a step of several nodes, in
@@ -134,7 +135,7 @@ class Framework:
     dispatcher: Dispatcher = "all_to_all"
     expert_overlap: bool = False
     delay_weight_gradients: bool = False
-    graphs: bool = False
+    graphs: tuple[str, ...] = ()
     launches: float = 1.0
     step_s: float = 0.0
     convolution: ConvolutionSoftware | None = None
@@ -152,6 +153,10 @@ class Framework:
     def kernels_of(self, compiled: bool) -> str:
         """The row of `KERNELS` with torch.compile or without."""
         return self.kernels if compiled else self.uncompiled or self.kernels
+
+    def launches_on(self, gpu: str) -> float:
+        """`launches` with a GPU; 0 where a graph launches all of a layer."""
+        return 0.0 if gpu.startswith(self.graphs) else self.launches
 
 
 MEGATRON_2020 = Framework(
@@ -221,21 +226,31 @@ NEMO = replace(
         ),
     ),
 )
-BRIDGE = replace(
+BRIDGE_2026 = replace(
     MEGATRON_CORE,
     name="megatron-bridge",
     source="NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs @00919dcf1fe1, @01b2977e518f, @042641823051",
+    until=2026,
     earlier=(),
     spares_layers=True,
     full_gradients=False,
     dispatcher="hybridep",
-    graphs=True,
+    graphs=("gb",),
 )
-"""Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for B200 and B300, and cuda_graph_impl, but for some
-of H100, B200 and B300 (configs/qwen @01b2977e518f, configs/deepseek @042641823051). Its recipes repeat single modules
-(recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host (cpu_offloading_num_layers, of Llama 3 70B under
-FSDP), and never run whole layers again. Both are taken to cost nothing. Its recipes for performance, and
-NeMo's, set grad_reduce_in_fp32 = False."""
+"""Containers 25.09 to 26.04. Of experts its recipes say moe_flex_dispatcher_backend = "hybridep", but for some of B200 and
+B300, and cuda_graph_impl with Grace hosts, seldom with others: none of 235B on H100, B200 and B300 has one (configs/qwen
+@01b2977e518f, configs/deepseek @042641823051). Those of Grace launch experts outside of graphs, and are taken for whole.
+Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
+(cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again. Both are taken to cost nothing. Its
+recipes for performance, and NeMo's, set grad_reduce_in_fp32 = False."""
+BRIDGE = replace(
+    BRIDGE_2026,
+    source="NVIDIA-NeMo/Megatron-Bridge release 0.5.1: CUDA graphs of whole steps, and fused grouped products",
+    until=0,
+    earlier=(BRIDGE_2026,),
+    graphs=("",),
+)
+"""Containers from 26.06 on. What fused products of experts save is an effect of published runs and in no price."""
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_OF_2021,
     name="megatron-deepspeed",
@@ -337,7 +352,7 @@ TRAINER = replace(
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed", axes=("tp",))
 MAXTEXT = replace(
     FSDP,
-    graphs=True,
+    graphs=("",),
     name="maxtext",
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
@@ -366,12 +381,13 @@ TENSORFLOW = replace(
 MLPERF = replace(
     DDP,
     name="mlperf",
-    source="mlcommons/training_results, NVIDIA's BERT: fused attention and norms, CUDA graphs, distributed LAMB",
-    kernels="fused",
+    source="mlcommons/training_results, NVIDIA's BERT: fused attention, norms and activations that write 8 bits, CUDA graphs, "
+    "distributed LAMB",
+    kernels="mlperf",
     uncompiled="",
     zero_stages=(0, 1),
     bucket_bytes=2**40,
-    graphs=True,
+    graphs=("",),
 )
 
 FRAMEWORKS: Registry[Framework] = Registry(

@@ -165,7 +165,8 @@ class Software:
         gradient_arrays: of 2 bytes per parameter that a microbatch moves to add its gradients to those of the ones before.
         aligned: channels of a head by a multiple of which unfused attention keeps its tensor cores; 0: by any number.
         attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
-        casts: inputs of products are cast to 8 bits, in both orders.
+        casts: inputs of products are cast to 8 bits, in both orders. cast_arrays: moved by it, one read and a half per order; 0
+            where the kernel before writes both in place of one in 16 bits.
         early_stop: a second forward ends once the backward has all that it reads, so the last product of a layer does not run
             again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
         bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
@@ -186,6 +187,7 @@ class Software:
     score_arrays: float = 2.0
     attention_work: float = 1.0
     casts: bool = False
+    cast_arrays: float = 2.0
     selective: bool = False
     modules: tuple[str, ...] = ()
     loss_bytes: int = 6
@@ -271,8 +273,6 @@ COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=
 
 
 FULL_BYTES = 4
-CAST_ARRAYS = 2.0
-"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,8 +490,8 @@ class Layer:
             function=NOT_LOW if not low else BY_EXPERT if problems > 1 else "",
             gradients=gradients,
         )
-        if self.software.casts and low:
-            self.moved(every * inputs, CAST_ARRAYS, divided=split == "row")
+        if self.software.casts and self.software.cast_arrays and low:
+            self.moved(every * inputs, self.software.cast_arrays, divided=split == "row")
         part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
         self.add(operator, *((part[0], FULL_BYTES * every * part[1]) if part else ()))
         trained = gradients in ("", "weight")

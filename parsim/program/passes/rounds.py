@@ -1,9 +1,12 @@
 """A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
 
-average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
-gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent; where it
-         combines first, packing comes before the forward, and the messages go on beside the computation of the step
+average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one). With
+         fragments a round has every so many-th bucket; with a message format the all_reduce is an all_gather of changes
+gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
 merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
+
+Where a plan combines first, packing comes before the forward of every step, and the exchange goes on beside the computation of
+the step that its round follows.
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
 so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands
@@ -38,6 +41,8 @@ BUFFERED_ACCESSES = 14
 the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
 Of buffered changes a turn adds one, the buffer to the model, and empties it: four passes and three copies.
 """
+ROUNDING_ACCESSES, RESTORING_ACCESSES = 6, 5
+"""Of changes in a message format: the change, its largest and its rounding; per replica to restore one, and to add it."""
 PUSH_ACCESSES, PUSHED_ACCESSES = 4, 4
 """Of push-sum: a multiple of the kept model is added to what is packed; what arrived is divided by its mass, and kept."""
 OUTER_ACCESSES, MOMENTUM_ACCESSES, NESTEROV_ACCESSES = 12, 7, 5
@@ -69,10 +74,13 @@ def outer_arrays(layout: PlanIndex) -> int:
     rule = layout.plan.synchronisation
     if rule.kind == "merge":
         return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
-    if rule.push_sum or rule.combines_first:
+    if rule.push_sum or (rule.combines_first and rule.kind == "gossip"):
         return 1
     outer = rule.outer
-    return 0 if outer is None else 2 if outer.momentum else 1
+    if outer is None and rule.message_format:
+        return 3 if rule.combines_first else 1
+    beside = 2 if rule.combines_first else 0  # what the step began with, and the mean of that
+    return beside + (0 if outer is None else 2 if outer.momentum else 1)
 
 
 def handed_arrays(rule: Synchronisation) -> int:
@@ -99,12 +107,31 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
     return tuple(most.tolist())
 
 
-def add_packing(draft: Draft, layout: PlanIndex) -> None:
-    """Copy every bucket's weights for those who take them: before the step where the plan combines first, else behind it."""
+def _buckets_of(layout: PlanIndex, number: int) -> tuple[Bucket, ...]:
+    """The buckets of round `number`. Raises PlanError: there are fewer buckets than fragments."""
+    fragments = layout.plan.synchronisation.fragments
+    if fragments > len(layout.buckets):
+        raise PlanError(
+            f"synchronisation.fragments = {fragments}, and each needs one of the plan's {len(layout.buckets)} buckets; set "
+            f"fragments to {len(layout.buckets)} at most, or a smaller plan.bucket_bytes"
+        )
+    return tuple(bucket for bucket in layout.buckets if bucket.number % fragments == number % fragments)
+
+
+def fragments_of(layout: PlanIndex) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each fragment, in the order of their rounds."""
+    rounds = range(layout.plan.synchronisation.fragments)
+    return tuple(tuple(held.name for bucket in _buckets_of(layout, number) for held in bucket.parameters) for number in rounds)
+
+
+def add_packing(draft: Draft, layout: PlanIndex, number: int | None = None) -> None:
+    """Copy the weights of a round's buckets for those who take them; of all (None), where the plan combines first."""
     rule = layout.plan.synchronisation
-    for bucket in layout.buckets:
+    copies = 2 if rule.combines_first and rule.kind == "average" else 1
+    for bucket in layout.buckets if number is None else _buckets_of(layout, number):
         for rank in draft.kept(bucket.group):
-            work = _mix(bucket, 1, PACK_ACCESSES + (PUSH_ACCESSES if rule.push_sum else 0))
+            more = (PUSH_ACCESSES if rule.push_sum else 0) + (ROUNDING_ACCESSES if rule.message_format else 0)
+            work = _mix(bucket, copies, copies * PACK_ACCESSES + more)
             updated: list[TaskKey] = [] if rule.combines_first else [(Phase.OPTIMIZER, rank)]
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], updated, _origin(bucket))
 
@@ -123,14 +150,15 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
         for other in taken:
             takers[other].append(replica)
     if not rule.combines_first:
-        add_packing(draft, layout)
-    for bucket in layout.buckets:
+        add_packing(draft, layout, number)
+    buckets = _buckets_of(layout, number)
+    for bucket in buckets:
         for peers in mixing_peers(layout, bucket):
             if rule.kind == "average":
-                _add_average(draft, bucket, peers)
+                _add_average(draft, bucket, peers, rule)
             else:
                 _add_messages(draft, bucket, peers, neighbours)
-    for bucket in layout.buckets:
+    for bucket in buckets:
         for peers in mixing_peers(layout, bucket):
             kept = len(draft.kept(peers))
             for replica, rank in enumerate(peers):
@@ -138,7 +166,9 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                     continue
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
                 accesses = TAKE_ACCESSES + _outer_accesses(layout)
+                accesses += RESTORING_ACCESSES * len(peers) if rule.message_format else 0
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
+                after += [(Phase.OPTIMIZER, rank)] if rule.combines_first else []
                 if rule.kind == "gossip":
                     links = [(other, replica) for other in neighbours[replica]]
                     links += [(replica, other) for other in takers[replica]]
@@ -155,9 +185,17 @@ def _origin(bucket: Bucket, replica: int | None = None) -> Origin:
     return Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
 
 
-def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...]) -> None:
+def message_bytes(rule: Synchronisation, bucket: Bucket) -> int:
+    """Bytes of one replica's change of a bucket, in the rule's message format."""
+    return rule.message_bytes(bucket.elements, len(bucket.parameters))
+
+
+def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...], rule: Synchronisation) -> None:
     after: list[TaskKey] = [("pack", bucket.number, rank) for rank in draft.kept(peers)]
-    work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
+    if rule.message_format:
+        work = Collective(operation="all_gather", group=peers, size_bytes=len(peers) * message_bytes(rule, bucket))
+    else:
+        work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
     streams = [Resource(rank, DP_STREAM) for rank in peers]
     draft.add(("average", bucket.number, peers[0]), work, streams, after, _origin(bucket))
 
@@ -233,32 +271,47 @@ def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -
     return TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
 
 
-# Decoupled stages: in one step every stage works on the batch that arrived in the step before, and waits for nobody in it.
+# Decoupled stages: in one step a stage works on batches that arrived in steps before, and waits for less of the others in it.
 #
-# The step is that of a pipeline of one microbatch without the waiting: what a transfer brings in step t is read in step t +
-# 1. So the forward of batch b on stage s runs in step b + s, and its backward in step b + 2 (K - 1) - s. The gradients of
-# stage s are 2 (K - 1 - s) steps late. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for
-# no others.
+# The step is that of a pipeline of one microbatch without some of its waiting: what a transfer brings that is late in step t
+# is read in step t + 1. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for no others.
 #
-# Source: the schedule of fully decoupled training with delayed gradients ("fdg" of `experiments/relaxed/decoupled.py`).
+# Stage s runs batch b forward in step b + f(s), and backward in step b + f(s) + d(s), with d its delay. Fully decoupled, f(s)
+# = s and d(s) = 2 (K - 1 - s): all is late. Where forwards are locked, f(s) = 0 and d(s) = K - 1 - s: gradients are late.
+#
+# Source: the schedules "fdg" and "ddg" of `experiments/relaxed/decoupled.py`.
+
+
+def lateness(layout: PlanIndex, source: int, target: int) -> int:
+    """In how many steps after the one that sends it stage `target` reads what stage `source` sends: a value, or a gradient."""
+    rule, stages = layout.plan.synchronisation, layout.plan.mesh.pp
+    lag = rule.forward_lag if source < target else rule.backward_lag
+    return lag(target, stages) - lag(source, stages)
+
+
+def is_late(layout: PlanIndex, work: SendRecv) -> bool:
+    """Whether what a transfer between decoupled stages brings is read in the step after."""
+    stage_of = layout.plan.stage_of_rank
+    return lateness(layout, stage_of(work.source), stage_of(work.destination)) > 0
 
 
 def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    """The graph of a step in which no computation waits for a transfer of the same step.
+    """The graph of a step in which no computation waits for a transfer that is late.
 
     Args:
         graph: of a pipeline step of one microbatch. layout: of its plan.
 
     Raises:
-        PlanError: a value crosses more than one boundary of stages: its parts would come from different batches. Or stages
-            share a parameter.
+        PlanError: a value crosses several boundaries of stages that are each a step late: its parts would come from different
+            batches. Or stages share a parameter.
     """
     stage_of = layout.stage_of
     for value, readers in layout.consumers.items():
         maker = layout.model.value[value].producer
         if maker is None:
             continue
-        far = [name for name in readers if stage_of[name] > stage_of[maker] + 1]
+        ends = ((name, stage_of[maker], stage_of[name]) for name in readers)
+        far = [name for name, own, other in ends if max(lateness(layout, own, other), lateness(layout, other, own)) > 1]
         if far:
             stages = f"from stage {stage_of[maker]} to stage {stage_of[far[0]]} ({far[0]})"
             raise PlanError(
@@ -271,9 +324,9 @@ def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
                 f"synchronisation stale: stages share {bucket.parameters[0].name}, whose gradients would come from different "
                 "batches; untie it, or put what uses it on one stage"
             )
-    transfers = {task.index for task in graph.tasks if isinstance(task.work, SendRecv)}
+    late = {task.index for task in graph.tasks if isinstance(task.work, SendRecv) and is_late(layout, task.work)}
     tasks = tuple(
-        replace(task, dependencies=tuple(other for other in task.dependencies if other not in transfers))
+        replace(task, dependencies=tuple(other for other in task.dependencies if other not in late))
         if isinstance(task.work, Compute)
         else task
         for task in graph.tasks
