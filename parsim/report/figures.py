@@ -126,13 +126,21 @@ def error_bars(above: Sequence[float], below: Sequence[float], colour: str, widt
     return {**bars, **settings}
 
 
+CUT_AT = 1.25
+"""Times the longest interval of a plan that fits: further the axis of plans does not go."""
 LABEL_WIDTH = 24
 """Letters in a line of a label beside a bar."""
 
 
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
-    """Step time with its 90% interval per PlanResult.to_dict(), best first as given."""
-    scale, unit = axis_scale("time", max((result["step_s"]["median"] for result in results), default=0.0))
+    """Step time with its 90% interval per PlanResult.to_dict(), best first as given.
+
+    Plans that fit set the length of the axis. A longer bar of one that does not ends at the edge, and says its time.
+    """
+    longest_s = max((result["step_s"]["p95"] for result in results if result["fits"]), default=math.inf)
+    steps_s = [result["step_s"]["median"] for result in results]
+    edge_s = min(CUT_AT * longest_s, max(steps_s, default=0.0))
+    scale, unit = axis_scale("time", edge_s)
     groups: dict[str, list[int]] = {"chosen": [], "fits": [], "does not fit": []}
     for number, result in enumerate(results):
         marked = is_chosen(result, chosen) and not groups["chosen"]
@@ -144,14 +152,22 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
         if not numbers:
             continue
         steps = [results[number]["step_s"] for number in numbers]
-        above = [(step["p95"] - step["median"]) / scale for step in steps]
-        below = [(step["median"] - step["p05"]) / scale for step in steps]
+        scales = [math.nan if step["median"] > edge_s else scale for step in steps]  # a bar that is cut has no interval
+        above = [(step["p95"] - step["median"]) / each for step, each in zip(steps, scales, strict=True)]
+        below = [(step["median"] - step["p05"]) / each for step, each in zip(steps, scales, strict=True)]
+        cut = [f"{format_seconds(step['median'])} →" if step["median"] > edge_s else "" for step in steps]
         figure.add_trace(
             go.Bar(
                 name=group,
                 orientation="h",
                 y=numbers,
-                x=[step["median"] / scale for step in steps],
+                x=[min(step["median"], edge_s) / scale for step in steps],
+                base=[0.0] * len(cut) if any(cut) else None,
+                text=cut if any(cut) else None,
+                textposition="inside",
+                textangle=0,
+                insidetextanchor="middle",
+                textfont={"color": INK},
                 error_x=error_bars(above, below, INK, 4, thickness=1.2),
                 marker={
                     "color": colours[group],

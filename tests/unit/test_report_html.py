@@ -301,7 +301,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
             assert all(colours), "the legend has the colours of the bars"
             if scheme == "dark":
                 page.locator("#theme").click()
-                page.wait_for_function("!document.querySelector('.plot:not([data-drawn])')")
+                page.wait_for_selector(".plot:not([data-drawn])", state="detached")
         assert page.evaluate(GROUND) != dark
         drawn = page.evaluate(
             "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)"
