@@ -24,7 +24,7 @@ from experiments.common.page import REFUTED_BY, claims_of, finding_of, judge_of,
 from experiments.memory import run as memory
 from experiments.memory.kinds import ALL
 from experiments.published import v100_published
-from experiments.relaxed import epoch_averaging, learning, stale_gradients, times
+from experiments.relaxed import convergence, epoch_averaging, learning, stale_gradients, times
 from experiments.search import exhaustive
 from parsim.hardware.compose import load_profile
 from tests.published.v100_rows import published_rows
@@ -215,6 +215,11 @@ AGAIN: dict[tuple[str, str], Remade] = {
     ("adaptive_parallelism", "choices"): Remade(rows=fitted.choice_rows),
     ("adaptive_parallelism", "bandwidths"): Remade(rows=fitted.bandwidth_rows),
     ("checkpoint_interval", "rows"): Remade(rows=checkpoint_rows, by=("case",), without=("taken_s",)),
+    ("convergence", "rows"): Remade(
+        rows=lambda: convergence.rows_of(convergence.losses()[0], "stale", convergence.STEPS),
+        by=("loss", "rule", "at"),
+        without=("last",),
+    ),
     ("decentralized", "gaps"): Remade(rows=learning.gap_rows),
     ("decentralized", "scaling"): Remade(rows=times.scaling_rows),
     ("epoch_averaging", "times"): Remade(rows=epoch_averaging.time_table),
