@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments.adaptive import fitted, honest, mixing
+from experiments.adaptive import fitted, honest, mixing, paper_page
 from experiments.adaptive.adaptive_parallelism import reading_rows
 from experiments.checkpoint_interval import run as checkpoint
 from experiments.common import running
@@ -44,6 +44,18 @@ def test_every_folder_is_in_the_catalogue_and_every_part_has_its_module() -> Non
 def test_pages_say_what_the_committed_results_say() -> None:
     for path, text in pages_anew().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is old; run python experiments/results.py --page"
+
+
+def test_the_page_of_the_first_paper_says_what_the_committed_results_say() -> None:
+    """And shows a picture of each of its six figures."""
+    text = paper_page.PAGE.read_text(encoding="utf-8")
+    document = recorded("adaptive_parallelism")
+    assert document is not None
+    assert paper_page.page(document, text) == text, "run `python -m experiments.adaptive.paper_page`"
+    for number in paper_page.FIGURES:
+        picture = f"paper-{number}.svg"
+        assert f"pictures/{picture})" in text
+        assert (paper_page.PICTURES / picture).read_text(encoding="utf-8").startswith("<?xml")
 
 
 @pytest.mark.parametrize(("experiment", "part"), PARTS, ids=NAMES)

@@ -164,9 +164,9 @@ def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(m
 
     monkeypatch.setattr(executing, "evaluate_point", evaluate_point)
     monkeypatch.setattr(executing, "answer_of", answer_of)
-    over = {"plan.strategy": ["dp", "adaptive"], "training.global_batch": [64, 256]}
+    over = {"plan.strategy": ["hp", "adaptive"], "training.global_batch": [64, 256]}
     found = ps.sweep("mlp", over, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
-    assert asked == ["dp", "adaptive"] * 2
+    assert asked == ["hp", "adaptive"] * 2
     assert len({id(problem) for problem in problems}) == 2
     for row in found.rows:
         executing._LAST.clear()
