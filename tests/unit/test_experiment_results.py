@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments.adaptive import fitted, honest, mixing
+from experiments.adaptive import fitted, honest, mixing, paper_page
 from experiments.adaptive.adaptive_parallelism import reading_rows
 from experiments.checkpoint_interval import run as checkpoint
 from experiments.common import running
@@ -24,7 +24,7 @@ from experiments.common.page import REFUTED_BY, claims_of, finding_of, judge_of,
 from experiments.memory import run as memory
 from experiments.memory.kinds import ALL
 from experiments.published import v100_published
-from experiments.relaxed import epoch_averaging, learning, stale_gradients, times
+from experiments.relaxed import convergence, epoch_averaging, learning, stale_gradients, times
 from experiments.search import exhaustive
 from parsim.hardware.compose import load_profile
 from tests.published.v100_rows import published_rows
@@ -44,6 +44,18 @@ def test_every_folder_is_in_the_catalogue_and_every_part_has_its_module() -> Non
 def test_pages_say_what_the_committed_results_say() -> None:
     for path, text in pages_anew().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is old; run python experiments/results.py --page"
+
+
+def test_the_page_of_the_first_paper_says_what_the_committed_results_say() -> None:
+    """And shows a picture of each of its six figures."""
+    text = paper_page.PAGE.read_text(encoding="utf-8")
+    document = recorded("adaptive_parallelism")
+    assert document is not None
+    assert paper_page.page(document, text) == text, "run `python -m experiments.adaptive.paper_page`"
+    for number in paper_page.FIGURES:
+        picture = f"paper-{number}.svg"
+        assert f"pictures/{picture})" in text
+        assert (paper_page.PICTURES / picture).read_text(encoding="utf-8").startswith("<?xml")
 
 
 @pytest.mark.parametrize(("experiment", "part"), PARTS, ids=NAMES)
@@ -203,6 +215,11 @@ AGAIN: dict[tuple[str, str], Remade] = {
     ("adaptive_parallelism", "choices"): Remade(rows=fitted.choice_rows),
     ("adaptive_parallelism", "bandwidths"): Remade(rows=fitted.bandwidth_rows),
     ("checkpoint_interval", "rows"): Remade(rows=checkpoint_rows, by=("case",), without=("taken_s",)),
+    ("convergence", "rows"): Remade(
+        rows=lambda: convergence.rows_of(convergence.losses()[0], "stale", convergence.STEPS),
+        by=("loss", "rule", "at"),
+        without=("last",),
+    ),
     ("decentralized", "gaps"): Remade(rows=learning.gap_rows),
     ("decentralized", "scaling"): Remade(rows=times.scaling_rows),
     ("epoch_averaging", "times"): Remade(rows=epoch_averaging.time_table),

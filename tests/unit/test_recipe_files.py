@@ -236,14 +236,19 @@ def test_a_deepspeed_config_beside_the_arguments_is_read(tmp_path: Path) -> None
     assert recipe.training["precision"] == "bf16"
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("axolotl.yaml", 2, 1), ("paddlenlp.json", 2, 4)])
-def test_axes_that_no_measured_framework_has_are_planned(name: str, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "framework"), [("axolotl.yaml", 2, 1, "hf-trainer"), ("paddlenlp.json", 2, 4, None)]
+)
+def test_axes_are_planned_whether_their_framework_was_measured_or_not(
+    name: str, tp: int, pp: int, framework: str | None
+) -> None:
+    """Accelerate has tensor parallelism beside FSDP, and no pipelines."""
     question = question_of(FILES / name, cluster="8xh100-sxm")
     assert question.plan.mesh is not None
-    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, None)
+    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, framework)
     recipe = read_recipe(FILES / name)
-    assert "software.framework" not in recipe.settings(8)
-    assert "above 1 are not known" in recipe.left_out["software.framework"]
+    assert recipe.settings(8).get("software.framework") == framework
+    assert framework is not None or "above 1 are not known" in recipe.left_out["software.framework"]
 
 
 def test_what_fp8_and_the_optimizer_of_nemo_are_is_read_where_it_stands(tmp_path: Path) -> None:
