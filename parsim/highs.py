@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from parsim.numeric import Floats
@@ -20,7 +22,7 @@ def solve(
     """
     import highspy  # 0.05 s: imported where it is used
 
-    solver = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.silent()
     programme = highspy.HighsLp()
     programme.num_row_, programme.num_col_ = rows.shape

@@ -137,23 +137,26 @@ def read_arguments(source: SourceFile) -> Recipe:
     return recipe
 
 
-MODEL_KEYS = {
+MODEL_KEYS: dict[str | int, str] = {
     "model_name": "model_name_or_path",
     "pretrained_model_name_or_path": "model_name_or_path",
     0: "model_name_or_path",
     **{key: key for key in ("load_in_4bit", "load_in_8bit", "max_seq_length", "torch_dtype", "dtype")},
 }
-ADAPTER_KEYS = {
+ADAPTER_KEYS: dict[str | int, str] = {
     "r": "lora_r",
     **{key: key for key in ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")},
 }
-QUANTISED_KEYS = {
+QUANTISED_KEYS: dict[str | int, str] = {
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
     "bnb_4bit_compute_dtype": "torch_dtype",
     "load_in_4bit": "load_in_4bit",
     "load_in_8bit": "load_in_8bit",
 }
-TRAINER_KEYS = {key: key for key in ("max_length", "max_seq_length", "packing")} | {"model": "model_name_or_path"}
+TRAINER_KEYS: dict[str | int, str] = {
+    "model": "model_name_or_path",
+    **{key: key for key in ("max_length", "max_seq_length", "packing")},
+}
 CALLS: tuple[tuple[re.Pattern[str], Mapping[str | int, str]], ...] = (
     (re.compile(r"(AutoModel\w*|Fast\w*Model|\w+For\w+)\.from_pretrained"), MODEL_KEYS),
     (re.compile(r"(\w+\.)*LoraConfig|Fast\w*Model\.get_peft_model"), ADAPTER_KEYS),
