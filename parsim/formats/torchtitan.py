@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -413,24 +414,24 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
     if recipe.zero:
         table["fsdp_reshard_after_forward"] = {1: "default", 2: "never", 3: "always"}[recipe.zero]
     if recipe.pp > 1:
-        schedule = next((name for name, row in SCHEDULES.items() if row == (plan.pipeline_order, plan.chunks)), None)
-        if schedule is None:
-            raise ConfigError(
-                f"{NAME} has no pipeline order {plan.pipeline_order} with {plan.chunks} stage(s) per rank; it has "
-                + ", ".join(f"{order} with {chunks}" for order, chunks in SCHEDULES.values())
-            )
+        names = {order: name for name, (order, _) in SCHEDULES.items()}
+        if (schedule := names.get(plan.pipeline_order)) is None:
+            raise ConfigError(f"{NAME} has no pipeline order {plan.pipeline_order}; it has {', '.join(names)}")
         table |= {"pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": recipe.micro_batch}
         if (layers := layers_of_stages(plan)) is None:
             counts = _counted_out(shape_of(recipe.model, recipe.args).layers, len(plan.stages), 1, 1)
             recipe.left_out["plan.stages"] = cut_in_layers(recipe, counts)
-        else:
-            parts = [[f"layers.{layer}" for layer in stage] for stage in layers]
-            table["module_fqns_per_model_part"] = [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
+            ends = list(itertools.accumulate(counts, initial=0))
+            layers = [list(range(*ends_of_stage)) for ends_of_stage in itertools.pairwise(ends)]
+        parts = [[f"layers.{layer}" for layer in stage] for stage in layers]
+        table["module_fqns_per_model_part"] = [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "output"]]
     return table
 
 
 PRESET = re.compile(r"(?:^|[\s\"'])--module[= ]|\btorchtitan\.train\b|--job\.config_file")
 """Of a script that starts torchtitan."""
+OTHERS = re.compile(r"pretrain_gpt|\bopenrlhf\b")
+"""Of one that starts another program by a module's name."""
 
 
 def read_launch(source: SourceFile) -> Recipe:
@@ -549,7 +550,7 @@ SECTIONS = frozenset({"training", "parallelism", "activation_checkpoint", "compi
 
 def is_launch(source: SourceFile) -> bool:
     """Whether a script starts torchtitan."""
-    return source.path.suffix in SCRIPTS and bool(PRESET.search(source.text)) and "pretrain_gpt" not in source.text
+    return source.path.suffix in SCRIPTS and bool(PRESET.search(source.text)) and not OTHERS.search(source.text)
 
 
 def _sniff(source: SourceFile) -> bool:

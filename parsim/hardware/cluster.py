@@ -342,11 +342,17 @@ class Cluster:
     def core_of_rank(self, world_size: int) -> tuple[int, ...]:
         """Cores of the first `world_size` ranks, numbered from 0: ranks with the same number share one. Devices without a
         core share nothing."""
+        if not self._has_cores:
+            return tuple(range(min(world_size, self.size)))
         seen: dict[tuple[int, int | None, int], int] = {}
         return tuple(
             seen.setdefault((device.node, device.core, rank if device.core is None else -1), len(seen))
             for rank, device in enumerate(self.devices[:world_size])
         )
+
+    @cached_property
+    def _has_cores(self) -> bool:
+        return any(device.core is not None for device in self.devices)
 
     @cached_property
     def nodes(self) -> Nodes:

@@ -53,8 +53,9 @@ def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
 
     A group that is not a grid of stages, replicas and shards (there is none in plans of today) comes back alone.
     """
-    stages, replicas, shards = (sorted(axis) for axis in zip(*(_place(mesh, rank) for rank in group), strict=True))
-    grid = [sorted(set(axis)) for axis in (stages, replicas, shards)]
+    copies = {rank // mesh.tp for rank in group}
+    axes = {copy // mesh.copies for copy in copies}, {copy % mesh.copies for copy in copies}, {rank % mesh.tp for rank in group}
+    grid = [sorted(axis) for axis in axes]
     size = len(grid[0]) * len(grid[1]) * len(grid[2])
     if size != len(group):
         return Groups([tuple(sorted(group))])
@@ -178,8 +179,23 @@ def as_megatron(layers: int, stages: int) -> list[int] | None:
     return None
 
 
+def rest_in_last(layers: int, stages: int) -> list[int] | None:
+    """As many layers in each stage, and the rest in the last; None: the last would have none.
+
+    Source: pipeline_model_parallel_layout in Megatron-Bridge's recipe for DeepSeek-V3 (61 layers as 16, 16, 16, 13, or as 15
+    times 4 and 1).
+    """
+    each = -(-layers // stages)
+    rest = layers - each * (stages - 1)
+    return [each] * (stages - 1) + [rest] if rest > 0 else None
+
+
 CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": as_megatron, "torchtitan": with_ends}
 """How frameworks count out layers into stages, from layers and stages; None: they have no such cut."""
+
+
+UNEVEN_CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": rest_in_last}
+"""What recipes of these frameworks list where `CUTS` has none."""
 
 
 def counted_out(cut: str, layers: int, stages: int) -> list[int] | None:

@@ -20,8 +20,10 @@ are alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ import numpy as np
 from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster
+from parsim.numeric import Ints
 from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -193,41 +196,49 @@ class RankKinds:
         self._costs = costs
         cluster = costs.cluster
         self._linked = cluster.profile.communication.link_model is not None
-        self.share_links = costs.shares_links
         self._paths: dict[Hashable, Hashable] = {}
         self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
-        if self._linked:
-            shapes: dict[int, int] = {}
-            self._shape = [shapes.setdefault(id(shape), len(shapes)) for shape in cluster.nodes.shapes]
-            leaves: dict[Hashable, int] = {}
-            self._leaf_kind = {name: leaves.setdefault(leaf, len(leaves)) for name, leaf in cluster.nodes.leaves.items()}
 
-    def of_replica(self, mesh: Mesh, replica: int) -> Hashable:
-        """Per rank its kind of device, and by number of first appearance its node and its leaf switch, with what these are.
+    def first_of(self, mesh: Mesh) -> list[int]:
+        """Per replica the first whose ranks, and those of its team, sit alike: they pay the same for whatever they do.
 
-        Replicas of which this is equal cost the same in whatever they do alone.
+        Ranks sit alike on devices of a kind at the same place of a node, with as many ranks before and after them on the node,
+        or under its leaf switch where there are several. For these do the same at the same time, if all are of one stage.
         """
-        ranks = ranks_of_replica(mesh, replica)
-        devices = tuple(self._device[rank] for rank in ranks)
-        if not self._linked:  # priced by the size of the group alone; loading by the device's own path
-            return devices, tuple(self.path(rank) for rank in ranks)
+        ranks = np.arange(mesh.size)
+        if self._linked:
+            sits, before, after = self._sits[:, : mesh.size]
+            first = ranks - ranks % (mesh.copies * mesh.tp)
+            inside = (ranks - before >= first) & (ranks + after < first + mesh.copies * mesh.tp)
+            sits = np.where(inside, sits, -1 - ranks)
+        else:  # priced by the size of the group alone; loading by the device's own path
+            kinds: dict[Hashable, int] = {}
+            sits = np.array([kinds.setdefault((self._device[rank], self.path(rank)), len(kinds)) for rank in ranks.tolist()])
+        teams = sits.reshape(mesh.pp, -1, mesh.team * mesh.tp).swapaxes(0, 1).reshape(mesh.copies // mesh.team, -1)
+        _, numbers, kind = np.unique(teams, axis=0, return_index=True, return_inverse=True)
+        firsts = numbers[kind.reshape(-1)] * mesh.team
+        return [int(firsts[replica // mesh.team]) + replica % mesh.team for replica in range(mesh.copies)]
+
+    @cached_property
+    def _sits(self) -> Ints:
+        """int64 [3, ranks]: a number for the device, its place and its leaf switch; ranks before and after it there."""
         cluster = self._costs.cluster
-        nodes, leaves = cluster.nodes, dict[str, int]()
-        seen: dict[int, int] = {}
-        places = []
-        for rank in ranks:
-            node, number = cluster.places[rank]
-            leaf = nodes.leaf[node]
-            places.append(
-                (
-                    seen.setdefault(node, len(seen)),
-                    number,
-                    self._shape[node],
-                    leaves.setdefault(leaf, len(leaves)),
-                    self._leaf_kind.get(leaf),
-                )
-            )
-        return devices, tuple(places)
+        nodes, places = cluster.nodes, cluster.places
+        groups = [node if len(nodes.leaves) < 2 else nodes.leaf[node] for node, _ in places]
+        first, last, count = dict[Hashable, int](), dict[Hashable, int](), Counter(groups)
+        for rank, group in enumerate(groups):
+            first.setdefault(group, rank)
+            last[group] = rank
+        shapes: dict[int, int] = {}
+        kinds: dict[Hashable, int] = {}
+        sits = []
+        for rank, ((node, number), group) in enumerate(zip(places, groups, strict=True)):
+            leaf = nodes.leaves.get(nodes.leaf[node])
+            shape = shapes.setdefault(id(nodes.shapes[node]), len(shapes))
+            kind = kinds.setdefault((self._device[rank], number, shape, leaf), len(kinds))
+            in_a_row = last[group] - first[group] + 1 == count[group]
+            sits.append((kind if in_a_row else -1 - rank, rank - first[group], last[group] - rank))
+        return np.array(sits, dtype=np.int64).T
 
     def device(self, rank: int) -> str:
         return self._device[rank]
@@ -345,19 +356,13 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
 
 
 def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> tuple[int, ...]:
-    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
-
-    Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
-    """
+    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
     mesh = layout.plan.mesh
-    by_place: dict[Hashable, int] = {}
-    placed = [
-        by_place.setdefault(replica if kinds.share_links else kinds.of_replica(mesh, replica), replica)
-        for replica in range(mesh.copies)
-    ]
+    placed = kinds.first_of(mesh)
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
-    for replica in by_place.values() if len(by_place) > 1 else ():
+    unlike = sorted(set(placed))
+    for replica in unlike if len(unlike) > 1 else ():
         ranks = ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
         together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))

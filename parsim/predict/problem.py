@@ -285,11 +285,14 @@ class PlanningProblem(Remembering):
             self._costs[key] = next(alike, (len(self._costs), costs))
         return self._costs[key]
 
-    def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
+    def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh, beside: Mesh | None = None) -> list[Estimate]:
         """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
-        asked is known for the next. Raises CostError."""
+        asked is known for the next. Raises CostError.
+
+        `beside`: a smaller mesh whose groups alone are counted, which is quicker; None: the mesh.
+        """
         group, costs = self._costs_of(mesh.size, mesh.cp, mesh.ep)
-        return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
+        return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, beside or mesh))
 
     def price_units(self, units: Units, mesh: Mesh) -> list[Estimate]:
         """Estimates of the units of a plan's program, in their order. Of those that are alike one is priced. Raises

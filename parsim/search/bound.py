@@ -35,7 +35,7 @@ from parsim.program.passes.convert import is_scattered
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.records import once
-from parsim.search.prices import Prices, device_kinds, hop_works
+from parsim.search.prices import Prices, device_kinds, fewer_copies, hop_works
 from parsim.units import divisors
 from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
 
@@ -239,15 +239,17 @@ def _hops_s(
 ) -> float:
     """A conversion on the tp ranks from `base` on: of every hop the message or group that takes least."""
     total, size_bytes = 0.0, value.size_bytes(samples)
+    some = fewer_copies(mesh)
+    beside = some if base + mesh.tp <= some.copies * some.tp else mesh
     for hop in conversion(source, target, mesh.tp):
         works = hop_works(hop, base, size_bytes, mesh.tp)
-        total += min((_exposed_s(problem, work, base, mesh) for work in works), default=0.0)
+        total += min((_exposed_s(problem, work, base, mesh, beside) for work in works), default=0.0)
     return total
 
 
-def _exposed_s(problem: PlanningProblem, work: Work, rank: int, mesh: Mesh) -> float:
+def _exposed_s(problem: PlanningProblem, work: Work, rank: int, mesh: Mesh, beside: Mesh | None = None) -> float:
     """Seconds of what products cannot hide of a work, at least."""
-    return least_exposed(work, mesh.tp, dict(problem.switches)) * problem.price([(work, rank)], mesh)[0].median_s
+    return least_exposed(work, mesh.tp, dict(problem.switches)) * problem.price([(work, rank)], mesh, beside)[0].median_s
 
 
 def _unlike_bases(problem: PlanningProblem, mesh: Mesh) -> list[int]:

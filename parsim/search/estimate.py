@@ -9,6 +9,7 @@ Leaves out: workspace and buffers, unequal stages, tied parameters, replicas tha
 from __future__ import annotations
 
 import contextlib
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,11 +29,19 @@ from parsim.plans.plan import AUTO
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.bound import ChainSeconds
-from parsim.search.memory_floor import HeldTotals, LeastKept, held_totals, memory_floor, missing_bytes, tightest
-from parsim.search.prices import Prices, device_kinds
+from parsim.search.memory_floor import (
+    HeldTotals,
+    LeastKept,
+    held_totals,
+    memory_floor,
+    missing_bytes,
+    rooms_of,
+    tightest,
+)
+from parsim.search.prices import Prices, device_kinds, fewer_copies
 from parsim.search.stages import crossing_bytes
 from parsim.search.tensor import allowed_placements, uniform_options
-from parsim.work import Collective, HostCopy, HostUpdate, OptimizerStep, SendRecv, Work
+from parsim.work import COLLECTIVE_KINDS, Collective, HostCopy, HostUpdate, OptimizerStep, SendRecv, Work
 
 INFINITE = float("inf")
 
@@ -141,7 +150,7 @@ def _recomputed_shares(
 @once
 def _least_room(problem: PlanningProblem, ranks: int) -> float:
     """Bytes that weights and activations may have on the smallest of the first devices."""
-    return float(min(device.type.room_bytes for device in problem.cluster.devices[:ranks]))
+    return float(rooms_of(problem)[:ranks].min())
 
 
 def least_bytes(problem: PlanningProblem, way: LeastKept, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
@@ -194,8 +203,8 @@ def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     """Seconds of what crosses the middle of the model, between the first two places."""
     if mesh.pp == 1:
         return 0.0
-    size = max(1, _middle_bytes(problem, samples) // mesh.tp)
-    return price_s(problem, mesh, SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=size))
+    size, some = max(1, _middle_bytes(problem, samples) // mesh.tp), fewer_copies(mesh)
+    return price_s(problem, mesh, SendRecv(source=0, destination=some.copies * some.tp, size_bytes=size), some)
 
 
 @once
@@ -228,9 +237,24 @@ class Sent(NamedTuple):
 def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) -> Sent:
     """What a ZeRO stage (0, or 1 for all others) sends of a rank's `size_bytes` of parameters, in one piece each."""
 
-    def seconds(operation: str, copies: range, part_bytes: int) -> float:
+    some = fewer_copies(mesh)
+
+    def first_s(operation: str, copies: range, part_bytes: int) -> float:
         group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in copies)
-        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=part_bytes))
+        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=part_bytes), some)
+
+    def seconds(operation: str, copies: range, part_bytes: int) -> float:
+        n, few = len(copies), len(range(0, some.copies, copies.step))
+        if n <= few or few < 4:
+            return first_s(operation, copies, part_bytes)
+        half = few // 2
+        half_s, few_s = (first_s(operation, copies[:each], part_bytes) for each in (half, few))
+        if COLLECTIVE_KINDS[operation].trees:  # a level more for twice as many
+            return few_s + math.log2(n / few) * max(0.0, few_s - half_s)
+        # a ring of n: n hops, and (n - 1) / n of the bytes over each link
+        hop_s = (few_s * (1 - 1 / half) - half_s * (1 - 1 / few)) / (few * (1 - 1 / half) - half * (1 - 1 / few))
+        hop_s = max(0.0, hop_s)
+        return n * hop_s + (few_s - few * hop_s) * (1 - 1 / n) / (1 - 1 / few)
 
     if stage == 0:
         return Sent(seconds("all_reduce", range(mesh.copies), size_bytes), 0.0, 0.0)
@@ -265,8 +289,8 @@ def _updates(problem: PlanningProblem) -> tuple[OptimizerStep, ...]:
     return update_steps(problem.model.trainable_parameters)
 
 
-def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
-    return problem.price([(work, 0)], mesh)[0].median_s
+def price_s(problem: PlanningProblem, mesh: Mesh, work: Work, beside: Mesh | None = None) -> float:
+    return problem.price([(work, 0)], mesh, beside)[0].median_s
 
 
 # What the components of a model take at least on a mesh, whatever the cut into stages, and the memory that no plan saves.

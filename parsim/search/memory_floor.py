@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from parsim.model.component import Component
 from parsim.model.formats import component_in, value_in
-from parsim.numeric import Floats
+from parsim.numeric import Floats, Ints
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, moments
@@ -449,10 +449,16 @@ class MemoryFloor:
 
 
 @once
+def rooms_of(problem: PlanningProblem) -> Ints:
+    """int64 [ranks]: bytes that weights and activations may have on the devices."""
+    return np.array([device.type.room_bytes for device in problem.cluster.devices], dtype=np.int64)
+
+
+@once
 def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> MemoryFloor:
     """What the components of a model hold at least where each may have these placements."""
-    devices = problem.cluster.devices
-    rooms = [max(devices[rank].type.room_bytes for rank in mesh.stage_ranks(place)) for place in range(mesh.pp)]
+    ranks = [mesh.stage_range(place) for place in range(mesh.pp)]
+    rooms = [rooms_of(problem)[own.start : own.stop].max() for own in ranks]
     saved, largest_bytes = least_saved(problem, mesh, samples, options)
     if problem.activation_offload:  # what a component saves may all be away, but for its own backward
         saved = np.zeros_like(saved)

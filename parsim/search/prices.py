@@ -9,6 +9,7 @@ component's gradients is charged its share of a full bucket).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,6 +113,20 @@ def hop_works(hop: Hop, base: int, size_bytes: int, tp: int) -> list[Work]:
     return [hop_collective(hop, group, size_bytes, tp) for group in groups]
 
 
+MOST_COPIES = 1024
+"""Of a stage, whose groups are listed for a bound or an estimate: beyond, the first so many stand for all."""
+
+
+def fewer_copies(mesh: Mesh) -> Mesh:
+    """The first stages of a mesh with at most about `MOST_COPIES` copies, in whole teams and sharding groups.
+
+    Fewer groups at once never slow one another more, so a price beside these is a lower bound.
+    """
+    unit = math.lcm(mesh.team, mesh.group_copies if mesh.dp_shard else 1)
+    copies = max(1, MOST_COPIES // unit) * unit
+    return replace(mesh, pp=min(2, mesh.pp), dp=copies // mesh.cp) if copies < mesh.copies else mesh
+
+
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes of placements on the ranks of one stage.
@@ -211,7 +226,9 @@ class Prices:
         work = Collective(
             operation=step.operation, group=group, size_bytes=round(size * samples), visits=step.visits_of(inside)
         )
-        return self.problem.price([(work, rank)], mesh)[0].median_s
+        some = fewer_copies(mesh)
+        beside = some if max(group) < some.copies * some.tp else mesh
+        return self.problem.price([(work, rank)], mesh, beside)[0].median_s
 
     @cached_property
     def _in_parts(self) -> dict[object, float]:

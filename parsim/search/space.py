@@ -157,11 +157,16 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     Raises:
         ScheduleError: the batch does not divide over the replicas, or not into the microbatches that are asked for.
     """
+    return list(_counts_of(problem, mesh.dp))
+
+
+@once
+def _counts_of(problem: PlanningProblem, dp: int) -> Sequence[int]:
     batch, asked = problem.global_batch, problem.constraints.microbatches
-    parts, what, multiple = mesh.dp, f"dp ({mesh.dp})", str(mesh.dp)
-    if asked is not None and batch % mesh.dp == 0:
-        parts = mesh.dp * asked
-        what, multiple = f"dp ({mesh.dp}) * microbatches ({asked}) = {parts}", "it"
+    parts, what, multiple = dp, f"dp ({dp})", str(dp)
+    if asked is not None and batch % dp == 0:
+        parts = dp * asked
+        what, multiple = f"dp ({dp}) * microbatches ({asked}) = {parts}", "it"
     if batch % parts:
         raise ScheduleError(
             f"global_batch ({batch}) is not divisible by {what}; use a multiple of {multiple}, e.g. "
@@ -170,12 +175,12 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     if asked is not None:
         return [asked]
     least = max(problem.model.least_samples.values(), default=1)
-    counts = [count for count in divisors(batch // mesh.dp) if batch // mesh.dp // count >= least]
+    counts = [count for count in divisors(batch // dp) if batch // dp // count >= least]
     if not counts:
         raise ScheduleError(
-            f"global_batch ({batch}) over dp ({mesh.dp}) leaves {batch // mesh.dp} sample per replica, and "
+            f"global_batch ({batch}) over dp ({dp}) leaves {batch // dp} sample per replica, and "
             f"{next(iter(problem.model.least_samples))} needs {least} at once (batch norm of one value per channel and "
-            f"sample); use a multiple of {least * mesh.dp}"
+            f"sample); use a multiple of {least * dp}"
         )
     return counts
 
@@ -294,6 +299,10 @@ MICROBATCHES_PER_VISIT = 20
 ACTIONS_PER_VISIT = 500
 """Of the pipelines of all ranks: the memory of a plan takes as long as visiting its components once for so many, and beside."""
 
+FREE_RANKS, RANKS_PER_COMPONENT = 2**14, 8
+"""Of a cluster: every so many beyond the first cost a visit as much as a component, because groups of ranks are listed. Llama 3
+70B takes 4 CPU seconds more per plan on 100,000 GPUs than on 512."""
+
 MOST_MISSES = 10
 """So many times the allowance may be spent until any plan fits."""
 
@@ -311,9 +320,10 @@ class Allowance:
     memories: int = 0
 
     @property
-    def components(self) -> int:
-        """Of the model."""
-        return len(self.problem.model.components)
+    def components(self) -> float:
+        """Of the model, and what ranks cost beside."""
+        ranks = max(0, self.problem.cluster.size - FREE_RANKS)
+        return len(self.problem.model.components) + ranks / RANKS_PER_COMPONENT
 
     @property
     def spent(self) -> float:
@@ -551,6 +561,7 @@ class Node:
         instead_of_one: whether it is judged in place of a single plan that does not fit.
         at_once: whether it is opened before all others, as are the parts it consists of: to come to it took long.
         visits: what opening it costs, in visits of all components (`parsim.search.space.Allowance`).
+        mesh: of all its plans; None where that is not known, or they have several.
     """
 
     bound_s: float
@@ -568,6 +579,7 @@ class Node:
     instead_of_one: bool = False
     at_once: bool = False
     visits: int = 1
+    mesh: Mesh | None = None
 
     @property
     def is_one(self) -> bool:

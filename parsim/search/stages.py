@@ -21,7 +21,7 @@ from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, Plan, Recompute, named
-from parsim.plans.stages import counted_out, stages_of
+from parsim.plans.stages import UNEVEN_CUTS, counted_out, stages_of
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.placement.problem import is_chain
@@ -393,9 +393,12 @@ class Cutting:
         counts = constraints.stage_layers or counted_out(constraints.cut, len(layers), stages)
         if counts is None:
             is_asked = constraints.pp is not None and (constraints.chunks is not None or self.chunks == 1)
-            if constraints.cut and len(layers) >= stages and not is_asked:
-                raise ScheduleError(f"{constraints.framework} does not cut {len(layers)} layers into {stages} stages")
-            return None
+            if not constraints.cut or len(layers) < stages or is_asked:
+                return None
+            uneven = UNEVEN_CUTS.get(constraints.cut)
+            counts = uneven(len(layers), stages) if uneven is not None else None
+        if counts is None:
+            raise ScheduleError(f"{constraints.framework} does not cut {len(layers)} layers into {stages} stages")
         places = [*(first for first, _ in layers), layers[-1][1]]
         starts = [places[number] for number in accumulate(counts[:-1])]
         return tuple(pairwise((0, *starts, len(self.problem.model.components))))

@@ -162,7 +162,8 @@ class Closest:
     """What of all that does not fit is closest to fitting.
 
     Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the parts and plans
-        with the least bounds of them. A bound may be far below what any plan needs, so all are compared by their plans.
+        with the least bounds of them, of every mesh in turn. A bound may be far below what any plan needs, on some meshes
+        further than on others, so all are compared by their plans.
     """
 
     exact: tuple[float, Node] | None = None
@@ -171,7 +172,13 @@ class Closest:
     def add(self, other: Closest) -> None:
         """What is closest of both."""
         self.exact = min(filter(None, (self.exact, other.exact)), key=itemgetter(0), default=None)
-        self.bounded = tuple(sorted(self.bounded + other.bounded, key=itemgetter(0))[:MOST_BOUNDED])
+        of_mesh: Counter[Mesh | None] = Counter()
+        ranked = []
+        for missing, node in sorted(self.bounded + other.bounded, key=itemgetter(0)):
+            mesh = node.mesh if node.plan is None else node.plan.mesh
+            ranked.append((of_mesh[mesh], missing, node))
+            of_mesh[mesh] += 1
+        self.bounded = tuple(part[1:] for part in sorted(ranked, key=itemgetter(0, 1))[:MOST_BOUNDED])
 
     def judged(
         self,
@@ -518,6 +525,7 @@ class Members:
                     self._ways(mesh),
                     self._opening(mesh, count, [order], bound_s),
                     missing_bytes=partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False),
+                    mesh=mesh,
                     visits=LOOKED_AT,
                     promise_s=promise_s,
                     usual=usual,
@@ -619,14 +627,14 @@ class Members:
         size = self._ways(mesh) * len(some)
         missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
         if mesh.pp == 1 or self._outruns(some[0]):
-            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
+            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing, mesh=mesh)
 
         def opened() -> list[Node]:
             least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
             sharper = max(bound_s, lowered_s(self.problem, mesh, least_s))
             return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
 
-        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing, mesh=mesh)
 
     def _outruns(self, order: tuple[str, int]) -> bool:
         """Whether the bound of a round does not hold. It does not with several stages per rank, where gradients do not wait for

@@ -133,6 +133,51 @@ def test_megatron_reads_the_layout_that_is_written(run_script: Any, tmp_path: Pa
     assert read_recipe(tmp_path / "run.sh").chunks == stages // 4
 
 
+CONFIGURED_BY_MEGATRON = """
+import ast, dataclasses, json, shlex, sys
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+words = shlex.split(open(sys.argv[1]).read().replace(chr(92) + chr(10), " "), comments=True)
+given, names = {}, [place for place, word in enumerate(words) if word.startswith("--")]
+for place in names:
+    value = words[place + 1] if place + 1 < len(words) and not words[place + 1].startswith(("--", "$")) else "True"
+    try:
+        value = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        pass  # a word
+    given[words[place][2:].replace("-", "_")] = value
+given["add_bias_linear"] = not given.pop("disable_bias_linear", False)  # arguments with names of their own
+given["gated_linear_unit"] = given.pop("swiglu", False)
+given["virtual_pipeline_model_parallel_size"] = given.pop("num_virtual_stages_per_pipeline_rank", None)
+given.pop("attention_backend", None)  # an enumeration there
+given["pipeline_dtype"] = torch.bfloat16  # Megatron-LM sets it from --bf16
+read = {}
+for kind in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+    fields = {field.name for field in dataclasses.fields(kind)}
+    made = kind(**{name: value for name, value in given.items() if name in fields})
+    read |= {name: getattr(made, name) for name in given if name in fields}
+print(json.dumps(read, default=str))
+"""
+
+
+def test_megatron_makes_its_configs_of_what_is_written(run_script: Any, tmp_path: Path) -> None:
+    """Megatron-Core 0.16: its config classes take the options by their own names and check them. They mean the same degrees,
+    sizes, stages per rank, clipping, decay and overlap."""
+    prediction = by_hand("plan.pipeline_order=interleaved", "plan.chunks=7", mesh="{pp=4,dp=2}")
+    prediction.export("megatron", out=tmp_path / "run.sh")
+    read = run_script(CONFIGURED_BY_MEGATRON, tmp_path / "run.sh", packages=MEGATRON)
+    degrees = [read[f"{name}_model_parallel_size"] for name in ("tensor", "pipeline", "virtual_pipeline")]
+    assert degrees == [1, 4, 7]
+    sizes = [read[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")]
+    assert sizes == [28, 1024, 3072, 16, 8]
+    assert (read["gated_linear_unit"], read["add_bias_linear"], read["normalization"]) == (True, False, "RMSNorm")
+    assert (read["clip_grad"], read["weight_decay"], read["optimizer"], read["bf16"]) == (0.5, 0.03, "adam", True)
+    assert read["overlap_grad_reduce"]
+
+
 ORDER_OF_MEGATRON = """
 import json, sys
 from types import SimpleNamespace

@@ -271,6 +271,16 @@ def test_stages_of_a_plan_are_those_of_the_files(answers: Answers, tmp_path: Pat
     assert (f"--pipeline-model-parallel-layout 'E{layout}L'" in (tmp_path / "run.sh").read_text()) == (len(set(counts)) > 1)
 
 
+@pytest.mark.parametrize(("order", "chunks"), [("interleaved", 3), ("zero-bubble", 4), ("zero-bubble", 1)])
+def test_torchtitan_takes_any_number_of_stages_per_rank(answers: Answers, tmp_path: Path, order: str, chunks: int) -> None:
+    """torchtitan 0.2.2: two stages per rank are only its default. Stages that a file lists may be any multiple of the ranks
+    (pipeline_llm)."""
+    folder = by_hand(answers, "qwen3-0.6b", order=order, chunks=chunks)
+    export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
+    recipe = read_recipe(tmp_path / "run.toml")
+    assert (recipe.order, recipe.chunks, len(recipe.stage_layers)) == (order, chunks, 4 * chunks)
+
+
 def test_frameworks_refuse_other_models(answers: Answers) -> None:
     folder = answers("resnet_small", "8xh100-sxm", 64, ["plan.strategy=dp"])
     for format in ("megatron", "torchtitan"):

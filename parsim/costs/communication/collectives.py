@@ -41,7 +41,7 @@ from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
-from parsim.hardware.cluster import Cluster
+from parsim.hardware.cluster import Cluster, NodeShape
 from parsim.hardware.profile import CollectiveFit, LinkModel
 from parsim.model.routing import places_visited
 from parsim.units import format_bytes
@@ -63,15 +63,18 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, "through", _distinct(concurrent))
-    kinds: Counter[tuple[int, tuple[int, ...], tuple[NodeShare, ...], float]] = Counter()  # hashing shapes takes long
+    kinds: Counter[tuple[int, tuple[int, ...], int, float]] = Counter()  # hashing shapes and shares takes long
+    shapes: dict[int, NodeShape] = {}
+    shares: dict[int, tuple[NodeShare, ...]] = {}
     for node, members in spread:
         leaf = nodes.leaves.get(nodes.leaf[node])
         latency_s = 0.0 if leaf is None else leaf.uplink_latency_s
-        kinds[id(nodes.shapes[node]), members, others.get(node, ()), latency_s] += 1
-    shapes = {id(shape): shape for shape in nodes.shapes}
+        shape, there = nodes.shapes[node], others.get(node, ())
+        shapes[id(shape)], shares[id(there)] = shape, there
+        kinds[id(shape), members, id(there), latency_s] += 1
     places: Counter[Hashable] = Counter()
-    for (shape, *rest), count in kinds.items():
-        places[shapes[shape], *rest] += count
+    for (shape_id, members, there_id, latency_s), count in kinds.items():
+        places[shapes[shape_id], members, shares[there_id], latency_s] += count
     uplinks = []
     for way in WAYS if len({nodes.leaf[node] for node, _ in spread}) > 1 else ():
         own_shares, total = leaf_shares(cluster, group, way, concurrent)
@@ -384,6 +387,6 @@ def _measured(rings: RingSet, group: tuple[int, ...], cluster: Cluster, model: L
 def _check_ranks(ranks: Sequence[int], cluster: Cluster, what: str) -> None:
     if len(set(ranks)) != len(ranks):
         raise CostError(f"{what} lists a rank twice: {tuple(ranks)}; list every rank once")
-    for rank in ranks:
-        if not 0 <= rank < cluster.size:
-            raise CostError(f"{what} names rank {rank}, but the cluster has ranks 0 to {cluster.size - 1}; use more devices")
+    if ranks and (min(ranks) < 0 or max(ranks) >= cluster.size):
+        rank = next(rank for rank in ranks if not 0 <= rank < cluster.size)
+        raise CostError(f"{what} names rank {rank}, but the cluster has ranks 0 to {cluster.size - 1}; use more devices")

@@ -28,9 +28,10 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import CostError, require
+from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
+from parsim.highs import solve
 
 MAX_RING_DEVICES = 8
 PEELINGS = 100
@@ -86,9 +87,6 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     cycles = list(hamiltonian_cycles(lanes))
     if not cycles:
         return ()
-    require("scipy", "the best packing of rings over these links")
-    from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
-
     used = [(a, b) for a in range(len(lanes)) for b in range(len(lanes)) if a != b and lanes[a][b] > 0]
     row = {arc: number for number, arc in enumerate(used)}
     incidence: NDArray[np.float64] = np.zeros((len(used), len(cycles)))
@@ -96,15 +94,11 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
         for arc in arcs(cycle):
             incidence[row[arc], column] = 1.0
     capacity = np.array([lanes[a][b] for a, b in used], dtype=float)
-    solution = milp(
-        -np.ones(len(cycles)),
-        constraints=LinearConstraint(incidence, ub=capacity),
-        integrality=[np.int64(1)] * len(cycles),
-        bounds=Bounds(0.0, float(capacity.max())),
-    )
-    if solution.x is None:
-        raise CostError(f"no ring packing was found for lanes {lanes}: {solution.message}")
-    counts = np.rint(solution.x).astype(int)
+    none = np.full(len(used), -np.inf)
+    times, status = solve(np.ones(len(cycles)), incidence, none, capacity, most=float(capacity.max()), whole=True)
+    if times is None:
+        raise CostError(f"no ring packing was found for lanes {lanes}: {status}")
+    counts = np.rint(times).astype(int)
     return tuple(cycle for cycle, count in zip(cycles, counts.tolist(), strict=True) for _ in range(count))
 
 
@@ -351,10 +345,10 @@ def _kinds_of_nodes(
     nodes: Nodes, spread: NodeSpread, others: Mapping[int, tuple[NodeShare, ...]]
 ) -> list[tuple[NodeShape, tuple[int, ...], tuple[NodeShare, ...]]]:
     """The nodes of a group that differ: their shape, the members there, and the parts of other groups."""
-    kinds: dict[tuple[int, tuple[int, ...], tuple[NodeShare, ...]], int] = {}
+    kinds: dict[tuple[int, tuple[int, ...], int], int] = {}
     for node, members in spread:
-        kinds.setdefault((id(nodes.shapes[node]), members, others.get(node, ())), node)
-    return [(nodes.shapes[node], members, there) for (_, members, there), node in kinds.items()]
+        kinds.setdefault((id(nodes.shapes[node]), members, id(others.get(node, ()))), node)
+    return [(nodes.shapes[node], members, others.get(node, ())) for (_, members, _), node in kinds.items()]
 
 
 def uplink_rate(cluster: Cluster, leaf: str) -> float:
@@ -473,7 +467,8 @@ def _nearest(shape: NodeShape, member: int) -> tuple[Port, ...]:
     return tuple(port for length, port in reached if length == least)
 
 
-def out_of(shape: NodeShape, link_kind: str, member: int) -> dict[LinkStep, float]:
+@lru_cache(maxsize=65536)
+def out_of(shape: NodeShape, link_kind: str, member: int) -> Mapping[LinkStep, float]:
     """Share of what a device sends out of its node that passes each link: its cards carry equal parts."""
     ports = ports_of(shape, member)
     return added({step: 1.0 / len(ports)} for port in ports for step in way_out(shape, link_kind, member, port))
@@ -496,24 +491,34 @@ def shares_of_others(
     if group not in concurrent:
         return {node: there[node] for node, _ in spread if node in there}
     others: dict[int, tuple[NodeShare, ...]] = {}
+    rest: dict[tuple[int, tuple[int, ...]], tuple[NodeShare, ...]] = {}  # nodes with the same parts share one tuple
     for node, members in spread:
-        parts = list(there[node])
-        parts.remove(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
-        others[node] = tuple(parts)
+        key = id(there[node]), members
+        if key not in rest:
+            parts = list(there[node])
+            parts.remove(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
+            rest[key] = tuple(parts)
+        others[node] = rest[key]
     return others
 
 
 @lru_cache(maxsize=256)
 def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[NodeShare, ...]]:
-    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it."""
+    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it.
+
+    Nodes with the same parts share one tuple.
+    """
     by_node: dict[int, list[NodeShare]] = {}
     for group in dict.fromkeys(groups):
         spread = cluster.spread(group)
         for node, members in spread:
             by_node.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
-    return {
-        node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in by_node.items()
-    }
+    known: dict[tuple[NodeShare, ...], tuple[NodeShare, ...]] = {}
+    shared: dict[int, tuple[NodeShare, ...]] = {}
+    for node, some in by_node.items():
+        parts = tuple(sorted(some, key=lambda part: (part.members, part.way, part.ranks)))
+        shared[node] = known.setdefault(parts, parts)
+    return shared
 
 
 def leaf_shares(
@@ -562,10 +567,9 @@ def transfer_pace(
     """
     loads = transfer_loads(cluster, link_kind, pair)
     if concurrent:
-        total = _all_transfer_loads(
-            cluster, link_kind, concurrent if pair in distinct_pairs(concurrent) else (*concurrent, pair)
-        )
-        seconds = max([total[key] / capacity for key, (_, capacity) in loads.items()])
+        at_once = concurrent if pair in distinct_pairs(concurrent) else (*concurrent, pair)
+        total = {place: _loads_at(cluster, link_kind, at_once, place) for place, _ in loads}
+        seconds = max([total[key[0]][key] / capacity for key, (_, capacity) in loads.items()])
     else:
         seconds = max([weight / capacity for weight, capacity in loads.values()])
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
@@ -586,14 +590,27 @@ def distinct_pairs(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, .
     return frozenset(pairs)
 
 
-@lru_cache(maxsize=256)
-def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int, ...], ...]) -> dict[object, float]:
-    """The share of the bytes on every link, of several transfers at once; one listed twice counts once."""
+@lru_cache(maxsize=65536)
+def _loads_at(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int, ...], ...], place: object) -> dict[object, float]:
+    """The share of the bytes on every link of a node or leaf switch, of several transfers at once."""
     total: dict[object, float] = {}
-    for pair in dict.fromkeys(pairs):
+    for pair in _transfers_at(cluster, pairs).get(place, ()):
         for key, (weight, _) in transfer_loads(cluster, link_kind, pair).items():
-            total[key] = total.get(key, 0.0) + weight
+            if key[0] == place:
+                total[key] = total.get(key, 0.0) + weight
     return total
+
+
+@lru_cache(maxsize=256)
+def _transfers_at(cluster: Cluster, pairs: tuple[tuple[int, ...], ...]) -> dict[object, list[tuple[int, ...]]]:
+    """By node and by leaf switch the transfers that begin or end there; one listed twice counts once."""
+    places, leaf = cluster.places, cluster.nodes.leaf
+    by_place: dict[object, list[tuple[int, ...]]] = {}
+    for pair in dict.fromkeys(pairs):
+        nodes = {places[rank][0] for rank in pair}
+        for place in (*nodes, *{leaf[node] for node in nodes}):
+            by_place.setdefault(place, []).append(pair)
+    return by_place
 
 
 @lru_cache(maxsize=65536)

@@ -335,7 +335,7 @@ def add_clipping(draft: Draft, layout: PlanIndex) -> None:
     """With `clip_gradients`: behind the last gradient of each rank its share of the norm, their sum, and the scaling."""
     if not layout.plan.clip_gradients:
         return
-    group = tuple(rank for rank in range(layout.plan.world_size) if layout.rank_buckets(rank))
+    group = tuple(sorted(set().union(*layout.buckets.groups.values())))
     ranks = draft.kept(group)
     for rank in ranks:
         parts = counted_by(layout, rank)
