@@ -227,7 +227,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
             found="built-in models, large ones by name, Models saved as JSON",
         ),
         _needing("plan any other model", simulation, torch, found=torch.found),
-        _needing("export", torch, found=torch.found),
+        _needing("export, bench-graphs", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run and validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),

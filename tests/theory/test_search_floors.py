@@ -174,9 +174,9 @@ def test_one_device_is_no_faster_than_all_computation(name: str) -> None:
 
 
 def test_zero_divides_state_then_gradients_then_parameters() -> None:
-    """8 bytes of state, 4 of gradients, 2 of parameters on two tp ranks and four replicas, beside 10 that nothing divides."""
-    parts = WeightParts(10.0, ((2, (8.0, 4.0, 2.0)),))
-    assert [parts.bytes_at(stage, copies=4) for stage in ZERO_STAGES] == [24.0, 17.0, 13.5, 11.75]
+    """8 bytes of state, 4 of gradients, 2 of parameters on two tp ranks and four replicas."""
+    parts = WeightParts(((2, (8.0, 4.0, 2.0)),))
+    assert [parts.bytes_at(stage, copies=4) for stage in ZERO_STAGES] == [14.0, 7.0, 3.5, 1.75]
 
 
 def test_sets_that_are_left_out_by_their_floor_do_not_fit() -> None:

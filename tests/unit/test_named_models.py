@@ -38,7 +38,7 @@ def flop(model: Model, *kinds: str) -> float:
 def test_parameters_are_those_that_were_published(name: str) -> None:
     named = NAMED[name]
     assert by_name(name).parameter_count == named.parameters
-    assert named.shape is None or named.shape.weights == pytest.approx(named.parameters, rel=0.01)
+    assert named.shape is None or named.shape.weights == pytest.approx(named.parameters, rel=0.02)
 
 
 @pytest.mark.parametrize(
