@@ -55,24 +55,25 @@ QUESTIONS = (
 
 INTRODUCTION = """# Large models by name
 
-`parsim plan llama3-70b --gpus 64xh100-sxm --network infiniband-400g --batch 512 --seq 8192` plans a model by name. Names,
-sizes and their sources are in `parsim/model/catalogue/names.py`; `--set model.args.layers=16` changes a size. Unless the
-question says otherwise, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that
-tensor parallelism can cut. T5, ViT and models from a Hugging Face `config.json` are traced. On GPUs they take the same
-precision and optimizer, whatever their `torch_dtype`, and on this machine fp32 and SGD with momentum.
+`parsim plan llama3-70b --gpus 64xh100-sxm --batch 512 --seq 8192` plans a model by name. Without `--network` the nodes are
+joined as the GPU's vendor builds clusters of them (InfiniBand at 400 Gb/s per H100), and the answer says so; a GPU on a PCIe
+card needs `--network`. Names, sizes and their sources are in `parsim/model/catalogue/names.py`;
+`--set model.args.layers=16` changes a size. Unless the question says otherwise, a named transformer takes bf16 (fp16 where the
+GPU has no bf16), a fused AdamW and components that tensor parallelism can cut. T5, ViT and models from a Hugging Face
+`config.json` are traced. On GPUs they take the same precision and optimizer, whatever their `torch_dtype`, and on this machine
+fp32 and SGD with momentum.
 
 For samples packed from several documents use `--set model.args.document_tokens=1024`: attention then sees one document. For
 documents of different lengths, give the mean over tokens (the sum of squares over the sum).
 
-`--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
-of Megatron-LM, NeMo, Megatron-Bridge, Primus, torchtitan, nanotron, MaxText, axolotl, torchtune, Lightning, Accelerate or
-Hugging Face's TrainingArguments; `--set model.args.vocab=32000` supplies what it lacks, and so does
-`--set model.name=llama3-8b`. `parsim models` lists all names with their sizes; ids of Hugging Face
-(`meta-llama/Llama-3.1-8B-Instruct`) are names as well. `[cluster]` takes
-`usd_per_hour`, `busy_power_w`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
+`--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file, a
+script or a notebook of Megatron-LM, NeMo, Megatron-Bridge, torchtitan, axolotl, torchtune, Hugging Face's Trainer, nanoGPT and
+[others](readers.md); `--set model.args.vocab=32000` supplies what it lacks, and so does `--set model.name=llama3-8b`.
+`parsim models` lists all names with their sizes; ids of Hugging Face (`meta-llama/Llama-3.1-8B-Instruct`) are names as well.
+`[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
 
 `experiments/published/README.md` compares such predictions with published runs of sources that nothing was fitted on.
-Mean errors: 10 and 7% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
+Mean errors: 10 and 8% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
 
 `python examples/large_models.py` prints this page."""
 

@@ -180,14 +180,18 @@ def as_megatron(layers: int, stages: int) -> list[int] | None:
 
 
 def rest_in_last(layers: int, stages: int) -> list[int] | None:
-    """As many layers in each stage, and the rest in the last; None: the last would have none.
+    """As many layers in each stage, and the rest in the last. Where none would be left for it: the rest in the first, and the
+    loss alone in the last. None: that leaves none for the first either.
 
-    Source: pipeline_model_parallel_layout in Megatron-Bridge's recipe for DeepSeek-V3 (61 layers as 16, 16, 16, 13, or as 15
-    times 4 and 1).
+    Source: pipeline_model_parallel_layout in Megatron-Bridge's recipes for DeepSeek-V3 (61 layers as 16, 16, 16, 13; as 15
+    times 4 and 1; as "Et|(tt|)*30mL": 1, 30 times 2, and 0).
     """
     each = -(-layers // stages)
     rest = layers - each * (stages - 1)
-    return [each] * (stages - 1) + [rest] if rest > 0 else None
+    if rest > 0:
+        return [each] * (stages - 1) + [rest]
+    rest += each
+    return [rest, *[each] * (stages - 2), 0] if rest > 0 else None
 
 
 CUTS: dict[str, Callable[[int, int], list[int] | None]] = {"megatron": as_megatron, "torchtitan": with_ends}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.errors import ConfigError
-from parsim.plans.stages import as_megatron, with_ends
+from parsim.plans.stages import as_megatron, rest_in_last, with_ends
 
 COUNTS = st.integers(1, 130)
 
@@ -72,3 +72,11 @@ def test_a_cut_that_the_framework_does_not_make_is_assumed_aloud() -> None:
     keys = {"plan.strategy": "custom", "plan.mesh": {"pp": 5}, "software.framework": "megatron", "plan.microbatches": 8}
     answer = parsim.plan("gpt2", cluster="5xh100-sxm", global_batch=64, settings=keys)
     assert "megatron does not cut 12 layers evenly into 5 stages" in " ".join(answer.problem.model.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("stages", "counts"),
+    [(4, [16, 16, 16, 13]), (16, [4] * 15 + [1]), (32, [1, *[2] * 30, 0]), (24, None)],
+)
+def test_layouts_of_recipes_hold_what_no_equal_cut_does(stages: int, counts: list[int] | None) -> None:
+    assert rest_in_last(61, stages) == counts
