@@ -55,8 +55,8 @@ from parsim.plans.mixing import (
 #
 #     ada(kind=closed_loop, target=0.01, rounds=50)
 #
-# Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays. Of a closed loop the next graph follows from what
-# replicas measured in the `rounds` rounds before: its rounds are numbered by the place of a lattice, the densest first.
+# Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays. Of a closed loop the next graph follows from
+# what replicas measured in the `rounds` rounds before: its rounds are numbered by the place of a lattice, the densest first.
 
 
 ADA = "ada"

@@ -335,8 +335,8 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
             uncorrected = replace(uncorrected, p05=min(low, uncorrected.p05), p95=max(high, uncorrected.p95))
             notes = (
                 *notes,
-                f"{rule.graph} chooses its graph while it trains: the step assumes each of its {len(names)} lattices equally often, and the "
-                f"interval spans them, from {names[-1]} ({format_seconds(spread[-1].median)}) to {names[0]} "
+                f"{rule.graph} chooses its graph while it trains: the step assumes each of {len(names)} lattices equally "
+                f"often, and the interval spans them, from {names[-1]} ({format_seconds(spread[-1].median)}) to {names[0]} "
                 f"({format_seconds(spread[0].median)})",
             )
         correction = IntervalCorrection(correction=problem.history.correction, uncorrected=uncorrected, notes=notes)
