@@ -360,6 +360,26 @@ def test_ada_is_validated_by_the_step_of_its_first_graph_and_its_training_is_not
     assert "mean over all graphs of the plan" in found["text"]
 
 
+def test_the_interval_of_a_closed_loop_spans_its_lattices() -> None:
+    loop, sparse, dense = (
+        parsim.plan(
+            "mlp",
+            cluster="dgx1-v100-32gb",
+            devices=8,
+            global_batch=8,
+            args={"width": 16},
+            settings={"plan.synchronisation": f"gossip/1 {graph}"},
+        ).prediction.evaluation.result
+        for graph in (LOOP, "lattice(neighbours=2)", "lattice(neighbours=7)")
+    )
+    assert sparse.step_s.median < loop.step_s.median < dense.step_s.median
+    assert loop.step_s.p05 <= sparse.step_s.p05
+    assert loop.step_s.p95 >= dense.step_s.p95
+    assert loop.interval_correction is not None
+    (note,) = loop.interval_correction.notes
+    assert "each of 4 lattices equally often" in note
+
+
 def test_a_round_follows_the_last_step_of_each_period_and_stages_wait_twice_their_way_to_the_loss() -> None:
     assert [step for step in range(9) if parse_synchronisation("average/3").due(step)] == [2, 5, 8]
     stale = parse_synchronisation("stale")
