@@ -148,14 +148,15 @@ def differences(now: Any, kept: Any, place: str = "") -> Iterator[str]:
         for number, (one, other) in enumerate(zip(now, kept, strict=True)):
             yield from differences(one, other, f"{place}/{number}")
     elif isinstance(now, float) and isinstance(kept, int | float):
-        if not math.isclose(now, kept, rel_tol=OLD):
+        if not math.isclose(now, kept, rel_tol=OLD, abs_tol=ROUNDING):
             yield f"{place}: {now} now, {kept} committed"
     elif now != kept:
         yield f"{place}: {now} now, {kept} committed"
 
 
-OLD = 1e-3
-"""Relative difference of a number from which on a committed result is older than the code that makes it."""
+OLD, ROUNDING = 1e-3, 1e-12
+"""Relative difference of a number from which on a committed result is older than the code that makes it; and what rounding
+leaves of a difference that should be 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
