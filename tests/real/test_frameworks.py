@@ -37,7 +37,7 @@ HTA = """
     HolisticTraceAnalysis==0.5.0 pandas==3.1.1 plotly==7.1.0 networkx==3.6.1 python-dateutil==2.9.0.post0 six==1.17.0
     narwhals==2.28.0 packaging==25.0 pyyaml==6.0.3 psutil==7.2.1 tzdata==2025.3
 """
-TORCHTITAN_3 = "torchtitan==0.3.0"
+TORCHTITAN_3 = "torchtitan==0.3.0 torchao==0.18.0"
 """Each test's packages, with what they import."""
 
 
@@ -371,15 +371,17 @@ import torch, torch.distributed.tensor, torch.utils.flop_counter, torch.nn.atten
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # packages that torchtitan imports, and no preset needs
     def find_spec(self, name, path, target=None):
-        known = name.startswith(("torch", "_")) or name.partition(".")[0] in sys.stdlib_module_names
+        first = name.partition(".")[0]
+        known = first in ("torch", "torchtitan", "torchao") or first.startswith("_") or first in sys.stdlib_module_names
         return None if known else importlib.machinery.ModuleSpec(name, self, is_package=True)
     def create_module(self, spec):
         module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__, module.__version__ = [], spec, "1.0"
+        module.__path__, module.__spec__, module.__version__ = [], spec, "99.0"
         return module
     def exec_module(self, module): pass
 
 sys.meta_path.append(Absent())
+torch.compile = MagicMock()  # called where a module is imported; it would use triton
 found = {}
 for module, name in json.loads(sys.argv[1]):
     config = getattr(importlib.import_module(f"torchtitan.models.{module}.config_registry"), name)()
