@@ -9,6 +9,7 @@
 #   make bench-quick  every benchmark once with small sizes: does it run? (part of make test-all)
 #   make fuzz      100,000 damaged files of every kind, within FUZZ_SECONDS=3600
 #   make chaos     200 faults at random moments of real runs, within CHAOS_SECONDS=7200
+#   make mutants   break a copy in 83 places: do the named tests notice? (about 10 CPU minutes)
 #   make docs      the documentation as a site in site/
 #   make results   every experiment, and experiments/RESULTS.md (hours; DATA=folder of published tables)
 #   make results-quick  small versions of the experiments within five minutes: does all run?
@@ -32,7 +33,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pyth
 PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo demo-full test test-all test-gpu real check bench bench-quick results results-quick fuzz chaos docs gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu real check bench bench-quick results results-quick fuzz chaos mutants docs gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,6 +75,9 @@ fuzz: $(STAMP)
 
 chaos: $(STAMP)
 	$(PYTHONS) -m tests.chaos.chaos --count 200 --seconds $(CHAOS_SECONDS) --record tests/chaos/results.jsonl
+
+mutants: $(STAMP)
+	$(PYTHONS) -m tools.mutants
 
 bench bench-quick: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done

@@ -14,8 +14,11 @@ SLACK = 1.5
 """The deadline over the upper end of the predicted time: start, checkpoints and evaluation come on top of steps."""
 
 
-def job(answer: ps.Answer, *, name: str, image: str, queue: str, steps: int) -> dict[str, Any]:
-    """An indexed Job that Kueue admits when all its nodes are free. Raises DoesNotFitError: no plan fits."""
+def objects(answer: ps.Answer, *, name: str, image: str, queue: str, steps: int) -> dict[str, Any]:
+    """An indexed Job that Kueue admits when all its nodes are free, and the Service by which they find the first one.
+
+    Raises DoesNotFitError: no plan fits.
+    """
     chosen = answer.chosen
     nodes = math.ceil(chosen.plan.world_size / PER_NODE)
     gpus = min(PER_NODE, chosen.plan.world_size)
@@ -26,7 +29,7 @@ def job(answer: ps.Answer, *, name: str, image: str, queue: str, steps: int) -> 
         "args": [f"--rdzv-endpoint={name}-0.{name}:29500", "train.py", f"--max-steps={steps}"],
         "resources": {"limits": {"nvidia.com/gpu": gpus}},
     }
-    return {
+    job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {
@@ -43,12 +46,20 @@ def job(answer: ps.Answer, *, name: str, image: str, queue: str, steps: int) -> 
             "template": {"spec": {"subdomain": name, "restartPolicy": "Never", "containers": [container]}},
         },
     }
+    named = {"batch.kubernetes.io/job-name": name}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIP": "None", "selector": named},
+    }
+    return {"apiVersion": "v1", "kind": "List", "items": [service, job]}
 
 
 def main() -> None:
     settings = {"cluster.network": "infiniband-400g"}
     answer = ps.plan("llama3-8b", "16xh100-sxm", global_batch=64, precision="bf16", args={"seq": 2048}, settings=settings)
-    print(json.dumps(job(answer, name="llama", image="registry.example/train:1", queue="gpus", steps=2000), indent=1))
+    print(json.dumps(objects(answer, name="llama", image="registry.example/train:1", queue="gpus", steps=2000), indent=1))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parsim.app.answer import Answer
+    from parsim.app.bench_graphs import bench_graphs
     from parsim.app.calibration import Calibration
     from parsim.app.check import Checked
     from parsim.app.functions import calibrate, check, cost, load_cluster, open_run, plan, run, simulate, trace, validate, watch
@@ -42,6 +43,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "__version__",
+    "bench_graphs",
     "calibrate",
     "check",
     "cost",
@@ -68,6 +70,7 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.app.prediction",
+    "bench_graphs": "parsim.app.bench_graphs",
     "import_file": "parsim.app.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(

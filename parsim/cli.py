@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from parsim import __version__
 from parsim.commands.agent import mcp
 from parsim.commands.ask import check, cost, plan, simulate
+from parsim.commands.bench import bench_graphs
 from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
 from parsim.commands.machine import calibrate, doctor, models, profile
@@ -43,6 +44,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "sweep": sweep,
     "explore": explore,
     "compare": compare,
+    "bench-graphs": bench_graphs,
     "run": run,
     "validate": validate,
     "coverage": coverage,

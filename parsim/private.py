@@ -3,7 +3,8 @@
 Private attributes of public classes (`Tensor._version`, `nn.Module._buffers`) stand where they are used, and in that test.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import _C
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
     unset_fake_temporarily,
 )
 from torch.cuda import _sleep as gpu_sleep
+from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import (
     TreeSpec,
@@ -62,6 +64,7 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "unset_fake_temporarily",
+    "without_rejection",
 ]
 c10d: Any = getattr(_C, "_distributed_c10d", None)
 """The bindings of torch.distributed; None in a build without it."""
@@ -71,3 +74,15 @@ def mutable_data_ptr_guard(*, warns: bool) -> Callable[[Any], None]:
     """What makes access to the memory of a fake tensor an error, or a warning."""
     guard: Callable[[Any], None] = _C._set_warn_deprecated_on_mutable_data_ptr if warns else _C._set_throw_on_mutable_data_ptr
     return guard
+
+
+@contextmanager
+def without_rejection() -> Iterator[None]:
+    """Leave out draws of a truncated normal distribution: they look at values, which fake weights have not."""
+    module: Any = init
+    drawn = module._no_grad_trunc_normal_
+    module._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = drawn

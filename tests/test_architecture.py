@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "parsim").rglob("*.py")) + sorted((ROOT / "calibration"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "registry", "records", "numeric", "jit", "private", "work", "timeline"),
+    ("units", "errors", "files", "registry", "records", "numeric", "highs", "jit", "private", "work", "timeline"),
     ("hardware",),
     ("model",),
     ("plans",),
@@ -40,9 +40,9 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 """From the ground up (docs/design.md): a module imports from its own room and the ones before it."""
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 HEAVY = frozenset(
-    ("torch", "transformers", "sklearn", "safetensors", "tensorboard", "cvxpy", "simpy", "numba", "scipy", "pandas", "pyarrow")
+    ("torch", "transformers", "sklearn", "safetensors", "tensorboard", "cvxpy", "simpy", "numba", "scipy", "pandas")
 ) | frozenset(("plotly", "matplotlib", "rich", "yaml", "IPython", "joblib", "dask", "distributed", "optuna", "SALib"))
-HEAVY |= frozenset(("lightning", "mcp", "mlflow", "trackio", "wandb"))
+HEAVY |= frozenset(("highspy", "pyarrow", "lightning", "mcp", "mlflow", "trackio", "wandb"))
 """Packages that take long to load or are extras: only these, and modules that load them, are imported inside functions."""
 LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "matplotlib", "simpy", "numba", "pandas", "transformers", "sklearn"))
 """What `import parsim` and `parsim --help` must not load."""

@@ -3,7 +3,8 @@
     python -m experiments.adaptive.adaptive_parallelism [--quick] [--parts P,...] [--out DIR] [--json]
 
 Parts: table (Table I on eight V100s, speed over 1 to 8 GPUs, and the fit); reading (the paper's problem and the improved one);
-map (where its order and its 18% would hold); learning (five strategies on digits, 20 seeds, kept in DIR seed by seed).
+map (where its order and its 18% would hold); learning (five strategies on digits, 20 seeds, kept in DIR seed by seed, and
+their accuracy on the way).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from experiments.adaptive.fitted import CONSTANTS, bandwidth_rows, choice_rows, constants_rows, fitted_rows
 from experiments.adaptive.honest import problem_of, scaling_rows, table_rows
-from experiments.adaptive.learning import SEEDS, STEPS, learning_rows
+from experiments.adaptive.learning import CURVE_STEPS, SEEDS, STEPS, curve_rows, learning_rows
 from experiments.adaptive.paper import BATCH_PER_GPU, GPUS, MODELS
 from experiments.adaptive.region import BATCHES, LINKS, region_rows
 from experiments.common.running import part_parser, show
@@ -37,7 +38,8 @@ def made(part: str, quick: bool, seeds_kept: Path) -> Tables:
         return {"reading": reading_rows()}
     if part == "map":
         return {"map": region_rows(LINKS[::5], BATCHES[:1]) if quick else region_rows(), "bandwidths": bandwidth_rows()}
-    return {"learning": learning_rows(seeds_kept, SEEDS[:1] if quick else SEEDS, 22 if quick else STEPS)}
+    learning = learning_rows(seeds_kept, SEEDS[:1] if quick else SEEDS, 22 if quick else STEPS)
+    return {"learning": learning, "curves": curve_rows(seeds_kept, CURVE_STEPS[:1] if quick else CURVE_STEPS)}
 
 
 def reading_rows() -> list[Row]:

@@ -1,4 +1,5 @@
-"""Five strategies really run on digits: the same 20 seeds, float64, gloo ranks. What is kept is written run by run.
+"""Five strategies really run on digits: the same 20 seeds, float64, gloo ranks; and the accuracy of each on the way (Figure 4).
+What is kept is written run by run.
 
 An MLP of six equal layers, 64 images a step, SGD .1. A finished seed is not run again.
 """
@@ -27,25 +28,35 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import custom_plan, parse_placements
 
 SPEC = ModelSpec(name="mlp", args=(("depth", 4), ("width", 32)))
-BATCH, STEPS, RANKS = 64, 440, 4
-"""Twenty epochs of 22 full batches."""
+BATCH, STEPS, EPOCHS, RANKS = 64, 440, 20, 4
+"""Epochs of 22 full batches."""
 SEEDS = range(20)
 """Fixed before the first was run."""
 Row = dict[str, Any]
 
 
-def strategies() -> dict[str, Plan]:
-    """One plan each; adaptive shards two layers, replicates one and cuts the batch for the others."""
-    problem = PlanningProblem(
+CURVE_STEPS = (22, 44, 88, 154, 220, 330, 440)
+"""At which the accuracy on the way is taken: trainings of so many steps of the first seed."""
+
+
+def problem_here() -> PlanningProblem:
+    """The MLP on four V100s of one DGX-1."""
+    return PlanningProblem(
         model=load_model(SPEC, granularity="layer"),
         cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), RANKS),
         global_batch=BATCH,
         numerics=Numerics(optimizer="sgd"),
     )
+
+
+def strategies() -> dict[str, Plan]:
+    """One plan each; adaptive shards two layers, replicates one and cuts the batch for the others."""
+    problem = problem_here()
     cut = [component for component in problem.model.components if component.shardings]
     rules = {each.name: f"shard:{each.shardings[-1].rule}/2" for each in cut[:2]} | {cut[2].name: "replicate"}
     texts = {component.name: rules.get(component.name, "batch") for component in problem.model.components}
@@ -71,6 +82,24 @@ def learning_rows(kept: Path, seeds: range = SEEDS, steps: int = STEPS) -> list[
         rows.append(json.loads(path.read_text(encoding="utf-8")))
         print(seed, rows[-1]["accuracy"], file=sys.stderr, flush=True)
     return rows
+
+
+def curve_rows(kept: Path, all_steps: tuple[int, ...] = CURVE_STEPS) -> list[Row]:
+    """Per strategy and number of steps: test accuracy of the first seed, and the seconds of so many steps on the V100s."""
+    problem = problem_here()
+    step_s = {name: evaluate(problem, plan, samples=0).result.step_s.median for name, plan in strategies().items()}
+    found = {steps: learning_rows(kept, SEEDS[:1], steps)[0]["accuracy"] for steps in all_steps}
+    return [
+        {
+            "strategy": name,
+            "steps": steps,
+            "epochs": steps * EPOCHS / STEPS,
+            "simulated_s": steps * seconds,
+            "accuracy": accuracy[name],
+        }
+        for name, seconds in step_s.items()
+        for steps, accuracy in found.items()
+    ]
 
 
 def _trained(seed: int, steps: int) -> Row:

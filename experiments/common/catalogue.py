@@ -184,6 +184,10 @@ CATALOGUE = (
                 question="How much accuracy do decoupled stages lose, and how much time do they gain?",
             ),
             Part(
+                name="convergence",
+                question="Do gradients stay under the stated bound at the safe step, and what happens beyond it?",
+            ),
+            Part(
                 name="relaxed",
                 module="run",
                 question="How close are the predicted steps of relaxed plans?",

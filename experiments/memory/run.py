@@ -31,6 +31,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from experiments.common.catalogue import record, recorded
+from experiments.common.running import commit
 from experiments.memory.autocast_step import autocast_peak_bytes
 from experiments.memory.cases import BATCH_SAMPLES, Case, Question, processes, staged
 from experiments.memory.judge import SMALLEST_BYTES, by_line, summary
@@ -64,13 +65,7 @@ def main() -> None:
     questions = [question for question in ALL if names is None or question.label.rpartition("-")[0] in names]
     questions = questions[: 2 if asked.quick else None]
     until = 0.0 if asked.predict else time.monotonic() + asked.seconds
-    before = {  # the peaks of all ranks, and the lines of the one of which the row has them
-        (row["model"], row["case"], row["plan"]): [
-            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
-            for _, _, _, peak in row["ranks"]
-        ]
-        for row in (recorded("memory") or {}).get("rows", ())
-    }
+    before = recorded_peaks()
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
@@ -84,11 +79,22 @@ def main() -> None:
         every = [*(recorded("memory") or {}).get("rows", ()), *rows]
         rows = list({(row["model"], row["case"], row["plan"]): row for row in every}.values())
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        record("memory", {"run": {"date": time.strftime("%Y-%m-%d"), **machine}, "rows": rows})
+        record("memory", {"run": {"date": time.strftime("%Y-%m-%d"), "commit": commit(), **machine}, "rows": rows})
 
 
 Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
 """What was measured on every rank, by model, case and plan."""
+
+
+def recorded_peaks() -> Peaks:
+    """What results.json has: the peaks of all ranks, and the lines of the one of which the row has them."""
+    return {
+        (row["model"], row["case"], row["plan"]): [
+            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
+            for _, _, _, peak in row["ranks"]
+        ]
+        for row in (recorded("memory") or {}).get("rows", ())
+    }
 
 
 def measure_some(question: Question, out: Path, failed: set[str], known: Peaks, ranks: int | None = None) -> int:

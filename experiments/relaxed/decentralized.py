@@ -9,15 +9,18 @@ scales, seven ways of training, every tensor); times (clusters of up to 1,008 GP
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from experiments.common.running import part_parser, show
-from experiments.relaxed.bench import bench_tables
 from experiments.relaxed.learning import ada_rows, curve_rows, figure_rows, gap_rows
 from experiments.relaxed.times import epoch_rows, scaling_rows, time_rows
+from parsim.relaxed.dbench import GRAPHS, bench_tables, run_bench
+from parsim.relaxed.models import MODELS
 
 Tables = dict[str, Any]
 PARTS = ("figures", "ada", "dbench", "times", "curves")
@@ -35,7 +38,10 @@ def made(part: str, options: argparse.Namespace) -> Tables:
     if part == "ada":
         return {"ada": ada_rows(seeds(5), epochs)}
     if part == "dbench":
-        return bench_tables(scales=(8,) if quick else (16, 32, 64), seeds=seeds(3), epochs=3 if quick else 20)
+        replicas, shards = (8,) if quick else (16, 32, 64), ("iid", "label_sorted")
+        say = partial(print, file=sys.stderr, flush=True)
+        epochs = 3 if quick else 20
+        return bench_tables(run_bench(MODELS, GRAPHS, replicas=replicas, shards=shards, seeds=seeds(3), epochs=epochs, say=say))
     if part == "times":
         times = time_rows((1, 4) if quick else (1, 4, 16, 64, 168))
         return {"times": times, "scaling": scaling_rows(), "epochs": epoch_rows((4,) if quick else (16, 168))}

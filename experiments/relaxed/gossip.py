@@ -18,11 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from experiments.relaxed.clock import ReplicaClock
-from experiments.relaxed.dbench import VarianceProfile
 from experiments.relaxed.graphs import ClosedLoopAda, ConsensusMeasured, debias
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError, near_matches
 from parsim.plans.mixing import Ada, MixingGraph, check_column_stochastic, check_connected, check_doubly_stochastic, connections
+from parsim.relaxed.dbench import VarianceProfile
 from parsim.relaxed.replicas import LocalTraining, Workers
 
 Graph = MixingGraph | Ada | Callable[[int], NDArray[np.float64]]

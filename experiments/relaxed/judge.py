@@ -417,7 +417,53 @@ def races_tables(document: dict[str, Any]) -> dict[str, str]:
     return {"time_to_accuracy": row_table(document["rows"], columns, words=2)}
 
 
+def convergence_claims(document: dict[str, Any]) -> list[Claim]:
+    """Bounds at the safe step, and the limit of quadratic losses."""
+    rows = document.get("rows", [])
+    safe = [row for row in rows if row["at"] == "safe"]
+    beyond = [row for row in rows if row["at"] == "beyond" and row["loss"] == "least squares"]
+    measured = [row for row in safe if row["curvature_on_the_way"] is not None]
+
+    def within(row: Row) -> bool:
+        return all(mean <= most for mean, most in zip(row["mean_square"], row["bound"], strict=True))
+
+    def name(row: Row) -> str:
+        return f"{row['loss']} {row['rule']}"
+
+    return [
+        of_every("At the safe step the mean gradient stays under its bound at every number of steps", safe, within, name),
+        of_every(
+            "The curvature of the MLP on the way stays below the one its steps are chosen for",
+            measured,
+            lambda row: row["curvature_on_the_way"] <= row["curvature"],
+            name,
+        ),
+        of_every(
+            "Beyond the limit of quadratic losses least squares diverges",
+            beyond,
+            lambda row: row["last"] is None or row["last"] > 100 * row["first"],
+            name,
+        ),
+    ]
+
+
+def convergence_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Mean squared gradients and their bounds as Markdown."""
+    columns = (
+        ("loss", "{loss}"),
+        ("rule", "`{rule}`"),
+        ("eta L, safe", "{step_times_curvature:.3g}"),
+        ("gradient^2 at first", "{first:.3g}"),
+        ("mean of 20 steps", lambda row: f"{row['mean_square'][4]:.3g}"),
+        ("bound", lambda row: f"{row['bound'][4]:.3g}"),
+        ("mean of all steps", lambda row: f"{row['mean_square'][-1]:.3g}"),
+        ("bound", lambda row: f"{row['bound'][-1]:.3g}"),
+    )
+    return {"convergence": row_table([row for row in document["rows"] if row["at"] == "safe"], columns, words=2)}
+
+
 JUDGES = {
+    "convergence": Judge(claims=convergence_claims, tables=convergence_tables),
     "decentralized": Judge(claims=graphs_claims, tables=graphs_tables),
     "epoch_averaging": Judge(claims=averaging_claims),
     "stale_gradients": Judge(claims=stale_claims, tables=stale_tables),

@@ -11,12 +11,12 @@ import numpy as np
 from experiments.relaxed.clock import random_stragglers
 from experiments.relaxed.gossip import GossipRule, train_on_graph
 from experiments.relaxed.graphs import ClosedLoopAda, spectral_gap
-from experiments.relaxed.models import mlp
 from experiments.relaxed.sharded import Partition
 from experiments.relaxed.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
+from parsim.relaxed.models import mlp
 
 N, BATCH = 16, 8
 """Of `figure_rows` and `ada_rows`: replicas of the digits MLP, SGD .1, and samples of each per step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from parsim.app.doctor import progress
 from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text, constant_text, left_out_text, loss_note, loss_text, precision_text, taken_defaults
+from parsim.app.step_size import StepSize
 from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
@@ -110,6 +112,11 @@ class Answer:
         if not self.fits:
             raise DoesNotFitError(f"{self.sentence()} There is no chosen plan; see answer.candidates")
         return self.prediction
+
+    @cached_property
+    def step_size(self) -> StepSize | None:
+        """Of the chosen plan, as `Prediction.step_size`."""
+        return self.prediction.step_size
 
     @property
     def candidates(self) -> tuple[Prediction, ...]:
@@ -255,6 +262,7 @@ class Answer:
             self.verdict() if self.fits else "",  # without a plan it is the sentence above the table
             *([] if figures is None else figures.lines(run=not self.fits)),
             problem.loading.text() if isinstance(problem.loading, MeasuredLoading) else "",
+            *([] if self.step_size is None else self.step_size.lines()),
             loss_text(problem.model),
             constant_text(problem.model),
             assumed_text(self.assumed),
@@ -300,6 +308,7 @@ class Answer:
             "samples_run": prediction.samples_run,
             "loading": self.problem.loading,
             "framework": self.assumed_framework,
+            "step_size": self.step_size,
         }
         return document | {
             **{key: None if part is None else part.to_dict() for key, part in parts.items()},

@@ -56,7 +56,8 @@ def ask_alone(
 
 def with_assumed_framework(answer: Answer) -> Answer:
     """The answer with the framework that it assumes, where the question names none, and an interval that reaches to others."""
-    assumed = assumed_framework(answer.question, answer.evaluation)
+    cut_short = answer.search is not None and answer.search.cut_short
+    assumed = assumed_framework(answer.question, answer.evaluation, cut_short=cut_short)
     if assumed is None:
         return answer
     problem, search = assumed.spanned(answer.problem), answer.search
@@ -85,6 +86,13 @@ def answer_of(
         return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
     result = search_plans(problem, question, top=top, say=say)
     return Answer(question=question, problem=problem, evaluation=result.recommended or result.candidates[0], search=result)
+
+
+def whole(answer: Answer) -> Answer:
+    """The answer, for whoever asks more than one, or goes on with it. Raises KeyboardInterrupt: Ctrl-C cut its search short."""
+    if answer.search is not None and answer.search.cut_short:
+        raise KeyboardInterrupt
+    return answer
 
 
 def with_every_rank(asked: Prediction) -> Prediction:

@@ -61,14 +61,20 @@ def _beside(ratio: float) -> str:
     return f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
 
 
-def assumed_framework(question: Question, evaluation: Evaluation) -> AssumedFramework | None:
+def assumed_framework(question: Question, evaluation: Evaluation, *, cut_short: bool = False) -> AssumedFramework | None:
     """Of an answer, by the plan that was chosen; None where the framework is known, or nothing is assumed.
+
+    Args:
+        cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
 
     Raises CostError as `evaluate`.
     """
     guess = question.guess
     if guess is None:
         return None
+    if cut_short:
+        stopped = f"{guess.by}; its interval does not reach to other frameworks, which were not priced"
+        return AssumedFramework(name=guess.frameworks[0].version, by=stopped, others=())
     plan, step_s = evaluation.result.plan, evaluation.result.step_s.median
     assumed, likely = guess.frameworks[0], question.guess_for(facts_of_plan(plan))
     current = [framework_of(assumed.name)] if assumed.until else []

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from parsim.app.answer import Answer
-from parsim.app.ask import ask, ask_alone
+from parsim.app.ask import ask, ask_alone, whole
 from parsim.app.config import INNER_AXES, Question, question_from
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text
@@ -222,13 +221,6 @@ def _most_helpful(prediction: Prediction, found: Sequence[Help]) -> list[Help]:
     return sorted(
         useful, key=lambda each: (not each.prediction.is_safe, -each.faster if each.prediction.is_safe else each.needed_bytes)
     )
-
-
-def whole(answer: Answer) -> Answer:
-    """The answer, for whoever asks more than one. Raises KeyboardInterrupt: Ctrl-C cut its search short."""
-    if answer.search is not None and answer.search.cut_short:
-        raise KeyboardInterrupt
-    return answer
 
 
 def mesh_settings(plan: Plan) -> dict[str, object]:

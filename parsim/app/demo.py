@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.app.answer import Answer
-from parsim.app.ask import ask, every_rank
+from parsim.app.ask import ask, every_rank, whole
 from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.app.doctor import progress
 from parsim.app.judging import judge, measured
@@ -163,7 +163,7 @@ def run_demo(out: Path, nproc: int | None, *, full: bool, show: Callable[[Answer
         keys = {**keys, "cluster.devices": ranks.count, "training.dataset": "digits"}
         question = question_of(model, cluster=profile_path.resolve(), global_batch=GLOBAL_BATCH, settings=keys)
         with progress(f"Planning {model} on this machine"):
-            answer = ask(question)
+            answer = whole(ask(question))
         show(answer)
         real.append((answer, _run_plans(answer, out / model, how)))
     report = out / "report.html"

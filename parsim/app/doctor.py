@@ -171,8 +171,8 @@ def checks_of(found: Found) -> tuple[Check, ...]:
         _check(
             "one core per process",
             found.cores >= 2,
-            f"{found.cores} cores; `parsim run --nproc` above that shares them, and each rank slows down accordingly",
-            "two ranks will share one core: expect half the speed, not a wrong answer",
+            f"{found.cores} cores; more ranks than cores share them and slow down accordingly",
+            "two ranks share one core and run at half the speed; results stay right",
         ),
         _check(
             "memory for the demo",
@@ -202,16 +202,16 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
     if not found.torch:
         yield "torch is not installed", WITH_TORCH
     elif not found.cuda_build:
-        yield f"torch {found.torch} was built without CUDA", "install a CUDA build of torch; until then, CPU processes"
+        yield f"torch {found.torch} was built without CUDA", "install a CUDA build of torch; until then, train on CPU processes"
     elif found.gpu_error:
         yield (
             f"torch cannot use the GPU: {found.gpu_error}",
-            "fix the driver (nvidia-smi shows the GPUs that it sees); until then, CPU processes",
+            "fix the driver (nvidia-smi shows the GPUs that it sees); until then, train on CPU processes",
         )
     elif not found.gpus:
         yield (
             "torch sees no GPU",
-            "on a machine with NVIDIA GPUs, install the driver; look at CUDA_VISIBLE_DEVICES; until then, CPU processes",
+            "with NVIDIA GPUs, install the driver; look at CUDA_VISIBLE_DEVICES; until then, train on CPU processes",
         )
     elif "nccl" not in found.backends:
         yield "no NCCL in torch.distributed", "install a CUDA build of torch for Linux, which brings NCCL"
@@ -227,7 +227,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
             found="built-in models, large ones by name, Models saved as JSON",
         ),
         _needing("plan any other model", simulation, torch, found=torch.found),
-        _needing("export", torch, found=torch.found),
+        _needing("export, bench-graphs", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run and validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", simulation, torch, gloo, memory, found=memory.found),
@@ -268,15 +268,16 @@ def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
 
 
 def sentence(findings: dict[str, Any]) -> str:
-    """`All commands of parsim work on this machine, except demo (torch is not installed).`"""
-    missing = [command for command in findings["commands"] if not command["ok"]]
-    if not missing:
-        return "All commands of parsim work on this machine."
+    """`parsim works on this machine. What does not: demo (torch is not installed).`"""
+    planning, *others = findings["commands"]
+    if not planning["ok"]:
+        return f"parsim cannot plan on this machine: {planning['found']}."
     by_reason: dict[str, list[str]] = {}
-    for command in missing:
-        by_reason.setdefault(command["found"], []).append(command["name"])
-    exceptions = "; ".join(f"{' and '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return f"All commands of parsim work on this machine, except {exceptions}."
+    for command in others:
+        if not command["ok"]:
+            by_reason.setdefault(command["found"], []).append(command["name"])
+    missing = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+    return f"parsim works on this machine. What does not: {missing}." if missing else "All of parsim works on this machine."
 
 
 def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:
@@ -285,7 +286,7 @@ def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
 
     def table(title: str, what: str, works: str, checks: list[dict[str, Any]], *notes: str) -> ReportTable:
-        columns = (Column(name=what), Column(name=works), Column(name="found", wraps=True), Column(name="fix", wraps=True))
+        columns = tuple(Column(name=name, wraps=name != works) for name in (what, works, "found", "fix"))
         rows = ((check["name"], "yes" if check["ok"] else "NO", check["found"], check["fix"] or NOTHING) for check in checks)
         return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
 

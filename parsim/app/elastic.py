@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parsim.app.ask import answer_of, with_every_rank
+from parsim.app.ask import answer_of, whole, with_every_rank
 from parsim.app.config import PlanSection, Question
 from parsim.app.doctor import warn
 from parsim.app.launch import check_runnable
@@ -132,7 +132,7 @@ def _planned(asked: Prediction, config: Question) -> Prediction:
     """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
     cluster = cluster_of(config.cluster, asked.problem.cluster.profile)
     problem = problem_of(config, model=asked.problem.model, cluster=cluster)
-    answer = answer_of(config, replace(problem, loading=asked.problem.loading))
+    answer = whole(answer_of(config, replace(problem, loading=asked.problem.loading)))
     if not answer.fits:
         raise DoesNotFitError(answer.sentence())
     check_runnable(answer.prediction, None)

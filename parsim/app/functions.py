@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from parsim.app.answer import Answer
-from parsim.app.ask import ask, check_options, simulate_prediction
+from parsim.app.ask import ask, check_options, simulate_prediction, whole
 from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.check import Checked, check_question
 from parsim.app.config import THIS_MACHINE, Granularity, LargestOf, Question, keys_by_name
@@ -193,7 +193,7 @@ def simulate(
         prediction = model.prediction if isinstance(model, Answer) else model
     else:
         question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
-        prediction = _ask(question).prediction
+        prediction = whole(_ask(question)).prediction
     with progress(f"Simulating {prediction.plan.summary()}"):
         return simulate_prediction(prediction, engine=engine, scenario=path, whole_run=whole_run)
 
@@ -253,7 +253,7 @@ def run(
         check_launchable(question)
         if question.source.model is None:
             check_images_suit(question)
-        prediction, name = _ask(question, runs_here=True).prediction, question.source.name
+        prediction, name = whole(_ask(question, runs_here=True)).prediction, question.source.name
     if steps is not None:
         if steps < 1:
             raise ConfigError(f"steps = {steps}: must be >= 1")
@@ -313,7 +313,7 @@ def watch(
     else:
         if not any("strategy" in text for text in (*keys, *(settings or {}), *overrides)):
             keys["strategy"] = "single" if (world_size_here() or 1) == 1 else "dp"
-        prediction = _ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs)).prediction
+        prediction = whole(_ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs))).prediction
     return watched(prediction, to, every)
 
 
@@ -364,7 +364,7 @@ def validate(
             updatable(question)
         check_launchable(question)
         with progress("Planning"):
-            prediction, name = ask(question, runs_here=True).prediction, question.source.name
+            prediction, name = whole(ask(question, runs_here=True)).prediction, question.source.name
     return measure(
         prediction,
         out=None if out is None else Path(out),

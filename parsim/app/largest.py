@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from parsim.app.answer import Answer, Largest
-from parsim.app.ask import ask, ask_alone, with_assumed_framework
-from parsim.app.check import changed, mesh_settings, rate_of, whole
+from parsim.app.ask import ask, ask_alone, whole, with_assumed_framework
+from parsim.app.check import changed, mesh_settings, rate_of
 from parsim.app.config import LargestOf, Question
 from parsim.app.load import cluster_of
 from parsim.app.sections import MOST_SAMPLES

@@ -155,6 +155,19 @@ def learner_of(question: Question, model: Model, replicas: int) -> Learner:
     )
 
 
+CURVATURE_SAMPLES = 512
+
+
+def first_curvature(question: Question) -> tuple[float, int] | None:
+    """L of the model asked for at its first weights, and on how many samples; None where it cannot learn as replicas do."""
+    if why_not(question, 1):
+        return None
+    problem = own_problem(question)
+    training = LocalTraining(own_module(question, question.training.seed), problem, LocalOptimizer())
+    samples = np.arange(min(CURVATURE_SAMPLES, len(problem)))
+    return training.curvature(training.start, samples), len(samples)
+
+
 LEFT_OUT = ("optimizer_args", "weight_decay", "schedule", "clip_norm")
 """Keys of [training] that change what is learnt, and that virtual replicas do not know."""
 

@@ -227,7 +227,7 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     devices = list(table.devices) if isinstance(table.devices, tuple) else table.devices
     profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
-    network = None if table.network is None else load_network(table.network)
+    network = None if (between := table.between) is None else load_network(between)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
     if table.group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +13,8 @@ from parsim.app.judging import diagnosed, judge, measured, typical_step
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RUN, RunFolder
 from parsim.costs.diagnosis import Diagnosis
+from parsim.errors import ConfigError
+from parsim.execute.metrics_file import lines_of
 from parsim.formats.exports import Exported
 from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
@@ -145,6 +147,28 @@ class Measured:
         problem = self.prediction.problem
         title = f"{problem.model.name} on {problem.cluster.name}, {plan_in_words(self.prediction.plan)}: {self._steps_text()}"
         return plotted(timeline_figure(evaluation.graph, steps, most_rows=PICTURE_ROWS), title, path)
+
+    def plot_learning(self, path: str | Path | None = None, *, beside: Sequence[Measured] = ()) -> Any:
+        """Loss and validation scores over steps and over seconds, measured and predicted; `path`, result as for `Answer.plot`.
+
+        Args:
+            beside: other runs to draw with this one, by the names of their folders.
+
+        Raises:
+            ConfigError: a run that wrote no losses (a validation), or as `Answer.plot`.
+        """
+        from parsim.report.figures import learning_figure
+
+        trainings = {}
+        for run in (self, *beside):
+            lines = lines_of(run.folder)
+            if not any("loss" in line for line in lines):
+                raise ConfigError(f"{run.folder} has no losses: it timed steps and trained nothing; draw it with plot()")
+            trainings[run.folder] = (lines, run.prediction.evaluation.result.step_s.median)
+        lines, step_s = trainings.pop(self.folder)
+        others = {place.name: training for place, training in trainings.items()}
+        title = f"{self.prediction.problem.model.name}: {self.folder.name}"
+        return plotted(learning_figure(lines, step_s=step_s, beside=others), title, path)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.document)

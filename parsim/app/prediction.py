@@ -13,6 +13,7 @@ from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
 from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
 from parsim.app.question import taken_defaults
+from parsim.app.step_size import StepSize, step_size
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
@@ -118,7 +119,8 @@ class Prediction:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return self.result.warnings
+        """Of the prices and the plan, and of a step size beyond the safe one."""
+        return self.result.warnings + (() if self.step_size is None else tuple(self.step_size.warnings()))
 
     def breakdown(self) -> pd.DataFrame:
         """Where the step of each rank went, one row per rank.
@@ -179,6 +181,11 @@ class Prediction:
         """Days, price and energy of `training.samples`; None: not asked for."""
         return samples_run(self.question, self.problem, self.evaluation)
 
+    @cached_property
+    def step_size(self) -> StepSize | None:
+        """The learning rate beside what is known to converge under a relaxed rule; None: the plan is synchronous."""
+        return step_size(self.question, self.plan)
+
     def export(self, format: str, *, out: str | Path) -> Exported:
         """Write the plan or its timeline as a file of another tool; returns what was written and what is `left_out`.
 
@@ -207,6 +214,7 @@ class Prediction:
             "samples_run": self.samples_run,
             "loading": self.problem.loading,
             "framework": self.assumed_framework,
+            "step_size": self.step_size,
         }
         return describe(self.evaluation) | {key: None if part is None else part.to_dict() for key, part in parts.items()}
 
@@ -232,6 +240,7 @@ class Prediction:
             lines.append(self.problem.loading.text())
         for figures in (self.quoted, self.samples_run):
             lines += [] if figures is None else figures.lines()
+        lines += [] if self.step_size is None else self.step_size.lines()
         lines += [] if self.assumed_framework is None else [self.assumed_framework.text()]
         return "\n".join(lines)
 

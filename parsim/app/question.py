@@ -56,6 +56,7 @@ FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
 BATCH = "training.global_batch"
 FRAMEWORK, UNKNOWN = "software.framework", "unknown"
+NETWORK = "cluster.network"
 MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
 USUAL_OPTIMIZER = "adamw_fused"
@@ -67,6 +68,7 @@ _PREDICTED_FROM = {
     "training.precision": "precision {}",
     "training.optimizer": "optimizer {}",
     "cluster.nodes": "{} node",
+    NETWORK: "network {}",
     "model.granularity": "granularity {}",
     "plan.strategy": "strategy {}",
     "plan.zero_stage": "zero_stage {}",
@@ -348,8 +350,10 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
     for path in _PREDICTED_FROM:
         table, key = path.split(".")
         section = getattr(question, table)
-        if path != FRAMEWORK and values.get(table) is None and key not in section.model_fields_set:
+        if path not in (FRAMEWORK, NETWORK) and values.get(table) is None and key not in section.model_fields_set:
             taken[path] = getattr(section, key)
+    if source.cluster is None and question.cluster.network is None and (between := question.cluster.between) is not None:
+        taken[NETWORK] = between
     name = question.model.name
     if source.model is None and is_transformer(name) and question.software.framework is None:
         taken[FRAMEWORK] = UNKNOWN if (guess := question.guess) is None else guess.frameworks[0].version

@@ -405,7 +405,7 @@ class ClusterSection(ConfigSection):
     nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""
     network: Name | None = None
-    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+    """A shipped network by name, or the path of one, without meaning for one node; left out: the usual one of `gpu`, if any."""
     host_link_bytes_per_s: HostAmount | None = None
     """Between one device and its host, in one direction, for plans that offload; left out: by the links of the machine."""
     host_memory_bytes: HostAmount | None = None
@@ -477,6 +477,13 @@ class ClusterSection(ConfigSection):
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
 
     @property
+    def between(self) -> str | None:
+        """The network between nodes: the one that is named, or the usual one of the GPU; None: one node, or no usual one."""
+        if self.network is not None or self.gpu is None or self.nodes == 1:
+            return self.network
+        return load_gpu(str(self.gpu)).network
+
+    @property
     def in_words(self) -> str:
         """`4 x 8xh100-sxm`: the machine, and how many of it."""
         machine = f"{self.instance} ({self.machine})" if self.instance else self.machine
@@ -489,9 +496,10 @@ OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "che
 
 def check_machine(cluster: ClusterSection) -> None:
     """Exactly one of profile, gpu and groups; a network between nodes; and the keys that belong to parts."""
-    if cluster.nodes > 1 and cluster.network is None:
+    if cluster.nodes > 1 and cluster.between is None:
         raise ConfigError(
-            f'cluster.nodes = {cluster.nodes} needs cluster.network between the nodes; for example network = "infiniband-100g"'
+            f"cluster.nodes = {cluster.nodes} needs cluster.network between the nodes, which {cluster.machine} does not tell; "
+            'for example network = "infiniband-100g" (`parsim profile list` has all)'
         )
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
         raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
@@ -510,5 +518,5 @@ def check_machine(cluster: ClusterSection) -> None:
     for key in ("gpus_per_node", "link"):
         if cluster.gpu is None and (value := getattr(cluster, key)) is not None:
             raise ConfigError(f"cluster.{key} = {value!r} belongs to cluster.gpu, and a profile says it itself; drop {key}")
-    if cluster.cards_per_node is not None and cluster.network is None:
+    if cluster.cards_per_node is not None and cluster.between is None:
         raise ConfigError(f"cluster.cards_per_node = {cluster.cards_per_node} needs cluster.network; add it, or drop the cards")

@@ -236,6 +236,10 @@ def _ready(prediction: Prediction, nproc: int | None) -> tuple[Prediction, list[
     check_training(prediction.question, prediction.problem.model)
     check_shards(prediction.question, prediction.plan)
     warnings = warn_of_profile(prediction)
+    if prediction.step_size is not None:
+        for text in prediction.step_size.warnings():
+            warn(text)
+            warnings.append(text)
     return with_every_rank(with_loading(prediction)), warnings
 
 

@@ -276,7 +276,7 @@ def simulate(
     )
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(evaluation.alone_text())
-    for figures in (prediction.quoted, prediction.samples_run):
+    for figures in (prediction.quoted, prediction.samples_run, prediction.step_size):
         for line in [] if figures is None else figures.lines():
             print(line)
     if isinstance(problem.loading, MeasuredLoading):

@@ -306,7 +306,7 @@ def _correction(subject: Subject, context: PriceContext) -> Term | None:
 def _scale(subject: Subject, context: PriceContext) -> Term | None:
     computes = isinstance(subject.work, COMPUTATION)
     factor = context.scale.computation if computes else context.scale.communication
-    if factor == 1.0 or isinstance(subject.work, LoadBatch):
+    if factor == 1.0:
         return None
     return Term("scale", "over", factor, "assumed", "computation as it would be" if computes else "links as they would be")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from parsim.errors import ConfigError
 from parsim.formats.megatron import BRIDGE, read_yaml
+from parsim.formats.python import Script, path_of, walk
 from parsim.formats.recipe import Recipe
 from parsim.formats.source import FileFormat, SourceFile
-from parsim.units import printable
 
 NEMO2 = "NeMo 2"
 MARK = re.compile(r"\b\w+\.(pretrain|finetune)_recipe\(|\b\w+_(pretrain|finetune|sft)_config\(")
@@ -31,78 +31,45 @@ NEEDED = (
 """What a recipe sets, and the key that supplies it."""
 
 
-class _Reader(ast.NodeVisitor):
-    """Collects the recipe, the arguments of its call, and what is assigned to its parts, in the order of the file."""
+class _Reader(Script):
+    """Collects the recipe, the arguments of its call, and what is assigned to its parts."""
 
     def __init__(self) -> None:
-        self.constants: dict[str, Any] = {}
+        super().__init__()
         self.name = ""
         self.keys: dict[str, Any] = {}
         self.unknown: list[str] = []
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        plain = [*node.args.posonlyargs, *node.args.args]
-        pairs = [*zip(plain[len(plain) - len(node.args.defaults) :], node.args.defaults, strict=True)]
-        pairs += [(name, value) for name, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value]
-        for argument, value in pairs:
-            self.constants.setdefault(argument.arg, self._value(value))
-        self.generic_visit(node)
-
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
-            path = _path(target)
-            if isinstance(target, ast.Name):
-                self.constants[target.id] = self._value(node.value)
-            elif "." in path:
+            path = path_of(target)
+            if not isinstance(target, ast.Name) and "." in path:
                 self._note(path.partition(".")[2], node.value)
-        self.generic_visit(node)
+        super().visit_Assign(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        path = _path(node.func)
-        if (form := RECIPE.fullmatch(path)) is not None:
+        if (form := RECIPE.fullmatch(path_of(node.func))) is not None:
             self.name = form[1] or form[2]
             for keyword in node.keywords:
                 if keyword.arg is not None:
                     self._note(keyword.arg, keyword.value)
-        self.generic_visit(node)
+        super().visit_Call(node)
 
     def _note(self, path: str, node: ast.expr) -> None:
         head, _, last = path.rpartition(".")
         last = RENAMED.get(last, last)
-        value = self._value(node)
+        value = self.value(node)
         if value is None and not (isinstance(node, ast.Constant) and node.value is None):
             self.unknown.append(last)
         elif isinstance(value, bool | int | float | str):
             self.keys = {key: old for key, old in self.keys.items() if key.rpartition(".")[2] != last}
             self.keys[f"{head}.{last}" if head else last] = value
 
-    def _value(self, node: ast.expr) -> Any:
-        """A literal, or a name that a literal was given to; None: another expression."""
-        if isinstance(node, ast.Name):
-            return self.constants.get(node.id)
-        try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, MemoryError, RecursionError):
-            return None
-
-
-def _path(node: ast.expr) -> str:
-    """ "a.b.c" of an attribute; "" for another expression."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([*([node.id] if isinstance(node, ast.Name) else []), *reversed(parts)])
-
 
 def read_nemo(source: SourceFile) -> Recipe:
     """A script that takes a recipe. Raises ConfigError: it is no Python, or takes none."""
-    try:
-        tree = ast.parse(source.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"it is no Python that can be read: {printable(str(error))[:200]}") from error
     reader = _Reader()
-    reader.visit(tree)
+    walk(source, reader)
     if not reader.name:
         raise ConfigError("it takes no recipe such as llm.llama3_8b.pretrain_recipe(...) or llama3_8b_pretrain_config(...)")
     bridge = bool(re.search(r"\bmegatron\.bridge\b", source.text))

@@ -29,6 +29,7 @@ from parsim.units import nearest_divisors, printable
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
 SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
+PROGRAMS = (".py", ".ipynb")
 """How names of files end that no run file and no model has."""
 LAYERS = "h.*"
 AXES = ("tp", "pp", "cp", "ep")
@@ -42,9 +43,10 @@ class Recipe:
 
     Attributes:
         framework: whose file it is. model: a name of the table, "" where the file has none; args: its arguments.
+        input_shape: of a sample of a model that takes images, where it is not the usual one.
         training, software, plan_keys: keys of [training] and [software], and those of [plan] that the others do not give.
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
-        replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
+        replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once; 0: all of them.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
         rounds_of: microbatches that a rank runs of one chunk in a row, where a rest of fewer than pp is refused; 0: none is.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer), "first" (`every` layers of each stage) or
@@ -61,6 +63,7 @@ class Recipe:
     framework: str
     model: str = GENERIC
     args: dict[str, Any] = field(default_factory=dict)
+    input_shape: tuple[int, ...] = ()
     training: dict[str, Any] = field(default_factory=dict)
     software: dict[str, Any] = field(default_factory=dict)
     plan_keys: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Recipe:
         Raises:
             ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
         """
-        for key in ("tp", "pp", "cp", "ep", "replicate", "micro_batch", "chunks"):
+        for key in ("tp", "pp", "cp", "ep", "replicate", "chunks"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{self.framework}: {key} = {getattr(self, key)} of the file must be at least 1")
         shard = self.tp * self.pp * self.cp
@@ -117,6 +120,8 @@ class Recipe:
         settings |= {f"plan.{key}": value for key, value in self.plan_keys.items()}
         settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
+        if self.input_shape:
+            settings["model.input_shape"] = list(self.input_shape)
         uncut = self.tp == 1 and self.pp == 1
         settings["plan.recompute"] = self._recomputed(by_layer=uncut)
         if self.optimizer_offload:
@@ -173,7 +178,9 @@ class Recipe:
 
     def _microbatches(self, dp: int) -> int:
         batch = self.training.setdefault("global_batch", dp * (self.local_batch or self.micro_batch))
-        parts = dp * self.micro_batch
+        if not self.micro_batch and batch and batch % dp == 0:
+            return 1
+        parts = dp * (self.micro_batch or 1)
         if batch % parts:
             raise ConfigError(
                 f"{self.framework}: the global batch ({batch}) must be divisible by {dp} replicas x micro-batch "
@@ -451,16 +458,18 @@ def is_framework_file(path: Path) -> bool:
     try:
         text = read_text(path, LARGEST_BYTES)
     except (OSError, ValueError):  # whoever reads it says what is wrong with it
-        return path.suffix in (*SCRIPTS, *YAML)
+        return path.suffix in (*SCRIPTS, *YAML, *PROGRAMS)
     if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
         return False
     source = SourceFile(path, text.encode())
-    return path.suffix in (*SCRIPTS, *YAML) or any(row.sniff(source) for _, row in file_formats().items() if row.reads)
+    return path.suffix in (*SCRIPTS, *YAML, *PROGRAMS) or any(
+        row.sniff(source) for _, row in file_formats().items() if row.reads
+    )
 
 
 WHOSE = (
     "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Lightning, axolotl, "
-    "torchtune, llm-foundry, OLMo, Accelerate or TrainingArguments, or a TOML of torchtitan"
+    "torchtune, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or TrainingArguments, or a torchtitan TOML"
 )
 
 

@@ -430,6 +430,8 @@ def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
 
 PRESET = re.compile(r"(?:^|[\s\"'])--module[= ]|\btorchtitan\.train\b|--job\.config_file")
 """Of a script that starts torchtitan."""
+OTHERS = re.compile(r"pretrain_gpt|\bopenrlhf\b")
+"""Of one that starts another program by a module's name."""
 
 
 def read_launch(source: SourceFile) -> Recipe:
@@ -548,7 +550,7 @@ SECTIONS = frozenset({"training", "parallelism", "activation_checkpoint", "compi
 
 def is_launch(source: SourceFile) -> bool:
     """Whether a script starts torchtitan."""
-    return source.path.suffix in SCRIPTS and bool(PRESET.search(source.text)) and "pretrain_gpt" not in source.text
+    return source.path.suffix in SCRIPTS and bool(PRESET.search(source.text)) and not OTHERS.search(source.text)
 
 
 def _sniff(source: SourceFile) -> bool:

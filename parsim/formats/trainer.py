@@ -16,8 +16,10 @@ from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
 from parsim.formats.megatron import UNKNOWN, options_of
+from parsim.formats.python import Script, walk
 from parsim.formats.recipe import (
     LARGEST_BYTES,
+    PROGRAMS,
     SCRIPTS,
     YAML,
     FileKeys,
@@ -33,6 +35,7 @@ from parsim.units import printable
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
 MARK = re.compile(r"(^|[\s\"'{,])per_device_train_batch_size[\"']?\s*:", re.MULTILINE)
 SCRIPT_MARK = re.compile(r"--per[-_]device[-_]train[-_]batch[-_]size\b")
+PYTHON_MARK = re.compile(r"\b(Seq2Seq)?TrainingArguments\(|\b(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config\(")
 ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
 
 SAME_TIME = re.compile(
@@ -76,9 +79,10 @@ EIGHT_BITS = ("8bit", "bnb", "4bit")
 
 def read_arguments(source: SourceFile) -> Recipe:
     """TrainingArguments. Raises ConfigError for adapters that are not LoRA's, or for a DeepSpeed config that is not there."""
-    script = source.path.suffix in SCRIPTS
-    if script:
+    if source.path.suffix in SCRIPTS:
         document = _options_of_script(source)
+    elif source.path.suffix in PROGRAMS:
+        document = _keys_of_calls(walk(source, Script()))
     else:
         document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
     if not isinstance(document, Mapping):
@@ -101,8 +105,11 @@ def read_arguments(source: SourceFile) -> Recipe:
     recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
     recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
     recipe.software["compiled"] = keys.flag("torch_compile")
-    loaded = keys.text("torch_dtype", "dtype")
-    if keys.flag("pure_bf16") or (loaded in ("bfloat16", "bf16") and keys.flag("bf16")):
+    loaded = keys.text("torch_dtype", "dtype").removeprefix("torch.")
+    in_half = loaded in ("bfloat16", "bf16")
+    if keys.flag("pure_bf16") or in_half:
+        keys.text("bf16")
+        keys.text("fp16")
         recipe.training["precision"] = "bf16"
     else:
         half = "amp_bf16" if keys.flag("bf16") else "amp_fp16" if keys.flag("fp16") else ""
@@ -123,9 +130,72 @@ def read_arguments(source: SourceFile) -> Recipe:
         _take_deepspeed(json.dumps(inside), source.path, recipe)
     elif path := keys.text("deepspeed"):
         take_deepspeed_file(path, source.path, recipe)
+    if in_half and not recipe.zero and recipe.software["framework"] == "hf-trainer" and "tune" not in recipe.training:
+        recipe.training["master_weights"] = False  # FSDP and DeepSpeed keep weights in fp32 beside those that compute
     _read_paddle(keys, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
+
+
+MODEL_KEYS: dict[str | int, str] = {
+    "model_name": "model_name_or_path",
+    "pretrained_model_name_or_path": "model_name_or_path",
+    0: "model_name_or_path",
+    **{key: key for key in ("load_in_4bit", "load_in_8bit", "max_seq_length", "torch_dtype", "dtype")},
+}
+ADAPTER_KEYS: dict[str | int, str] = {
+    "r": "lora_r",
+    **{key: key for key in ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")},
+}
+QUANTISED_KEYS: dict[str | int, str] = {
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+    "bnb_4bit_compute_dtype": "torch_dtype",
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+}
+TRAINER_KEYS: dict[str | int, str] = {
+    "model": "model_name_or_path",
+    **{key: key for key in ("max_length", "max_seq_length", "packing")},
+}
+CALLS: tuple[tuple[re.Pattern[str], Mapping[str | int, str]], ...] = (
+    (re.compile(r"(AutoModel\w*|Fast\w*Model|\w+For\w+)\.from_pretrained"), MODEL_KEYS),
+    (re.compile(r"(\w+\.)*LoraConfig|Fast\w*Model\.get_peft_model"), ADAPTER_KEYS),
+    (re.compile(r"(\w+\.)*BitsAndBytesConfig"), QUANTISED_KEYS),
+    (re.compile(r"(\w+\.)*(SFTTrainer|tokenizer)"), TRAINER_KEYS),
+)
+"""Calls of a script in Python, and which of their arguments are keys here."""
+ARGUMENTS = re.compile(r"(\w+\.)*(\w*TrainingArguments|(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config)")
+CHECKPOINTING = re.compile(r"\w+\.gradient_checkpointing_enable|(\w+\.)*prepare_model_for_kbit_training")
+
+
+def _keys_of_calls(script: Script) -> dict[str, Any]:
+    """Keys of TrainingArguments, and of TRL's ModelConfig, by the calls of a script; UNKNOWN: what the script computes."""
+    found: dict[str, Any] = {}
+    for name, given, computed in script.calls:
+        if form := ARGUMENTS.fullmatch(name):
+            found |= {str(key): value for key, value in given.items() if isinstance(key, str) and value is not None}
+            found |= {key: UNKNOWN for key in computed if key in HANGING}
+            found |= {key: True for key in computed if key == "bf16"}  # where the GPU can
+            if form[3] not in (None, "SFT"):
+                found["stage"] = form[3].lower()
+        elif CHECKPOINTING.fullmatch(name):
+            found["gradient_checkpointing"] = given.get("use_gradient_checkpointing", True)
+        for pattern, keys in CALLS:
+            if not pattern.fullmatch(name):
+                continue
+            for key, value in given.items():
+                if key in keys and value is not None:
+                    found.setdefault(keys[key], value)
+            if keys is ADAPTER_KEYS:
+                found["use_peft"] = True
+                if given.get("use_gradient_checkpointing"):
+                    found["gradient_checkpointing"] = True
+        if name.startswith("Fast"):  # Unsloth computes in 16 bits, whatever is said
+            found.setdefault("torch_dtype", "bfloat16")
+    stored = str(found.get("model_name_or_path", ""))
+    if stored.endswith("-bnb-4bit"):
+        found["model_name_or_path"], found["load_in_4bit"] = re.sub(r"(-unsloth)?-bnb-4bit$", "", stored), True
+    return found
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
@@ -345,6 +415,8 @@ def is_arguments(source: SourceFile) -> bool:
     """Whether a file holds TrainingArguments, or starts a program that takes them."""
     if source.path.suffix in SCRIPTS:
         return bool(SCRIPT_MARK.search(source.text))
+    if source.path.suffix in PROGRAMS:
+        return bool(PYTHON_MARK.search(source.text)) and not re.search(r"\b(argparse|HfArgumentParser)\b", source.text)
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
 
 
@@ -356,10 +428,11 @@ def is_accelerate(source: SourceFile) -> bool:
 FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
-        "ms-swift), PaddleNLP's, DeepSpeed configs beside or inside",
+        "ms-swift), scripts in Python and notebooks that give them as literals (peft, TRL, Unsloth), PaddleNLP's, DeepSpeed "
+        "configs beside or inside",
         refuses="other adapters than LoRA; rollouts and losses with a second model; states divided within a node of unknown "
         "size; a DeepSpeed config that is not there",
-        what="TrainingArguments of Hugging Face, as JSON, YAML or options of a script",
+        what="TrainingArguments of Hugging Face, as JSON, YAML, options of a script or Python",
         tool=NAME,
         reads="recipe",
         sniff=is_arguments,

@@ -64,6 +64,7 @@ class GpuPart(DeviceNumbers, SourcedFile):
     Attributes:
         multiprocessors: units that each run one tile at a time.
         link: the part that joins its GPUs in the usual machine; host_link: the PCIe generation.
+        network: between the nodes of the usual machine, as its vendor builds clusters of it; None: there is no usual one.
         gpus_per_node: of the usual machine.
         launch_s: of the usual machine's host, for an operator of eager torch; None: not known.
         busy_power_w: of the board in training or a like load. Prices and watts are left out where nobody published them.
@@ -78,6 +79,7 @@ class GpuPart(DeviceNumbers, SourcedFile):
     usd_per_hour: DatedPrice | None = None
     link: str
     host_link: str
+    network: str | None = None
     gpus_per_node: Count
     fits: list[PartFit] = []
     efficiencies: list[PartEfficiency] = []

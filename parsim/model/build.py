@@ -139,9 +139,10 @@ def _raised(error: Exception, package: str) -> str:
 def build_fake(spec: ModelSpec) -> nn.Module:
     """Built without memory for its weights where the factory allows it."""
     from parsim.model.trace.fakes import QuickFakeMode
+    from parsim.private import without_rejection
 
     try:
-        with warnings.catch_warnings(), QuickFakeMode():
+        with warnings.catch_warnings(), QuickFakeMode(), without_rejection():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
             module = build_module(spec)
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real

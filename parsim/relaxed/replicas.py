@@ -203,6 +203,25 @@ class LocalTraining:
         gradient, (_, moved) = self._gradient(weights, buffers, self.problem.inputs[index], self.problem.targets[index], share)
         return gradient, moved
 
+    def curvature(self, weights: Tensor, samples: NDArray[np.int64], *, iterations: int = 30) -> float:
+        """L, the largest |eigenvalue| of the Hessian of the mean loss at one row of weights [D], by power iteration: at most
+        the true one.
+
+        Args: samples: int64 [batch].
+        """
+        index = torch.tensor(samples)
+        inputs, targets = self.problem.inputs[index], self.problem.targets[index]
+        at = weights.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.problem.loss(self.outputs(at, inputs), targets), at, create_graph=True)
+        direction = torch.from_numpy(np.random.default_rng(0).standard_normal(len(at))).to(at.dtype)
+        largest = 0.0
+        for _ in range(iterations):
+            (direction,) = torch.autograd.grad(gradient, at, direction / direction.norm(), retain_graph=True)
+            largest = float(direction.norm())
+            if not largest:
+                break
+        return largest
+
     def updated(self, workers: Workers, gradient: Tensor) -> Workers:
         """Every worker after one update of its optimizer by a gradient [m, D]."""
         weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
@@ -466,12 +485,19 @@ def train_planned(
 
 
 def steps_of(
-    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, parts: Sequence[Sequence[str]] = ()
+    rule: Synchronisation,
+    replicas: int,
+    training: LocalTraining,
+    order: SampleOrder,
+    parts: Sequence[Sequence[str]] = (),
+    *,
+    before_round: Callable[[int, Tensor], None] | None = None,
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
     replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
-    the parameters of every stage (stale) or fragment. Raises AlgorithmError: so many replicas do not fit, or parts do not.
+    the parameters of every stage (stale) or fragment. before_round: sees the number of every round and the weights [P, D]
+    before it. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
     check_room(replicas * (len(parts) if rule.is_stale else 1), training.weight_bytes)  # batches that wait keep weights too
     workers = Workers.fresh(training.start.repeat(replicas, 1))
@@ -491,6 +517,8 @@ def steps_of(
         before = workers.weights
         workers = training.step(workers, samples) if late is None else next(late)
         if rule.mixes and rule.due(step):
+            if before_round is not None:
+                before_round(kept.rounds, workers.weights)
             turn = kept.rounds % len(places)
             sent = before[:, places[turn]], workers.weights[:, places[turn]]
             mixed, states[turn] = mixed_weights(rule, *sent, states[turn], sizes[turn])

@@ -9,7 +9,7 @@ import html
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,13 +126,21 @@ def error_bars(above: Sequence[float], below: Sequence[float], colour: str, widt
     return {**bars, **settings}
 
 
+CUT_AT = 1.25
+"""Times the longest interval of a plan that fits: further the axis of plans does not go."""
 LABEL_WIDTH = 24
 """Letters in a line of a label beside a bar."""
 
 
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
-    """Step time with its 90% interval per PlanResult.to_dict(), best first as given."""
-    scale, unit = axis_scale("time", max((result["step_s"]["median"] for result in results), default=0.0))
+    """Step time with its 90% interval per PlanResult.to_dict(), best first as given.
+
+    Plans that fit set the length of the axis. A longer bar of one that does not ends at the edge, and says its time.
+    """
+    longest_s = max((result["step_s"]["p95"] for result in results if result["fits"]), default=math.inf)
+    steps_s = [result["step_s"]["median"] for result in results]
+    edge_s = min(CUT_AT * longest_s, max(steps_s, default=0.0))
+    scale, unit = axis_scale("time", edge_s)
     groups: dict[str, list[int]] = {"chosen": [], "fits": [], "does not fit": []}
     for number, result in enumerate(results):
         marked = is_chosen(result, chosen) and not groups["chosen"]
@@ -144,14 +152,22 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
         if not numbers:
             continue
         steps = [results[number]["step_s"] for number in numbers]
-        above = [(step["p95"] - step["median"]) / scale for step in steps]
-        below = [(step["median"] - step["p05"]) / scale for step in steps]
+        scales = [math.nan if step["median"] > edge_s else scale for step in steps]  # a bar that is cut has no interval
+        above = [(step["p95"] - step["median"]) / each for step, each in zip(steps, scales, strict=True)]
+        below = [(step["median"] - step["p05"]) / each for step, each in zip(steps, scales, strict=True)]
+        cut = [f"{format_seconds(step['median'])} →" if step["median"] > edge_s else "" for step in steps]
         figure.add_trace(
             go.Bar(
                 name=group,
                 orientation="h",
                 y=numbers,
-                x=[step["median"] / scale for step in steps],
+                x=[min(step["median"], edge_s) / scale for step in steps],
+                base=[0.0] * len(cut) if any(cut) else None,
+                text=cut if any(cut) else None,
+                textposition="inside",
+                textangle=0,
+                insidetextanchor="middle",
+                textfont={"color": INK},
                 error_x=error_bars(above, below, INK, 4, thickness=1.2),
                 marker={
                     "color": colours[group],
@@ -173,35 +189,29 @@ LEARNT = 400
 """Points of a curve of losses, each the mean over as many steps as it takes."""
 
 
-def learning_figure(lines: Sequence[Mapping[str, Any]], *, step_s: float | None = None) -> go.Figure:
-    """Loss over steps and over seconds, and the scores of validations, of a training.
+def learning_figure(
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    step_s: float | None = None,
+    beside: Mapping[str, tuple[Sequence[Mapping[str, Any]], float | None]] | None = None,
+) -> go.Figure:
+    """Loss over steps and over seconds, and the scores of validations, of a training or of several.
 
     Args:
         lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
-            predicted: the same losses over predicted time.
+            predicted: the same losses over predicted time. beside: lines and step_s of other trainings, by name.
     """
-    seconds = np.cumsum([float(line.get("seconds", 0.0)) for line in lines])
-    counted = [(number, line) for number, line in enumerate(lines) if math.isfinite(line.get("loss", math.nan))]
-    parts = [part for part in np.array_split(np.arange(len(counted)), min(LEARNT, len(counted))) if len(part)]
-    losses = [float(np.mean([counted[place][1]["loss"] for place in part])) for part in parts]
-    last = [counted[part[-1]] for part in parts]
-    looks = [(number, line) for number, line in enumerate(lines) if isinstance(line.get("validation"), Mapping)]
-    names = [name for name, value in looks[-1][1]["validation"].items() if isinstance(value, float)] if looks else []
+    trainings = {"": (lines, step_s), **(beside or {})}
+    looks = [line["validation"] for own, _ in trainings.values() for line in own if isinstance(line.get("validation"), Mapping)]
+    names = dict.fromkeys(name for look in looks for name, value in look.items() if isinstance(value, float))
     shown = ["loss", *(name for name in names if name != "loss")]
     figure = make_subplots(rows=len(shown), cols=2, shared_yaxes="rows", horizontal_spacing=0.03, vertical_spacing=0.12)
-    steps = [line["step"] for _, line in last]
-    figure.add_trace(_curve("loss of training", steps, losses, BLUE), row=1, col=1)
-    measured = [float(seconds[number]) for number, _ in last]
-    figure.add_trace(_curve("measured seconds", measured, losses, BLUE), row=1, col=2)
-    if step_s is not None:
-        predicted = [step * step_s for step in steps]
-        figure.add_trace(_curve("predicted seconds", predicted, losses, GREY), row=1, col=2)
+    others = [colour for colour in SERIES if colour not in (BLUE, VERMILION)]
+    for number, (name, (own, own_step_s)) in enumerate(trainings.items()):
+        colours = (BLUE, VERMILION, GREY) if not number else 3 * (others[(number - 1) % len(others)],)
+        for column, curve in _learning_curves(own, own_step_s, shown, colours, f" of {name}" if name else ""):
+            figure.add_trace(curve, row=1 + shown.index(curve.meta), col=column)
     for row, name in enumerate(shown, 1):
-        scores = [(number, line, line["validation"][name]) for number, line in looks if name in line["validation"]]
-        places = [line["step"] for _, line, _ in scores], [float(seconds[number]) for number, _, _ in scores]
-        for column, x in enumerate(places if scores else (), 1):
-            curve = _curve(f"{name} of validation", x, [score for _, _, score in scores], VERMILION, mode="lines+markers")
-            figure.add_trace(curve, row=row, col=column)
         figure.update_yaxes(title_text=name, row=row, col=1)
     figure.update_xaxes(title_text="step", title_standoff=4, row=len(shown), col=1)
     figure.update_xaxes(title_text="seconds of steps", title_standoff=4, row=len(shown), col=2)
@@ -209,13 +219,56 @@ def learning_figure(lines: Sequence[Mapping[str, Any]], *, step_s: float | None 
     return figure.update_layout(margin_b=TITLED)
 
 
+def _learning_curves(
+    lines: Sequence[Mapping[str, Any]], step_s: float | None, shown: Sequence[str], colours: Sequence[str], of: str
+) -> Iterator[tuple[int, go.Scatter]]:
+    """The curves of one training, each with its column, and with what it shows as its `meta`. colours: of losses, scores and
+    predicted time."""
+    seconds = np.cumsum([float(line.get("seconds", 0.0)) for line in lines])
+    counted = [(number, line) for number, line in enumerate(lines) if math.isfinite(line.get("loss", math.nan))]
+    parts = [part for part in np.array_split(np.arange(len(counted)), min(LEARNT, len(counted))) if len(part)]
+    losses = [float(np.mean([counted[place][1]["loss"] for place in part])) for part in parts]
+    last = [counted[part[-1]] for part in parts]
+    steps = [line["step"] for _, line in last]
+    yield 1, _curve(f"loss of training{of}", steps, losses, colours[0], meta="loss")
+    yield 2, _curve(f"measured seconds{of}", [float(seconds[number]) for number, _ in last], losses, colours[0], meta="loss")
+    if step_s is not None:
+        predicted = _curve(f"predicted seconds{of}", [step * step_s for step in steps], losses, colours[2], meta="loss")
+        yield 2, predicted.update(line_dash="dot") if of else predicted
+    looks = [(number, line) for number, line in enumerate(lines) if isinstance(line.get("validation"), Mapping)]
+    for name in shown:
+        scores = [(number, line, line["validation"][name]) for number, line in looks if name in line["validation"]]
+        places = [line["step"] for _, line, _ in scores], [float(seconds[number]) for number, _, _ in scores]
+        for column, x in enumerate(places if scores else (), 1):
+            values = [score for _, _, score in scores]
+            yield column, _curve(f"{name} of validation{of}", x, values, colours[1], mode="lines+markers", meta=name)
+
+
+def scatter_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], *, x: str, y: str) -> go.Figure:
+    """Points (name, x, y) in a panel each, one colour per name; x over a logarithmic axis. x, y: what the axes show."""
+    figure = make_subplots(rows=1, cols=len(panels), shared_yaxes="rows", horizontal_spacing=0.03, subplot_titles=list(panels))
+    names = list(dict.fromkeys(name for points in panels.values() for name, _, _ in points))
+    for column, points in enumerate(panels.values(), 1):
+        for name, colour in zip(names, itertools.cycle(SERIES)):
+            own = [(across, up) for label, across, up in points if label == name and across > 0]
+            if own:
+                across, up = zip(*own, strict=True)
+                figure.add_trace(_curve(name, across, up, colour, mode="markers"), row=1, col=column)
+        figure.update_xaxes(title_text=x, title_standoff=4, type="log", row=1, col=column)
+    figure.update_yaxes(title_text=y, row=1, col=1)
+    styled(figure, 380)
+    return figure.update_layout(margin_b=TITLED)
+
+
 TITLED = 48
 """Pixels below a plot whose axis has a title."""
 
 
-def _curve(name: str, x: Sequence[float], y: Sequence[float], colour: str, *, mode: str = "lines") -> go.Scatter:
+def _curve(
+    name: str, x: Sequence[float], y: Sequence[float], colour: str, *, mode: str = "lines", meta: str | None = None
+) -> go.Scatter:
     line, marker = {"color": colour, "width": 1.5}, {"color": colour}  # the legend shows the marker's
-    return go.Scatter(name=name, x=list(x), y=list(y), mode=mode, line=line, marker=marker)
+    return go.Scatter(name=name, x=list(x), y=list(y), mode=mode, line=line, marker=marker, meta=meta)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -414,7 +467,7 @@ def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
     figure.update_layout(
         template=go.layout.Template(),
         height=height,
-        margin={"l": 8, "r": 24, "t": top, "b": 30},
+        margin={"l": 8, "r": 36, "t": top, "b": 30},
         font={"family": FONT, "size": 12, "color": INK},
         plot_bgcolor="rgba(0,0,0,0)",
     )

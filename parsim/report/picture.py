@@ -261,7 +261,10 @@ def _bar_texts(axes: Any, bars: Sequence[Any], places: dict[str, dict[str, int]]
         for middle, base, size, text in zip(_numbers(trace.y, places["y"]), trace.base, trace.x, trace.text, strict=True):
             if text and px * size > LETTER_PX * len(text) + 2:
                 shade = "white" if _is_dark(trace.marker.color) else INK
-                axes.text(base + size / 2, middle, html.unescape(text), ha="center", va="center", fontsize=7, color=shade)
+                settings: dict[str, Any] = {"fontsize": 7, "color": shade}
+                if trace.marker.pattern.shape:
+                    settings |= {"fontsize": 9, "bbox": {"facecolor": trace.marker.color, "edgecolor": "none", "pad": 1}}
+                axes.text(base + size / 2, middle, html.unescape(text), ha="center", va="center", **settings)
 
 
 def _is_dark(colour: str) -> bool:

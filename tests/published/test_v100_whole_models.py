@@ -1,6 +1,7 @@
 """Whole-model rows of the published tables: the targets of single-GPU throughput, held-out rows and eight GPUs, as tests.
 
-Every row is read from throughput.csv (set PARSIM_V100_DATA); models are traced as the published programs ran them.
+Rows that predictions are compared with are in `v100_rows`; where the tables are (PARSIM_V100_DATA), both are compared.
+Models are traced as the published programs ran them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from parsim.errors import DataError
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
 from parsim.units import MIB
+from tests.published.v100_rows import collective_rows, published_rows
 from tools.published.v100_collectives import CollectiveRow, read_collective_rows
 from tools.published.v100_throughput import (
     FittedEfficiency,
@@ -51,7 +53,7 @@ def shipped() -> Profile:
 
 @pytest.fixture(scope="module")
 def rows() -> list[PublishedRow]:
-    return read_rows(DATA)[0]
+    return published_rows()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,24 @@ def fits(rows: list[PublishedRow], shipped: Profile) -> list[FittedEfficiency]:
 
 @pytest.fixture(scope="module")
 def collectives() -> list[CollectiveRow]:
-    return read_collective_rows(DATA)[0]
+    return collective_rows()
+
+
+@needs_data
+def test_the_rows_of_the_tests_are_those_of_the_tables() -> None:
+    assert published_rows() == read_rows(DATA)[0]
+    rows = {row.id: row for row in read_collective_rows(DATA)[0]}
+    carried = [row for row in collective_rows() if row.id in rows]
+    assert len(carried) >= 30
+    for row in carried:
+        table = rows[row.id]
+        assert (row.machine, row.operation, row.group, row.size_bytes) == (
+            table.machine,
+            table.operation,
+            table.group,
+            table.size_bytes,
+        )
+        assert row.seconds == pytest.approx(table.seconds, rel=1e-9)
 
 
 @needs_data
@@ -79,7 +98,6 @@ def test_every_row_is_a_case_or_left_out_with_a_reason() -> None:
 
 
 @pytest.mark.slow
-@needs_data
 def test_single_gpu_throughput_from_operators_alone(rows: list[PublishedRow], shipped: Profile) -> None:
     """Each case within 15%, their median within 8%; no row of a whole model enters the prediction."""
     profile = without_efficiency(shipped)
@@ -96,7 +114,6 @@ def test_single_gpu_throughput_from_operators_alone(rows: list[PublishedRow], sh
 
 
 @pytest.mark.slow
-@needs_data
 def test_rows_of_odd_id_with_the_factor_of_the_even_ones(fits: list[FittedEfficiency]) -> None:
     assert {fit.efficiency.precision for fit in fits} == {"fp32", "amp_fp16"}
     for fit in fits:
@@ -107,7 +124,6 @@ def test_rows_of_odd_id_with_the_factor_of_the_even_ones(fits: list[FittedEffici
 
 
 @pytest.mark.slow
-@needs_data
 def test_the_profile_holds_the_factors_that_help_and_no_other(fits: list[FittedEfficiency], shipped: Profile) -> None:
     found = [fit.efficiency for fit in fits if fit.helps]
     assert [(e.precision, e.device_type, e.points, e.source) for e in shipped.compute.efficiencies] == [
@@ -119,7 +135,6 @@ def test_the_profile_holds_the_factors_that_help_and_no_other(fits: list[FittedE
     assert without_efficiency(shipped).compute.efficiencies == []
 
 
-@needs_data
 @pytest.mark.parametrize("case", EIGHT_GPUS)
 def test_eight_gpus(case: tuple[str, str, int, int], rows: list[PublishedRow], shipped: Profile) -> None:
     """Scaling efficiency within 2 points, throughput within 5%, simulated from the plan of the program that was measured."""
@@ -132,7 +147,6 @@ def test_eight_gpus(case: tuple[str, str, int, int], rows: list[PublishedRow], s
     assert evaluation.breakdown[0].communication_busy_s > 0
 
 
-@needs_data
 def test_every_published_all_reduce_of_the_cube_mesh(collectives: list[CollectiveRow]) -> None:
     """One process per GPU: within 6% from 16 MiB up, 15% at 1 MiB, and 25% between, where protocols change."""
     own = [row for row in collectives if "fitted to" in row.machine.what and row.machine.what.startswith("cube mesh")]
@@ -142,7 +156,6 @@ def test_every_published_all_reduce_of_the_cube_mesh(collectives: list[Collectiv
         assert abs(row.error) <= limit, row
 
 
-@needs_data
 def test_collectives_that_nothing_was_fitted_to(collectives: list[CollectiveRow]) -> None:
     """Large sizes on another cube mesh, broadcast on a DGX-2 (its rate is from all_reduce), transfers over one and two links.
 

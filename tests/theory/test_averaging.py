@@ -128,6 +128,17 @@ def test_staleness_lowers_the_weight_of_late_work() -> None:
     for staleness in (0, 3, 8):
         arrival = Arrival(weights=np.ones(1), start=np.zeros(1), staleness=staleness)
         assert merge(Merged(weights=np.zeros(1)), arrival, rule).weights[0] == pytest.approx(0.8 * (1 + staleness) ** -0.5)
+    for share, weight in ((0.5, 0.4), (1.25, 1.0), (2.0, 1.0)):  # of samples; never more than all of what arrives
+        arrival = Arrival(weights=np.ones(1), start=np.zeros(1), share=share)
+        assert merge(Merged(weights=np.zeros(1)), arrival, rule).weights[0] == pytest.approx(weight)
+
+
+def test_a_full_buffer_is_the_mean_weighted_by_samples() -> None:
+    """Whatever the shares of the arrivals that fill it add up to."""
+    rule, state = MergeRule(kind="buffered", workers=4, buffer=2, rate=0.5), Merged(weights=np.array([10.0]))
+    for weights, share in ((16.0, 1.5), (4.0, 0.25)):
+        state = merge(state, Arrival(weights=np.array([weights]), start=np.array([8.0]), share=share), rule)
+    assert state.weights[0] == pytest.approx(10 + 0.5 * (8 * 1.5 - 4 * 0.25) / 1.75)
 
 
 def test_buffered_waits_for_its_buffer() -> None:

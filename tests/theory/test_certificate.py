@@ -17,11 +17,13 @@ from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
 from parsim.search.placement import certificate as module
 from parsim.search.placement.certificate import Certificate, certificate_text, certify
-from parsim.search.placement.problem import PlacementProblem, fits, memory_of, step_s
-from parsim.search.tensor import posed_placement
+from parsim.search.placement.problem import PlacementProblem, fits, memory_of, placement_problem_of, step_s
+from parsim.search.prices import Prices
+from parsim.search.tensor import allowed_placements, posed_placement
 
 RUN = """
 [model]
@@ -62,6 +64,30 @@ def assert_certified(found: Certificate, placing: PlacementProblem) -> None:
         assert fits(placing, run.solution.choice)
         assert step_s(placing, run.solution.choice) == pytest.approx(run.solution.seconds, rel=1e-12)
         assert run.taken_s > 0
+
+
+def test_every_microbatch_adds_its_forwards_backwards_and_conversions() -> None:
+    """Of one size; the last backward stands apart, since sums of gradients may hide behind it, and the update comes once."""
+    mesh, samples = Mesh(tp=2), 8
+    problem = PlanningProblem(
+        model=load_model(ModelSpec(name="mlp")),
+        cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2),
+        global_batch=32,
+    )
+    options = [allowed_placements(problem, component, mesh, samples) for component in problem.model.components]
+    one, two, four = (
+        placement_problem_of(Prices(problem, mesh, samples), options, microbatches=count, limit_bytes=(np.inf, np.inf))
+        for count in (1, 2, 4)
+    )
+    assert one.conversion_s
+    for pair, (ahead, back) in one.conversion_s.items():
+        assert np.allclose(sum(four.conversion_s[pair]), 4 * (ahead + back), rtol=1e-12)
+        assert np.array_equal(four.conversion_s[pair][1], back)
+    for number, ahead in enumerate(one.forward_s):
+        each = two.forward_s[number] - ahead
+        assert np.allclose(four.forward_s[number], ahead + 3 * each, rtol=1e-12)
+        assert np.array_equal(four.backward_s[number], one.backward_s[number])
+        assert (each >= one.backward_s[number]).all()
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet_small"])

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
-from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
 from parsim.costs.communication.intranode import choose_protocol, protocol_lines
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced
 from parsim.hardware.topology import Link, Topology
 from parsim.work import COLLECTIVES, Collective, SendRecv
 
@@ -228,6 +228,13 @@ def test_transfers_take_the_direct_lanes_or_the_sockets(dgx1: Cluster) -> None:
     assert send(0, 5) == pytest.approx(2**30 / dgx1.profile.link_kinds["smp"].bandwidth_bytes_per_s.value, rel=1e-3)
 
 
+def test_a_transfer_without_bytes_takes_what_it_takes_to_begin(dgx1: Cluster) -> None:
+    model = dgx1.profile.communication.link_model
+    assert model is not None
+    nothing = estimate_send_recv(SendRecv(source=0, destination=1, size_bytes=0), dgx1).median_s
+    assert nothing == model.point_to_point_base_s > 0
+
+
 # --- choice of the protocol -------------------------------------------------------------------------------------------
 
 
@@ -386,6 +393,33 @@ def test_fits_are_per_operation_and_group_size() -> None:
     fits = fit_regimes([*points, *other, *foreign, *sends])
     assert [(fit.operation, fit.group_size) for fit in fits] == [("all_reduce", 2), ("all_reduce", 4), ("send_recv", 2)]
     assert regimes_s(fits[1].regimes, 2**20) == pytest.approx(2 * regimes_s(fits[0].regimes, 2**20), rel=1e-4)
+
+
+def test_a_size_at_the_end_of_a_line_is_on_that_line_and_never_below_it() -> None:
+    """The next line begins behind it, where it may jump up; where it would fall, the end of the line before counts."""
+    jumps = [Regime(max_size_bytes=100, latency_s=1.0, seconds_per_byte=0.01)]
+    for latency_s, behind_s in ((5.0, 6.01), (0.0, 2.0)):
+        lines = [*jumps, Regime(max_size_bytes=None, latency_s=latency_s, seconds_per_byte=0.01)]
+        assert regimes_s(lines, 100) == pytest.approx(2.0)
+        assert regimes_s(lines, 101) == pytest.approx(behind_s)
+
+
+def test_contention_on_measured_lines_is_a_term_of_its_own() -> None:
+    """Bytes take 1.5 times as long beside another group; the latency stays."""
+    line = Regime(max_size_bytes=None, latency_s=1.0, seconds_per_byte=0.01)
+    fit = CollectiveFit(
+        operation="all_reduce",
+        group_size=2,
+        algorithm="ring",
+        regimes=[line],
+        relative_sigma=0.0,
+        min_size_bytes=0,
+        max_size_bytes=1000,
+        source="x",
+    )
+    shared = {term.name: term.value for term in _by_measured(fit, 1.5, 100, 2).terms}
+    assert shared == pytest.approx({"bytes": 1.0, "contention": 0.5, "latency": 1.0})
+    assert "contention" not in [term.name for term in _by_measured(fit, 1.0, 100, 1).terms]
 
 
 def test_one_size_is_not_enough() -> None:

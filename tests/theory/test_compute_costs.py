@@ -19,6 +19,7 @@ from parsim.costs.compute.formula import (
     family_of,
     product_of,
     saturation_s,
+    tile_parts,
 )
 from parsim.costs.compute.launches import (
     ComputeRequest,
@@ -32,6 +33,7 @@ from parsim.costs.compute.measured import interpolation_terms
 from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import Device
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorPoint
@@ -580,3 +582,37 @@ def test_refitting_the_same_points_gives_the_same_bits() -> None:
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(ProfileError, match="at least 8"):
         fit_operators(synthetic_points(0, 0.0)[:7], "toy", {"fp32": PEAK}, BANDWIDTH)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_momentum", "adam"])
+def test_averages_of_weights_take_their_share_of_the_accesses(optimizer: str) -> None:
+    """A read of the weight, and a read and a write of its average, beside the accesses of the optimizer."""
+    device = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1).devices[0]
+    work = OptimizerStep(elements=10**8, tensors=1)
+    plain, averaged = (
+        ComputeCosts(load_profile("dgx1-v100-32gb"), Numerics(optimizer=optimizer, ema=ema)).optimizer(work, device).median_s
+        for ema in (False, True)
+    )
+    accesses = OPTIMIZERS[optimizer].accesses_per_element
+    assert averaged / plain == pytest.approx((accesses + 3) / accesses, rel=1e-12)
+
+
+def test_fewer_tiles_than_multiprocessors_take_as_long_as_one() -> None:
+    """And a wave that is not full takes its part: half of it in the middle of two waves with a quantisation of 0."""
+    coefficients = {
+        "utilisation": 1.0,
+        "operand_overhead": 0.0,
+        "depth_overhead": 0.0,
+        "quantisation": 0.0,
+        "floor_s": 0.0,
+        "bandwidth_fraction": 1.0,
+        "split_cost": 1e9,
+        "sharpness": 8.0,
+        "multiprocessors": 100.0,
+        "peak_flop_per_s": 1e12,
+        "memory_bandwidth_bytes_per_s": 1e12,
+    }
+    problems = np.array([1.0, 50.0, 100.0, 150.0])
+    size = np.full(4, 64.0)
+    compute, _, _ = tile_parts(size, size, size, problems, np.zeros(4), coefficients)
+    assert compute[0] / compute[0][0] == pytest.approx([1.0, 1.0, 1.0, 1.5], rel=1e-12)

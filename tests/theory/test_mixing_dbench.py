@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from experiments.relaxed.dbench import METRICS, VarianceProfile, gini, mean_ranks
 from parsim.errors import AlgorithmError
+from parsim.relaxed.dbench import METRICS, VarianceProfile, gini, mean_ranks
 
 positive = arrays(np.float64, st.integers(1, 20), elements=st.floats(0.01, 100))
 

@@ -138,3 +138,10 @@ def test_plans_price_groups_that_share_a_card() -> None:
     transfer = SendRecv(source=0, destination=2, size_bytes=S)
     (sent,) = problem.price([(transfer, 0)], Mesh(pp=2, dp=2))
     assert sent.median_s == pytest.approx(10e-6 + 6e-6 + 2e-6 + 2 * S / 5e9, rel=1e-12)
+
+
+@pytest.mark.parametrize(("nodes", "levels"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_a_tree_has_as_many_levels_as_halvings_of_its_nodes_rounded_up(nodes: int, levels: int) -> None:
+    """Nothing but hops: up and down inside once, and over each level."""
+    (tree,) = choices("all_reduce", tuple(range(2 * nodes)), 0, cluster(nodes, algorithms=["tree"]))
+    assert tree.seconds == pytest.approx(10e-6 + 2 * 2e-6 + 2 * levels * HOP_S, rel=1e-12)

@@ -34,10 +34,20 @@ def table(count: int, stage_s: Callable[[int, int, int], float]) -> Callable[[in
     )
 
 
+@settings(max_examples=60)
+@given(data=st.data())
+def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.DataObject) -> None:
+    check_against_brute_force(data)
+
+
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(data=st.data())
-def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.DataObject) -> None:
+def test_equals_brute_force_on_many(data: st.DataObject) -> None:
+    check_against_brute_force(data)
+
+
+def check_against_brute_force(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     stages = data.draw(st.integers(1, count))
     times = [[data.draw(st.integers(0, 20)) / 4 for _ in range(count)] for _ in range(stages)]

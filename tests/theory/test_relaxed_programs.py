@@ -37,6 +37,7 @@ from parsim.program.taskgraph import TaskGraph
 from parsim.program.templates import lower_columns
 from parsim.search.by_hand import custom_plan
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
+from tests.models import residual_model
 
 RULES = (
     "average/1",
@@ -94,6 +95,25 @@ def test_rounds_have_the_tasks_of_their_rule(problem: PlanningProblem) -> None:
         for graph in one_peer
     ]
     assert offsets == [{1}, {2}]
+
+
+@pytest.mark.parametrize(("text", "neighbours"), [("gossip/1 ring", 2), ("gossip/1 complete", 3)])
+def test_messages_wait_for_what_both_ends_have_packed_and_each_neighbour_is_added(
+    problem: PlanningProblem, text: str, neighbours: int
+) -> None:
+    """Of four replicas. Packing is a product (2 accesses), taking a copy and a zeroing (3), a neighbour a sum (3)."""
+    graph = lower(plan_of(problem, text), problem.model)
+    packed = {
+        (task.ranks[0], task.origin.bucket): task.index
+        for task in graph.tasks
+        if isinstance(task.work, Mix) and task.work.copies == 1
+    }
+    for task in graph.tasks:
+        if isinstance(task.work, SendRecv):
+            ends = (task.work.source, task.work.destination)
+            assert {packed[rank, task.origin.bucket] for rank in ends} <= set(task.dependencies)
+        if isinstance(task.work, Mix) and task.work.copies > 1:
+            assert (task.work.copies, task.work.accesses) == (1 + neighbours, 2 + 3 + 3 * neighbours)
 
 
 def test_replicas_of_several_ranks_sum_their_own_gradients(problem: PlanningProblem) -> None:
@@ -246,6 +266,14 @@ def test_stale_stages_wait_for_nobody_within_a_step(problem: PlanningProblem) ->
         < simulated_step(problem, replace(plan, synchronisation=Synchronisation())).steady_s
     )
     assert plan.executable
+
+
+def test_a_value_that_passes_a_stale_stage_is_refused(problem: PlanningProblem) -> None:
+    """a -> b -> c -> d, where d also reads a: on two stages neighbours, on three one works on another batch in between."""
+    skipping = replace(problem, model=residual_model())
+    with pytest.raises(PlanError, match="past a stage that works on another batch; use a model that is a chain"):
+        lower(plan_of(skipping, "stale", pp=3), skipping.model)
+    assert lower(plan_of(skipping, "stale", pp=2), skipping.model).tasks
 
 
 def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:

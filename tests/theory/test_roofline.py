@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.formula import CACHED_BYTES, WINOGRAD_REDUCTION, KernelModel
-from parsim.costs.compute.launches import ComputeRequest, component_launches
+from parsim.costs.compute.formula import CACHED_BYTES, WINOGRAD_REDUCTION, KernelModel, kernel_roofline_s
+from parsim.costs.compute.launches import ComputeRequest, Launch, component_launches
 from parsim.costs.compute.surfaces import LaunchModel, SurfaceModel
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
@@ -216,3 +216,13 @@ def test_the_term_of_the_roofline_stands_only_where_it_decides() -> None:
         .estimate(ComputeRequest(component=component, phase=Phase.FORWARD, samples=8))
     )
     assert "roofline" not in [term.name for term in fitted.terms]
+
+
+@pytest.mark.parametrize(("flop", "size_bytes"), [(1e12, 1e6), (1e6, 1e9)])
+def test_a_launch_takes_the_longer_of_its_arithmetic_and_its_bytes(flop: float, size_bytes: float) -> None:
+    """Both go on at once, so the bound is no sum."""
+    _, device = machine(PROFILES[0])
+    shape = (("problems", 1.0), ("rows", 1024.0), ("columns", 1024.0), ("depth", 1024.0))
+    launch = Launch(kind="matmul", function="", phase="forward", sizes=shape, flop=flop, size_bytes=size_bytes)
+    arithmetic_s, bytes_s = flop / device.peak_flop_per_s["fp32"], size_bytes / device.memory_bandwidth_bytes_per_s
+    assert kernel_roofline_s(launch, device, "fp32") == pytest.approx(max(arithmetic_s, bytes_s), rel=1e-12)

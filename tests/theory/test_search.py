@@ -21,8 +21,8 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import custom_plan
 from parsim.search.families import FAMILIES
 from parsim.search.recompute import recomputed_to_fit
-from parsim.search.search import _rows, most_frequent, search
-from parsim.search.tree import TIE, JudgedPlan
+from parsim.search.search import _rows, most_frequent, search, simplest_tie
+from parsim.search.tree import TIE, JudgedPlan, is_tie
 from parsim.work import Compute, Phase
 from tests.machines import machine
 from tests.models import chain_model
@@ -282,3 +282,20 @@ def test_families_that_lost_and_are_faster_alone_are_named() -> None:
     assert "hp" in found.unrefined
     assert "dp" not in found.unrefined
     assert alone.unrefined == ()
+
+
+def test_a_tie_is_a_share_of_the_step() -> None:
+    """3.5%, of milliseconds as of hours."""
+    for step_s in (1e-6, 1e-2, 1.0, 1e4):
+        assert is_tie(1.034 * step_s, step_s)
+        assert is_tie(0.5 * step_s, step_s)
+        assert not is_tie(1.036 * step_s, step_s)
+
+
+def test_a_simpler_plan_that_does_not_fit_ties_with_nothing() -> None:
+    question = problem(4)
+    dp, hp = (custom_plan(question, mesh) for mesh in (Mesh(dp=4), Mesh(pp=2, dp=2)))
+    for fits, safe in ((False, False), (True, False)):
+        judged = [JudgedPlan(plan=hp, step_s=1.0), JudgedPlan(plan=dp, step_s=1.0, fits=fits, safe=safe)]
+        assert simplest_tie(question, judged, lambda _: float("inf")).plan == hp
+    assert simplest_tie(question, [replace(entry, fits=True, safe=True) for entry in judged], lambda _: float("inf")).plan == dp

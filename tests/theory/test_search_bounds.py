@@ -125,6 +125,23 @@ def test_the_bound_over_all_cuts_is_that_of_the_best_one(seed: int) -> None:
     assert found >= best * (1 - 2e-4)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_over_all_cuts_holds_where_a_cut_saves_something_on_both_sides(seed: int) -> None:
+    """Each cut takes up to `saved_s` from the stage before it and the one behind it together, divided at random."""
+    rng = np.random.default_rng(seed)
+    count, microbatches = int(rng.integers(3, 9)), int(rng.integers(1, 9))
+    seconds, stages = rng.uniform(0.5, 2.0, size=count), int(rng.integers(2, min(count, 4) + 1))
+    saved_s = float(rng.uniform(0.05, 0.2))
+    found = least_round_s(seconds, stages, microbatches, saved_s=saved_s)
+    for cuts in combinations(range(1, count), stages - 1):
+        times = np.array([part.sum() for part in np.split(seconds, cuts)])
+        shares = rng.uniform(size=stages - 1)
+        times[:-1] -= shares * saved_s
+        times[1:] -= (1 - shares) * saved_s
+        step_s = max(times[:stage].sum() + microbatches * own for stage, own in enumerate(times))
+        assert found <= step_s * (1 + 1e-12), cuts
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     elements=st.sampled_from((1_000, 3_000_000, 40_000_000)),

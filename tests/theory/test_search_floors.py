@@ -23,7 +23,7 @@ from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import device_bound_s, order_bound_s
-from parsim.search.memory_floor import floor_excess_bytes, plan_floor
+from parsim.search.memory_floor import WeightParts, floor_excess_bytes, plan_floor
 from parsim.search.recompute import every_set, may_fit_recomputing, recomputed_to_fit
 from parsim.search.search import search
 from parsim.search.stages import balanced_plan, place_excess_bytes
@@ -161,6 +161,22 @@ def test_no_plan_on_fewer_devices_is_faster_than_all_computation_divided_evenly(
     larger = PlanningProblem(model=MODELS[name], cluster=machine(), global_batch=12)
     bound_s = device_bound_s(larger, devices)
     assert 0 < bound_s <= step_s
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_one_device_is_no_faster_than_all_computation(name: str) -> None:
+    """Portions of the batch are priced at every size: whole, a batch costs less per sample than one by one."""
+    problem = PlanningProblem(model=MODELS[name], cluster=machine(1), global_batch=12)
+    plan = some_plan(problem, Mesh(), 1, ("1f1b", 1))
+    assert plan is not None
+    step_s = simulated_step(problem, plan, fold=True).step_s
+    assert 0.5 * step_s < device_bound_s(problem, 1) <= step_s
+
+
+def test_zero_divides_state_then_gradients_then_parameters() -> None:
+    """8 bytes of state, 4 of gradients, 2 of parameters on two tp ranks and four replicas."""
+    parts = WeightParts(((2, (8.0, 4.0, 2.0)),))
+    assert [parts.bytes_at(stage, copies=4) for stage in ZERO_STAGES] == [14.0, 7.0, 3.5, 1.75]
 
 
 def test_sets_that_are_left_out_by_their_floor_do_not_fit() -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parsim.errors import PlanError, ScheduleError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.divided import divided_model, experts_of, tokens_of
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
@@ -103,3 +105,37 @@ def test_placements_are_sought_within_memory_beside_pieces_of_the_sequence() -> 
     """What fits by its parts and not as a whole; each of the cp pieces has a copy of every tp shard."""
     mesh = Mesh(cp=2, tp=2)
     assert best_placement(asked(3 * 2**30).on(mesh), 1, mesh, zero_stage=0).placements is not None
+
+
+LISTED = {
+    (8, 1, 1): "1x1x8 1x2x4 1x4x2 1x8x1 2x1x4 2x2x2 2x4x1 4x1x2 4x2x1 8x1x1",
+    (8, 1, 2): "1x2x4 1x4x2 1x8x1 2x2x2 2x4x1 4x2x1",
+    (8, 1, 4): "1x4x2 1x8x1 2x4x1",
+    (8, 2, 1): "1x1x4 1x2x2 1x4x1 2x1x2 2x2x1 4x1x1",
+    (8, 2, 2): "1x1x4 1x2x2 1x4x1 2x1x2 2x2x1 4x1x1",
+    (8, 2, 4): "1x2x2 1x4x1 2x2x1",
+    (
+        12,
+        1,
+        1,
+    ): "1x1x12 1x2x6 1x3x4 1x4x3 1x6x2 1x12x1 2x1x6 2x2x3 2x3x2 2x6x1 3x1x4 3x2x2 3x4x1 4x1x3 4x3x1 6x1x2 6x2x1 12x1x1",
+    (12, 1, 2): "1x2x6 1x4x3 1x6x2 1x12x1 2x2x3 2x6x1 3x2x2 3x4x1 6x2x1",
+    (12, 1, 4): "1x4x3 1x12x1 3x4x1",
+    (12, 2, 1): "1x1x6 1x2x3 1x3x2 1x6x1 2x1x3 2x3x1 3x1x2 3x2x1 6x1x1",
+    (12, 2, 2): "1x1x6 1x2x3 1x3x2 1x6x1 2x1x3 2x3x1 3x1x2 3x2x1 6x1x1",
+    (12, 2, 4): "1x2x3 1x6x1 3x2x1",
+}
+"""By devices, cp and ep: all pp x dp x tp where pp dp tp cp are the devices and ep divides dp cp."""
+
+
+@pytest.mark.parametrize("devices", [8, 12])
+def test_meshes_with_pieces_and_experts_are_those_listed_by_hand(devices: int) -> None:
+    cluster = cluster_from_profile(load_profile("dgx2-v100"), devices)
+    problem = replace(asked(), model=mixture(layers=12), cluster=cluster, global_batch=24, zero_stage=0)
+    found = {
+        (devices, mesh.cp, mesh.ep, f"{mesh.pp}x{mesh.dp}x{mesh.tp}")
+        for part in divided_problems(problem)
+        for mesh in space.meshes(part)
+        if mesh.size == devices
+    }
+    assert found == {(*key, text) for key, texts in LISTED.items() if key[0] == devices for text in texts.split()}

@@ -7,6 +7,7 @@ and the loss, and placements that cut all components alike. The search may know 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -74,6 +75,22 @@ def test_meshes_are_those_listed_by_hand(devices: int) -> None:
     assert len(names) <= len(problem.model.components)
     found = [mesh for mesh in meshes(problem) if mesh.size == devices]
     assert sorted(map(str, found)) == sorted(map(str, listed(devices)))
+
+
+@pytest.mark.parametrize(("devices", "batch", "count"), [(8, 8, 32), (8, 3, 29), (12, 12, 66)])
+def test_meshes_that_leave_devices_idle_have_replicas_that_divide_the_batch(devices: int, batch: int, count: int) -> None:
+    """Beside those of all devices: pp dp tp below their number, and dp a divisor of the batch."""
+    draw = drawn_on_8(0)
+    many = replace(draw.model, **{key: value[:1] * devices for key, value in vars_of(draw.model).items()}, skips=(), tied=())
+    problem = replace(draw, model=many, cluster=replace(draw.cluster, kinds=(0,) * devices), global_batch=batch).problem()
+    sizes = range(1, devices + 1)
+    fewer = [
+        Mesh(pp=pp, dp=dp, tp=tp)
+        for pp, dp, tp in product(sizes, sizes, sizes)
+        if pp * dp * tp < devices and not batch % dp and pp <= len(problem.model.components)
+    ]
+    assert len(fewer) + len(listed(devices)) == count
+    assert sorted(map(str, meshes(problem))) == sorted(map(str, [*fewer, *listed(devices)]))
 
 
 def vars_of(model: object) -> dict[str, tuple[object, ...]]:

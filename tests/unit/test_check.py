@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import parsim as ps
 from parsim.app.answer import LargestOf
-from parsim.app.check import Help, changed, check_question, mesh_settings, rate_of, verdict_of, whole
+from parsim.app.ask import whole
+from parsim.app.check import Help, changed, check_question, mesh_settings, rate_of, verdict_of
 from parsim.app.functions import _question
 from parsim.app.largest import _bisected, _Sizes
 from parsim.cli import main
@@ -178,9 +179,21 @@ def test_ctrl_c_ends_what_asks_more_than_once_and_says_what_is_known(
     assert ending.value.__notes__
     answer = ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, devices=2, strategy="dp")
     assert answer.search is not None
+    cut = replace(answer, search=replace(answer.search, cut_short=True))
     with pytest.raises(KeyboardInterrupt):
-        whole(replace(answer, search=replace(answer.search, cut_short=True)))
+        whole(cut)
     assert whole(answer) is answer
+    monkeypatch.setattr("parsim.app.functions.ask", lambda *_, **__: cut)
+    monkeypatch.setattr("parsim.app.sweep.executing.answer_of", lambda *_: cut)
+    asked: dict[str, Any] = {"cluster": "dgx1-v100-32gb", "global_batch": 64, "settings": {"cluster.devices": 2}}
+    calls = (
+        lambda: ps.simulate("mlp", **asked),
+        lambda: ps.run("mlp", **asked),
+        lambda: ps.sweep("mlp", {"training.global_batch": [32, 64]}, **asked),
+    )
+    for call in calls:
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 @given(most=st.integers(1, 300), limit=st.integers(1, 300))

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from parsim.costs import Costs, Estimate, price
+from parsim.costs.adjustments import HardwareScale
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import OverlapFactors
@@ -378,3 +379,18 @@ def test_components_that_do_the_same_are_priced_once(v100: Cluster) -> None:
     layers = [estimate for (work, _), estimate in zip(works, found, strict=True) if ".attn" in work.component]
     assert len(layers) == 6 * SMALL.layers
     assert len({id(estimate) for estimate in layers}) == 4, "a second forward is priced as the first"
+
+
+def test_a_scale_is_of_computation_and_of_links_and_not_of_loading() -> None:
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    plain, scaled = (
+        PlanningProblem(model=chain_model(), cluster=cluster, global_batch=8, scale=scale)
+        for scale in (HardwareScale(), HardwareScale(computation=2.0, communication=4.0))
+    )
+    for work, factor in (
+        (ComputeWork(component=plain.model.components[0].name, phase=Phase.FORWARD, samples=4), 2.0),
+        (Collective(operation="all_reduce", group=(0, 1), size_bytes=2**20), 4.0),
+        (LoadBatch(samples=4, size_bytes=2**20), 1.0),
+    ):
+        before_s, after_s = (problem.costs(2).estimate(work, 0).median_s for problem in (plain, scaled))
+        assert after_s == pytest.approx(before_s / factor, rel=1e-12), work

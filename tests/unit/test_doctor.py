@@ -80,9 +80,10 @@ def test_the_first_sentence_names_each_reason_once() -> None:
     def said(found: Found) -> str:
         return sentence({"commands": [asdict(check) for check in commands_of(found)]})
 
-    assert said(GPUS) == "All commands of parsim work on this machine."
+    assert said(GPUS) == "All of parsim works on this machine."
     assert said(CPU_ONLY) == (
-        "All commands of parsim work on this machine, except calibrate --device cuda and run and validate on GPUs (torch "
-        "2.13.0+cpu was built without CUDA)."
+        "parsim works on this machine. What does not: calibrate --device cuda, run and validate on GPUs (torch 2.13.0+cpu was "
+        "built without CUDA)."
     )
     assert said(BARE).count("torch is not installed") == 1
+    assert said(replace(BARE, numba_error="numba cannot be imported; reinstall it")).startswith("parsim cannot plan on this")

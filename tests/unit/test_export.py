@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -326,11 +327,25 @@ def test_the_command_and_python_write_the_same(
         main()
     assert ended.value.code == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["left_out"]["plan.stages"].startswith("Megatron-LM cuts between layers, here into 2 + 2; ")
+    assert "model, data and length of the training" in told["left_out"]
     prediction = simulate("transformer", cluster="8xh100-sxm", global_batch=32, overrides=CUT)
     done = prediction.export("megatron", out=tmp_path / "python.sh")
     assert done.to_dict() == told | {"file": str(tmp_path / "python.sh"), "launch": "bash python.sh"}
     assert (tmp_path / "python.sh").read_text() == by_command.read_text()
+
+
+def test_stages_that_begin_inside_a_layer_are_cut_between_layers(answers: Answers, tmp_path: Path) -> None:
+    folder = answers("transformer", "8xh100-sxm", 32, CUT)
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    plan = json.loads((moved / "plan.json").read_text())
+    first, second = plan["stages"]
+    for key in ("components", "placements"):
+        if first.get(key):
+            second[key].insert(0, first[key].pop())
+    (moved / "plan.json").write_text(json.dumps(plan))
+    done = export_folder(moved, format="megatron", out=tmp_path / "a.sh")
+    assert done.left_out["plan.stages"].startswith("Megatron-LM cuts between layers, here into 2 + 2; ")
 
 
 def test_traces_of_every_rank_say_what_the_breakdown_says(tmp_path: Path) -> None:

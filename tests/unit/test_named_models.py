@@ -38,7 +38,7 @@ def flop(model: Model, *kinds: str) -> float:
 def test_parameters_are_those_that_were_published(name: str) -> None:
     named = NAMED[name]
     assert by_name(name).parameter_count == named.parameters
-    assert named.shape is None or named.shape.weights == pytest.approx(named.parameters, rel=0.01)
+    assert named.shape is None or named.shape.weights == pytest.approx(named.parameters, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,8 @@ def test_a_type_of_remote_code_over_an_architecture_of_transformers_is_that_arch
     counts = []
     for kind in ("kimi_k2", "deepseek_v3"):
         path = tmp_path / f"{kind}.json"
-        path.write_text(json.dumps({"model_type": kind, "architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+        code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}} if kind == "kimi_k2" else {}
+        path.write_text(json.dumps({"model_type": kind, "architectures": ["DeepseekV3ForCausalLM"], **code, **sizes}))
         counts.append(load_model(ModelSpec(name=str(path), args=(("seq", 32),))).parameter_count)
     assert counts[0] == counts[1] > 0
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parsim.app.sections import REFUSED, TORCH_NAMES
 from parsim.errors import ConfigError
 from parsim.execute.checkpoint.checkpoint import restore_optimizer
+from parsim.execute.job import TrainingRecipe
 from parsim.execute.optimizer import check_states, distinct, flat_gradients, make_optimizer, scale_to_norm, squared_norm
 from parsim.model.optimizers import COUNTERS, OPTIMIZERS
 
@@ -182,3 +183,13 @@ def test_norms_of_half_precision_are_not_rounded_or_lost(type_: torch.dtype, siz
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     scale_to_norm(gradients, norm, 1000.0)
     assert float(torch.cat(gradients).double().norm()) == pytest.approx(1000.0, rel=5e-3)
+
+
+def test_only_exempt_parameters_do_not_decay() -> None:
+    """Without a gradient a step of SGD takes lr * decay of a weight, and nothing of one that is exempt."""
+    decayed, exempt = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = make_optimizer("sgd", [decayed, exempt], 0.5, recipe=TrainingRecipe(weight_decay=0.1), exempt=[exempt])
+    decayed.grad, exempt.grad = torch.zeros(3), torch.zeros(3)
+    optimizer.step()
+    assert torch.allclose(decayed, torch.full((3,), 0.95))
+    assert torch.equal(exempt, torch.ones(3))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from parsim.app.config import parse_config
 from parsim.app.load import cluster_of
+from parsim.app.question import question_of, taken_defaults
 from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
@@ -210,9 +211,9 @@ def test_gpu_needs_no_profile() -> None:
         ('gpu = "h100"\nprofile = "dgx1-v100-32gb"', "exactly one of profile and gpu"),
         ("nodes = 1", "exactly one of profile and gpu, and neither is given"),
         ('profile = "dgx1-v100-32gb"\ngpus_per_node = 4', "gpus_per_node = 4 belongs to cluster.gpu"),
-        ('gpu = "h100"\ncards_per_node = 4', "cards_per_node = 4 needs cluster.network"),
+        ('gpu = "l40s"\ncards_per_node = 4', "cards_per_node = 4 needs cluster.network"),
         ('gpu = "h100"\ngpus_per_node = 0', "gpus_per_node"),
-        ('gpu = "h100"\nnodes = 2', "needs cluster.network"),
+        ('gpu = "l40s"\nnodes = 2', "needs cluster.network"),
     ],
 )
 def test_wrong_tables_say_what_to_do(table: str, message: str) -> None:
@@ -468,3 +469,20 @@ def test_what_a_model_has_priced_before_changes_no_price(
     assert model.estimate(request) == priced_alone(*on, request)
     kernels = component_kernels(request, on[1], "cuda", fused_attention=model._fuses_attention)
     assert model.seconds(request) == sum(model.price(kernel).seconds for kernel in kernels)
+
+
+def test_the_usual_network_joins_nodes_and_is_said() -> None:
+    """Each part names a network that ships, or none; then a question without one is refused with what to add."""
+    for name in shipped_gpus():
+        if (network := load_gpu(name).network) is not None:
+            assert load_network(network).name == network
+    question = question_of("llama3-8b", cluster="16xh100-sxm", global_batch=16)
+    assert question.cluster.network is None
+    assert taken_defaults(question)["cluster.network"] == "infiniband-400g"
+    cluster = cluster_of(question.cluster)
+    assert cluster.network is not None
+    assert cluster.network.name == "infiniband-400g"
+    named = question_of("llama3-8b", cluster="16xh100-sxm", global_batch=16, settings={"cluster.network": "ethernet-100g"})
+    assert "cluster.network" not in taken_defaults(named)
+    with pytest.raises(ConfigError, match=r"needs cluster\.network between the nodes, which 8xl40s does not tell"):
+        question_of("llama3-8b", cluster="16xl40s", global_batch=16)

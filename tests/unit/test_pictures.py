@@ -15,6 +15,7 @@ from parsim.cli import main
 from parsim.errors import ConfigError, MissingDependencyError
 from parsim.report import figures
 from parsim.report.picture import PAGES, checked_ending, drawn, plotted
+from parsim.units import format_seconds
 
 
 def extents(picture: Any) -> dict[str, list[tuple[float, float, float, float]]]:
@@ -51,9 +52,9 @@ def test_bars_stack_and_intervals_reach_as_far_as_they_do() -> None:
     assert tops == pytest.approx([sum(size for _, size in rank["lines"]) / 2**30 for rank in memory_of(2, 1)])
     results = report_data().sections[0].results
     plans = drawn(figures.strategies_figure(results), "plans")
-    reached = np.concatenate([line for bars in plans.axes[0].containers for bar in bars[2] for line in bar.get_segments()])
-    steps = [result["step_s"] for result in results]
-    assert sorted(reached[:, 0]) == pytest.approx(sorted(step[end] for step in steps for end in ("p05", "p95")))
+    lines = [line for bars in plans.axes[0].containers for bar in bars[2] for line in bar.get_segments() if len(line)]
+    reached, steps = np.concatenate(lines), [result["step_s"] for result in results if result["fits"]]
+    assert sorted(reached[:, 0]) == pytest.approx(sorted(1e3 * step[end] for step in steps for end in ("p05", "p95")))
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF"), ("PNG", b"\x89PNG")])
@@ -156,3 +157,14 @@ def test_a_command_draws_its_answer(
     assert not ending.value.code
     assert capsys.readouterr().out.endswith("Picture: here/step.png\n")
     assert (tmp_path / "here" / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_that_do_not_fit_do_not_set_the_axis() -> None:
+    (fits, *_) = (result for result in report_data().sections[0].results if result["fits"])
+    slow = {**fits, "fits": False, "step_s": {end: 40 * seconds for end, seconds in fits["step_s"].items()}}
+    plans = drawn(figures.strategies_figure([fits, slow]), "plans")
+    _, edge = plans.axes[0].get_xlim()
+    assert max(right for of_colour in extents(plans).values() for _, right, _, _ in of_colour) <= edge
+    drawn_alone = drawn(figures.strategies_figure([fits]), "plan")
+    assert edge <= 1.5 * drawn_alone.axes[0].get_xlim()[1]
+    assert [text.get_text() for text in plans.axes[0].texts] == [f"{format_seconds(slow['step_s']['median'])} →"]

@@ -23,6 +23,7 @@ ATTRIBUTES = {
         *("_distributed_c10d.AllreduceOptions", "_distributed_c10d.BarrierOptions"),
     ),
     "torch.autograd": ("Variable._execution_engine.run_backward",),
+    "torch.nn": ("init._no_grad_trunc_normal_",),
     "torch.distributions": ("Distribution._validate_args",),
     "torch.ops": ("aten.add.Tensor._schema", "aten.add.Tensor._overloadpacket", "aten.add._qualified_op_name"),
     "transformers": ("PreTrainedModel._from_config",),

@@ -236,14 +236,19 @@ def test_a_deepspeed_config_beside_the_arguments_is_read(tmp_path: Path) -> None
     assert recipe.training["precision"] == "bf16"
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("axolotl.yaml", 2, 1), ("paddlenlp.json", 2, 4)])
-def test_axes_that_no_measured_framework_has_are_planned(name: str, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "framework"), [("axolotl.yaml", 2, 1, "hf-trainer"), ("paddlenlp.json", 2, 4, None)]
+)
+def test_axes_are_planned_whether_their_framework_was_measured_or_not(
+    name: str, tp: int, pp: int, framework: str | None
+) -> None:
+    """Accelerate has tensor parallelism beside FSDP, and no pipelines."""
     question = question_of(FILES / name, cluster="8xh100-sxm")
     assert question.plan.mesh is not None
-    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, None)
+    assert (question.plan.mesh.tp, question.plan.mesh.pp, question.software.framework) == (tp, pp, framework)
     recipe = read_recipe(FILES / name)
-    assert "software.framework" not in recipe.settings(8)
-    assert "above 1 are not known" in recipe.left_out["software.framework"]
+    assert recipe.settings(8).get("software.framework") == framework
+    assert framework is not None or "above 1 are not known" in recipe.left_out["software.framework"]
 
 
 def test_what_fp8_and_the_optimizer_of_nemo_are_is_read_where_it_stands(tmp_path: Path) -> None:
@@ -280,7 +285,7 @@ def test_a_script_of_nemo_counts_more_than_the_file_that_it_names(tmp_path: Path
 def test_what_a_script_computes_is_missing(tmp_path: Path) -> None:
     recipe = read(tmp_path, "a.sh", SWIFT.replace("$(expr 16 / $nproc_per_node)", "$(cat steps)"))
     assert "gradient_accumulation_steps hangs on" in recipe.missing["training.global_batch"]
-    text = RECIPE.replace("global_batch_size = 256", "global_batch_size = 256 * nodes").replace("seq_length = 8192", "x = 1")
+    text = RECIPE.replace("global_batch_size = 256", "global_batch_size = 256 * count()").replace("seq_length = 8192", "x = 1")
     recipe = read(tmp_path, "b.py", text)
     assert "what the script computes" in recipe.missing["training.global_batch"]
     assert "the recipe llama3_8b of NeMo 2" in recipe.missing["model.args.seq"]
@@ -395,3 +400,59 @@ def test_files_of_a_megabyte_take_no_longer_than_their_length(tmp_path: Path, na
     with contextlib.suppress(ConfigError):
         read(tmp_path, name, text)
     assert time.process_time() - begin < 5.0
+
+
+def test_the_crop_of_images_is_the_input(tmp_path: Path) -> None:
+    question = question_of(FILES / "images_torchvision.sh", cluster="32xa100-sxm-80gb")
+    assert question.model.input_shape == (3, 176, 176)
+    assert question.training.global_batch == 32 * 128
+    shared = question_of(FILES / "images_example.sh", cluster="8xa100-sxm-80gb")
+    assert (shared.training.global_batch, shared.plan.microbatches) == (1024, 1)  # -b is of all GPUs of a node
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("block_size = 10 ** 9999999\n", "block_size"),
+        ("n_layer = 12\nx = (\n", "no Python that can be read"),
+        ("batch_size = 'many'\nblock_size = 8\n", "batch_size = 'many' must be a whole number"),
+        ("block_size = 64\ndtype = 'int8'\n", "dtype = 'int8' must be one of"),
+        ("import numpy as np\n", "of no kind that parsim knows"),
+    ],
+)
+def test_scripts_in_python_are_parsed_and_never_run(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(text)
+    if "9999999" in text:  # no power is computed: the key is then nanoGPT's own
+        assert read_recipe(path).args["seq"] == 1024
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        question_of(path, cluster="8xh100-sxm", global_batch=64)
+
+
+def test_a_notebook_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    path.write_text((FILES / "trainer_notebook.ipynb").read_text()[:-20])
+    with pytest.raises(ConfigError, match="no Jupyter notebook"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "beside", "precision", "master"),
+    [
+        ("torch_dtype=torch.bfloat16", "bf16=True", "bf16", False),
+        ("torch_dtype=torch.bfloat16", "", "bf16", False),
+        ("", "bf16=True", "amp_bf16", None),
+        ("", "bf16=is_bf16_supported()", "amp_bf16", None),
+        ("torch_dtype='bfloat16'", "bf16=True, fsdp='full_shard'", "bf16", None),
+        ("", "", "fp32", None),
+    ],
+)
+def test_precision_follows_how_weights_are_loaded(
+    tmp_path: Path, loaded: str, beside: str, precision: str, master: bool | None
+) -> None:
+    """Weights that are loaded in 16 bits are trained so, without copies in fp32, unless FSDP keeps them."""
+    text = f"model = AutoModelForCausalLM.from_pretrained('gpt2', {loaded})\nargs = TrainingArguments('out', {beside})\n"
+    recipe = read(tmp_path, "a.py", text)
+    assert recipe.training["precision"] == precision
+    assert recipe.training.get("master_weights") is master

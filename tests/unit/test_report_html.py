@@ -301,7 +301,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
             assert all(colours), "the legend has the colours of the bars"
             if scheme == "dark":
                 page.locator("#theme").click()
-                page.wait_for_function("!document.querySelector('.plot:not([data-drawn])')")
+                page.wait_for_selector(".plot:not([data-drawn])", state="detached")
         assert page.evaluate(GROUND) != dark
         drawn = page.evaluate(
             "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)"
@@ -321,6 +321,23 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     assert widths[0] <= widths[1], "the page scrolls sideways"
     assert hidden is False
     assert clipped == []
+
+
+def test_learning_of_several_runs_is_drawn_side_by_side() -> None:
+    """Each in one colour, with its own seconds, and with its name in the legend."""
+    first, second = (
+        [{"step": step, "seconds": seconds, "loss": 1.0 / step} for step in range(1, 21)] for seconds in (0.5, 0.25)
+    )
+    second[19]["validation"] = {"accuracy": 0.9}
+    figure = figures.learning_figure(first, step_s=0.4, beside={"gossip": (second, 0.2)})
+    curves = {(curve.name, curve.xaxis): curve for curve in figure.data}
+    assert curves["measured seconds", "x2"].x[-1] == 10.0
+    assert curves["measured seconds of gossip", "x2"].x[-1] == 5.0
+    assert curves["predicted seconds of gossip", "x2"].x[-1] == pytest.approx(4.0)
+    assert list(curves["accuracy of validation of gossip", "x4"].x) == [5.0]
+    own = {curve.line.color for (name, _), curve in curves.items() if name.endswith("of gossip")}
+    assert len(own) == 1
+    assert own.isdisjoint(curve.line.color for (name, _), curve in curves.items() if not name.endswith("of gossip"))
 
 
 def test_learning_is_drawn_over_steps_and_seconds_measured_and_predicted() -> None:

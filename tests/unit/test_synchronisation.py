@@ -352,3 +352,11 @@ def test_ada_is_validated_by_the_step_of_its_first_graph_and_its_training_is_not
     found = remembered(asked, seen, comparison, plan_changed=False)
     assert found["recorded"] is False
     assert "mean over all graphs of the plan" in found["text"]
+
+
+def test_a_round_follows_the_last_step_of_each_period_and_stages_wait_twice_their_way_to_the_loss() -> None:
+    assert [step for step in range(9) if parse_synchronisation("average/3").due(step)] == [2, 5, 8]
+    stale = parse_synchronisation("stale")
+    assert not any(map(stale.due, range(9)))
+    assert [stale.delay_of(stage, 4) for stage in range(4)] == [6, 4, 2, 0]
+    assert stale.steps_to_fill(4) == 6

@@ -49,5 +49,5 @@ def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
     """Every command runs; what the page quotes of the first answer (`> ...`) is what it prints."""
     printed = " ".join(followed(page, tmp_path)[0].split())
     quoted = [line.removeprefix("> ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("> ")]
-    for sentence in filter(None, " ".join(quoted).split("; ")):
+    for sentence in filter(None, re.split(r"; | \.\.\. ", " ".join(quoted))):
         assert sentence in printed

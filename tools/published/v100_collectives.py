@@ -154,14 +154,19 @@ def _row(entry: Mapping[str, str]) -> CollectiveRow | str:
 
 def _pair(entry: Mapping[str, str]) -> CollectiveRow | str:
     """TACCL's slope of a transfer of 1 MB between two GPUs, in microseconds per MB; the latencies are scaled by chunks."""
-    group = TACCL_PAIRS.get(entry["notes"])
-    if group is None or entry["size_bytes_or_shape"] != "1 MB" or "betas" not in entry["model_or_op"]:
+    if entry["notes"] not in TACCL_PAIRS or entry["size_bytes_or_shape"] != "1 MB" or "betas" not in entry["model_or_op"]:
         return "a scaled or derived constant of TACCL's input"
+    return transfer_row(entry["id"], entry["notes"], float(entry["value"]))
+
+
+def transfer_row(name: str, pair: str, microseconds: float) -> CollectiveRow:
+    """A transfer of 1 MB between the GPUs of one of TACCL_PAIRS."""
+    group = TACCL_PAIRS[pair]
     return CollectiveRow(
-        id=entry["id"],
+        id=name,
         machine=Machine(hardware="Azure NDv2", profile=CUBE, group=group, what="a transfer over one or two NVLinks (TACCL)"),
         operation="send_recv",
         group=group,
         size_bytes=MIB,
-        seconds=float(entry["value"]) * 1e-6,
+        seconds=microseconds * 1e-6,
     )

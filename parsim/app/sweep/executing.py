@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.ask import answer_of
+from parsim.app.ask import answer_of, whole
 from parsim.app.config import Question
 from parsim.app.load import cluster_of, model_of, problem_of
 from parsim.app.run_folder import FileBelow
@@ -118,7 +119,7 @@ def _answered(point: SweepPoint, shared: SharedValues) -> Row:
     problem = replace(problem_of(question, model=model, cluster=cluster), scale=faster)
     if problem not in _LAST:
         _LAST[:] = [problem]
-    return row_of(answer_of(question, _LAST[0]), point.samples_per_epoch)
+    return row_of(whole(answer_of(question, _LAST[0])), point.samples_per_epoch)
 
 
 _LAST: list[PlanningProblem] = []
@@ -260,9 +261,11 @@ _SHARED: SharedValues = NOTHING_SHARED
 
 
 def _begin_worker(shared: SharedValues, parent: int) -> None:
-    """What a worker process does first. It ends with its parent: loky's workers would wait for a killed one for ever."""
+    """What a worker process does first. It ends with its parent: loky's workers would wait for a killed one for ever. Ctrl-C,
+    which a terminal sends to all, is the parent's to answer: a search that is cut short here would be a row like others."""
     global _SHARED
     _SHARED = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent() -> None:
         while os.getppid() == parent:

@@ -28,9 +28,10 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import CostError, require
+from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
+from parsim.highs import solve
 
 MAX_RING_DEVICES = 8
 PEELINGS = 100
@@ -86,9 +87,6 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     cycles = list(hamiltonian_cycles(lanes))
     if not cycles:
         return ()
-    require("scipy", "the best packing of rings over these links")
-    from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
-
     used = [(a, b) for a in range(len(lanes)) for b in range(len(lanes)) if a != b and lanes[a][b] > 0]
     row = {arc: number for number, arc in enumerate(used)}
     incidence: NDArray[np.float64] = np.zeros((len(used), len(cycles)))
@@ -96,15 +94,11 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
         for arc in arcs(cycle):
             incidence[row[arc], column] = 1.0
     capacity = np.array([lanes[a][b] for a, b in used], dtype=float)
-    solution = milp(
-        -np.ones(len(cycles)),
-        constraints=LinearConstraint(incidence, ub=capacity),
-        integrality=[np.int64(1)] * len(cycles),
-        bounds=Bounds(0.0, float(capacity.max())),
-    )
-    if solution.x is None:
-        raise CostError(f"no ring packing was found for lanes {lanes}: {solution.message}")
-    counts = np.rint(solution.x).astype(int)
+    none = np.full(len(used), -np.inf)
+    times, status = solve(np.ones(len(cycles)), incidence, none, capacity, most=float(capacity.max()), whole=True)
+    if times is None:
+        raise CostError(f"no ring packing was found for lanes {lanes}: {status}")
+    counts = np.rint(times).astype(int)
     return tuple(cycle for cycle, count in zip(cycles, counts.tolist(), strict=True) for _ in range(count))
 
 

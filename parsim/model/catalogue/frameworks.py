@@ -342,7 +342,9 @@ DEEPSPEED = Framework(
 TRAINER = replace(
     DEEPSPEED,
     name="hf-trainer",
-    source="transformers.Trainer: eager modules, gradient checkpointing by layer",
+    source="transformers.Trainer: eager modules, gradient checkpointing by layer; accelerate/utils/dataclasses.py and "
+    "parallelism_config.py: tp_size, cp_size beside FSDP",
+    axes=("tp", "cp"),
     zero=0,
     launches=20.0,
 )

@@ -94,8 +94,26 @@ def _nemotron(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_head
     )
 
 
-def _bert(name: str, layers: int, hidden: int, heads: int) -> Shape:
-    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=30522, causal=False)
+def _bert(name: str, layers: int, hidden: int, heads: int, vocab: int = 30522) -> Shape:
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, causal=False)
+
+
+def _opt(name: str, layers: int, hidden: int, heads: int, parameters: int) -> NamedModel:
+    return _row(gpt(name, layers, hidden, heads, 50272, positions=2050), 2048, "arXiv 2205.01068, Table 1", parameters)
+
+
+def _bloom(name: str, layers: int, hidden: int, heads: int, parameters: int) -> NamedModel:
+    shape = gpt(name, layers, hidden, heads, 250880, alibi=True, embedding_norm=True)
+    return _row(shape, 2048, "arXiv 2211.05100, Table 3", parameters)
+
+
+def _neox(name: str, layers: int, hidden: int, heads: int, vocab: int) -> Shape:
+    """Leaves out that attention and MLP read the same values, and sum once under tensor parallelism."""
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, rotary=True, tied=False)
+
+
+def _neox_row(name: str, layers: int, hidden: int, heads: int, parameters: int, vocab: int = 50304) -> NamedModel:
+    return _row(_neox(name, layers, hidden, heads, vocab), 2048, "arXiv 2304.01373, Table 1", parameters)
 
 
 def _oss(name: str, layers: int, experts: int) -> Shape:
@@ -140,9 +158,62 @@ NAMED: dict[str, NamedModel] = {
     "gpt-530b": _megatron("GPT 530B", 105, 20480, 128, "calculon:turing-530B.json"),
     "gpt-1t": _megatron("GPT 1T", 128, 25600, 160, "calculon:megatron-1T.json"),
     "gpt2": _row(gpt("GPT-2", 12, 768, 12, 50257, positions=1024), 1024, "hf:GPT2Config", 124_439_808),
+    "gpt2-medium": _row(gpt("GPT-2 Medium", 24, 1024, 16, 50257, positions=1024), 1024, "hf:GPT2Config, widened", 354_823_168),
+    "gpt2-large": _row(gpt("GPT-2 Large", 36, 1280, 20, 50257, positions=1024), 1024, "hf:GPT2Config, widened", 774_030_080),
     "gpt2-xl": _row(gpt("GPT-2 XL", 48, 1600, 25, 50257, positions=1024), 1024, "hf:GPT2Config, widened", 1_557_611_200),
     "gpt-neo-2.7b": _row(gpt("GPT-Neo 2.7B", 32, 2560, 20, 50304), 2048, "hf:GPTNeoConfig, vocabulary padded to 50304"),
+    "gpt-j-6b": _row(_neox("GPT-J 6B", 28, 4096, 16, 50400), 2048, "hf:GPTJConfig"),
+    "gpt-neox-20b": _neox_row("GPT-NeoX 20B", 44, 6144, 64, 20_554_567_680, vocab=50432),
+    "pythia-70m": _neox_row("Pythia 70M", 6, 512, 8, 70_426_624),
+    "pythia-160m": _neox_row("Pythia 160M", 12, 768, 12, 162_322_944),
+    "pythia-410m": _neox_row("Pythia 410M", 24, 1024, 16, 405_334_016),
+    "pythia-1b": _neox_row("Pythia 1B", 16, 2048, 8, 1_011_781_632),
+    "pythia-1.4b": _neox_row("Pythia 1.4B", 24, 2048, 16, 1_414_647_808),
+    "pythia-2.8b": _neox_row("Pythia 2.8B", 32, 2560, 32, 2_775_208_960),
+    "pythia-6.9b": _neox_row("Pythia 6.9B", 32, 4096, 32, 6_857_302_016, vocab=50432),
+    "pythia-12b": _neox_row("Pythia 12B", 36, 5120, 40, 11_846_072_320, vocab=50688),
+    "phi-2": _row(_neox("Phi-2", 32, 2560, 32, 51200), 2048, "hf:PhiConfig, widened"),
+    "falcon-7b": _row(
+        Shape(
+            name="Falcon 7B",
+            layers=32,
+            hidden=4544,
+            heads=71,
+            kv_heads=1,
+            vocab=65024,
+            bias=False,
+            rotary=True,
+        ),
+        2048,
+        "hf:FalconConfig",
+    ),
+    "starcoder2-3b": _row(
+        Shape(
+            name="StarCoder2 3B",
+            layers=30,
+            hidden=3072,
+            heads=24,
+            kv_heads=2,
+            vocab=49152,
+            rotary=True,
+        ),
+        4096,
+        "hf:Starcoder2Config",
+        3_030_371_328,
+    ),
+    "opt-125m": _opt("OPT 125M", 12, 768, 12, 125_239_296),
     "opt-350m": _row(gpt("OPT-350M", 24, 1024, 16, 50272), 2048, "rows: Sailor"),
+    "opt-1.3b": _opt("OPT 1.3B", 24, 2048, 32, 1_315_758_080),
+    "opt-2.7b": _opt("OPT 2.7B", 32, 2560, 32, 2_651_596_800),
+    "opt-6.7b": _opt("OPT 6.7B", 32, 4096, 32, 6_658_473_984),
+    "opt-13b": _opt("OPT 13B", 40, 5120, 40, 12_853_473_280),
+    "opt-30b": _opt("OPT 30B", 48, 7168, 56, 29_974_540_288),
+    "opt-66b": _opt("OPT 66B", 64, 9216, 72, 0),
+    "bloom-560m": _bloom("BLOOM 560M", 24, 1024, 16, 559_214_592),
+    "bloom-1b1": _bloom("BLOOM 1.1B", 24, 1536, 16, 1_065_314_304),
+    "bloom-1b7": _bloom("BLOOM 1.7B", 24, 2048, 16, 1_722_408_960),
+    "bloom-3b": _bloom("BLOOM 3B", 30, 2560, 32, 3_002_557_440),
+    "bloom-7b1": _bloom("BLOOM 7.1B", 30, 4096, 32, 7_069_016_064),
     "bloom-176b": _row(
         gpt("BLOOM 176B", 70, 14336, 112, 250880, alibi=True, embedding_norm=True),
         2048,
@@ -160,10 +231,14 @@ NAMED: dict[str, NamedModel] = {
     "mpt-70b": _row(mpt("MPT-70b", 80, 8192, 64), 2048, "foundry:mpt-70b.yaml"),
     "internlm-7b": _row(llama("InternLM 7B", 32, 4096, 32, 32, 10944, 103168, bias=True), 2048, "rows: InternEvo"),
     "llama-7b": _row(llama("LLaMA 7B", 32, 4096, 32, 32, 11008, 32000), 2048, "hf:LlamaConfig", 6_738_415_616),
+    "llama-13b": _row(llama("LLaMA 13B", 40, 5120, 40, 40, 13824, 32000), 2048, "arXiv 2302.13971, Table 2", 13_015_864_320),
+    "llama-30b": _row(llama("LLaMA 30B", 60, 6656, 52, 52, 17920, 32000), 2048, "arXiv 2302.13971, Table 2", 32_528_943_616),
     "llama-65b": _row(llama("LLaMA 65B", 80, 8192, 64, 64, 22016, 32000), 2048, "arXiv 2302.13971, Table 2", 65_285_660_672),
     "llama2-7b": _row(llama("Llama 2 7B", 32, 4096, 32, 32, 11008, 32000), 4096, "nemo:llama.py", 6_738_415_616),
     "llama2-13b": _row(llama("Llama 2 13B", 40, 5120, 40, 40, 13824, 32000), 4096, "nemo:llama.py", 13_015_864_320),
     "llama2-70b": _row(llama("Llama 2 70B", 80, 8192, 64, 8, 28672, 32000), 4096, "nemo:llama.py", 68_976_648_192),
+    "codellama-7b": _row(llama("Code Llama 7B", 32, 4096, 32, 32, 11008, 32016), 16384, "nemo:llama.py", 6_738_546_688),
+    "codellama-13b": _row(llama("Code Llama 13B", 40, 5120, 40, 40, 13824, 32016), 16384, "nemo:llama.py", 13_016_028_160),
     "codellama-34b": _row(llama("Code Llama 34B", 48, 8192, 64, 8, 22016, 32000), 16384, "nemo:llama.py", 33_743_970_304),
     "llama3-8b": _row(llama("Llama 3 8B", 32, 4096, 32, 8, 14336, 128256), 8192, "titan:llama3", 8_030_261_248),
     "llama3-70b": _row(llama("Llama 3 70B", 80, 8192, 64, 8, 28672, 128256), 8192, "titan:llama3", 70_553_706_496),
@@ -363,6 +438,10 @@ NAMED: dict[str, NamedModel] = {
         **_experts(128, 1, 8192),
     ),
     "bert-110m": _row(_bert("BERT 110M", 12, 768, 12), 512, "hf:BertConfig"),
+    "distilbert": _row(_bert("DistilBERT", 6, 768, 12), 512, "hf:DistilBertConfig"),
+    "bert-large": _row(_bert("BERT Large", 24, 1024, 16), 512, "hf:BertConfig, widened"),
+    "roberta-110m": _row(_bert("RoBERTa Base", 12, 768, 12, 50265), 512, "hf:RobertaConfig"),
+    "roberta-large": _row(_bert("RoBERTa Large", 24, 1024, 16, 50265), 512, "hf:RobertaConfig, widened"),
     "bert-4b": _row(_bert("BERT 4B", 48, 2560, 40), 512, "rows: NeMo-Framework-Launcher"),
     "bert-20b": _row(_bert("BERT 20B", 48, 6144, 96), 512, "rows: NeMo-Framework-Launcher"),
     "bert-100b": _row(_bert("BERT 100B", 96, 9216, 96), 512, BERT_100B),
@@ -411,8 +490,13 @@ ALIASES: dict[str, str] = {
     "qwen2-coder-7b": "qwen2-7b",
     "qwen2-coder-32b": "qwen2-32b",
     "qwen2-math-7b": "qwen2-7b",
-    "bert-base-uncased": "bert-110m",
-    "bert-base": "bert-110m",
+    "roberta": "roberta-110m",
+    "distilbert-base": "distilbert",
+    "llama-33b": "llama-30b",
+    "smollm-135m": "smollm2-135m",
+    "smollm-360m": "smollm2-360m",
+    "smollm-1.7b": "smollm2-1.7b",
+    "zephyr-7b-beta": "mistral-7b",
     "vit-large-patch16-224": "vit-l-16",
     "vit-huge-patch14-224": "vit-h-14",
     "mistral-nemo": "mistral-nemo-12b",
@@ -430,8 +514,8 @@ ALIASES: dict[str, str] = {
     "phi-4-mini": "phi4-mini",
     "devstral-small-2505": "mistral-small-24b",
     "tiny-llama-1.1b": "tinyllama-1.1b",
-    "vicuna-7b-v1.5": "llama2-7b",
-    "vicuna-13b-v1.5": "llama2-13b",
+    "vicuna-7b": "llama2-7b",
+    "vicuna-13b": "llama2-13b",
     "vit-l/16": "vit-l-16",
     "vit-h/14": "vit-h-14",
 }
@@ -468,13 +552,17 @@ MOST_TOKENS = 2**33
 SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
 
 
+SUFFIXES = r"q?lora|sft|base|instruct|chat|it|pt|hf|(un)?cased|deduped|intermediate-step.*|pretrain.*|v[01]\.\d|\d{4}"
+"""Ends of names on Hugging Face that change no size, behind a dash."""
+
+
 def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
     text = re.sub(r"^[\w-]+/(?=[a-z])", "", re.sub(r"\s*\(.*\)$", "", name.lower()))  # the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
     text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
-    text = re.sub(r"^llama-?1?-?(?=7b|65b)", "llama-", text)
+    text = re.sub(r"^llama-?1?-?(?=7b|13b|30b|33b|65b)", "llama-", text)
     text = re.sub(r"^gpt-?3-?(?=\d)", "gpt3-", text)
     text = re.sub(r"^qwen-?2\.5-", "qwen2-", text)
     text = re.sub(r"^qwen-(?=\d)", "qwen", text)
@@ -482,8 +570,9 @@ def normalised(name: str) -> str:
     text = re.sub(r"^gemma-?([23])-", r"gemma\1-", text)
     text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
     text = re.sub(r"^deepseek-?v", "deepseek-v", text)
+    text = re.sub(r"^bert-base", "bert-110m", text)
     text = re.sub(r"^(granite|yi|exaone|glm)-(?=\d\.\d)", r"\1", text)
-    text = re.sub(r"(-(q?lora|sft|base|instruct|chat|it|pt|hf|pretrain.*|v0\.\d|\d{4}))+$", "", text)
+    text = re.sub(rf"(-({SUFFIXES}))+$", "", text)
     return ALIASES.get(text, text)
 
 

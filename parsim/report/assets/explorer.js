@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("sweep").textContent);
   const $ = (id) => document.getElementById(id);
-  const {safe, format, shade} = Page, OTHER = "#9aa5b1";
+  const {safe, format, range, shade} = Page, OTHER = "#9aa5b1";
   const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon", "hexagon", "triangle-down"];
   const series = (number) => shade(data.colours[number % data.colours.length]);
   const axes = data.axes, metrics = data.metrics, every = [...Array(data.count).keys()];
@@ -233,7 +233,8 @@
   };
   const note = (points, more = "") => {
     const free = several.filter((axis) => state[`:${axis.key}`] === undefined).map((axis) => axis.key);
-    return `${more}${points.length} points${free.length > 2 ? "; where several share a place, the best is drawn" : ""}.`;
+    const shared = free.length > 2 ? "; where several share a place, the best is drawn" : "";
+    return shared || points.length < data.count ? `${more}${points.length} points${shared}.` : more;
   };
 
   const drawMap = () => {
@@ -259,7 +260,7 @@
       traces = [{type: "heatmap", z: code, x: columns.map(safe), y: rows.map(safe), zmin: -0.5, zmax: tones.length - 0.5, colorscale: steps, showscale: false, xgap: 2, ygap: 2,
         customdata: winner, text: winner.map((line) => line.map((point) => (point === null ? "" : `${safe(text("division", point)).replace(/ /g, "<br>")}`))),
         hovertext: winner.map((line) => line.map((point) => (point === null ? "no plan" : hover(point)))), hovertemplate: "%{hovertext}<extra></extra>",
-        texttemplate: room ? "%{text}" : "", textfont: {color: "#ffffff"}}];
+        texttemplate: room ? "%{text}" : ""}];
       const place = winner.flatMap((line, row) => line.map((point, column) => [point, column, row])).find(([point]) => String(point) === state.point && point !== null);
       const shapes = place ? [{type: "rect", x0: place[1] - 0.48, x1: place[1] + 0.48, y0: place[2] - 0.48, y1: place[2] + 0.48, line: {color: Page.read("ink"), width: 3}}] : [];
       extra = {shapes, xaxis: {type: "category", label: across.name, showgrid: false}, yaxis: {type: "category", label: up ? up.name : "", showgrid: false}};
@@ -325,8 +326,8 @@
     card.textContent = status === "failed" ? text("reason", point) : `${text("plan_in_words", point)}.${status !== "ok" ? " It does not fit." : text("reason", point) ? ` It ${text("reason", point)}.` : ""}`;
     card.className = status === "ok" ? "" : "bad";
     axes.forEach((axis) => entry(axis.name, label(axis, axis.at[point]), "", "axis"));
-    metrics.forEach((metric) => entry(metric.name, format(metric.kind, metric.median[point]), metric.low && metric.low[point] !== null
-      ? `${format(metric.kind, metric.low[point])} to ${format(metric.kind, metric.high[point])}` : ""));
+    metrics.filter((metric) => metric.median[point] !== null).forEach((metric) => entry(metric.name, format(metric.kind, metric.median[point]),
+      metric.low && metric.low[point] !== null ? range(metric.kind, metric.low[point], metric.high[point]) : ""));
     if (status !== "failed") entry("Plan", text("plan", point));
     const settings = axes.filter((axis) => !axis.key.startsWith("scale.")).map((axis) => `--set '${axis.key}=${axis.settings[axis.at[point]].replace(/'/g, "'\\''")}'`);
     const scaled = axes.some((axis) => axis.key.startsWith("scale.") && axis.values[axis.at[point]] !== 1);
@@ -346,7 +347,7 @@
     several.forEach((axis) => { const step = state[`:${axis.key}`]; entry(axis.name, step === undefined ? "best of all" : stepLabel(axis, Number(step)), "", "axis"); });
     if (known) metrics.forEach((metric) => {
       const value = blend(metric.median, found), ends = metric.low ? [blend(metric.low, found), blend(metric.high, found)] : [null, null];
-      entry(metric.name, value === null ? "–" : `≈ ${format(metric.kind, value)}`, ends[0] !== null && ends[1] !== null ? `${format(metric.kind, ends[0])} to ${format(metric.kind, ends[1])}` : "");
+      entry(metric.name, value === null ? "–" : `≈ ${format(metric.kind, value)}`, ends[0] !== null && ends[1] !== null ? range(metric.kind, ends[0], ends[1]) : "");
     });
     $("timeline-note").textContent = "Only computed points have a timeline.";
     const mean = (values) => found.reduce((sum, [point, weight]) => sum + weight * (values[point] || 0), 0);

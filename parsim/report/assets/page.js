@@ -31,6 +31,10 @@ const Page = (() => {
     energy: (value) => (value >= 1e3 ? `${(value / 1e3).toLocaleString("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1})} MWh` : `${digits(value)} kWh`),
     share: (value) => `${(100 * value).toFixed(1)}%`,
   };
+  const range = (kind, low, high) => { // one unit is written once: 713–969 ms
+    const [from, to] = [FORMATS[kind](low), FORMATS[kind](high)], unit = from.replace(/^[0-9.,]+/, "");
+    return to.replace(/^[0-9.,]+/, "") === unit ? `${from.slice(0, from.length - unit.length)}–${to}` : `${from} to ${to}`;
+  };
   const format = (kind, value) => (value === null || value === undefined ? "–" : FORMATS[kind](value));
 
   // ---- light and dark -------------------------------------------------------------------------------------------------------
@@ -67,7 +71,7 @@ const Page = (() => {
   const CONFIG = {responsive: true, displaylogo: false, displayModeBar: false};
   const draw = (place, data, extra) => {
     const ink = read("ink"), soft = read("soft"), line = read("line");
-    const axis = {gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true, tickfont: {color: soft}, title: {font: {color: soft}, standoff: 8}};
+    const axis = {gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true, separatethousands: true, tickfont: {color: soft}, title: {font: {color: soft}, standoff: 8}};
     const layout = {paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: {l: 10, r: 14, t: 10, b: 10}, hovermode: "closest", dragmode: false, ...extra,
       showlegend: false, font: {color: ink, size: size(), family: "inherit"}, hoverlabel: {bgcolor: read("card"), bordercolor: line, font: {color: ink, size: size()}, align: "left"}};
     for (const name of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))])) {
@@ -100,5 +104,5 @@ const Page = (() => {
     }));
   };
 
-  return {safe, digits, format, read, shade, isDark, choose, themes, draw, legend};
+  return {safe, digits, format, range, read, shade, isDark, choose, themes, draw, legend};
 })();

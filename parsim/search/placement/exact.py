@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import require
+from parsim.highs import solve
 from parsim.jit import njit
 from parsim.numeric import Floats
 from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, no_choice, step_s, why_infeasible
@@ -358,17 +358,16 @@ def solve_exactly(
 
 def _parts_fit(placing: PlacementProblem) -> bool:
     """Whether the memory would do if components could be divided among their options: where it would not, no choice fits."""
-    require("scipy", "proving that no placement fits")
-    from scipy.optimize import linprog
-
     sizes = [len(options) for options in placing.options]
     scale = np.maximum(placing.limit_bytes, 1.0)
     used = np.concatenate(placing.memory_bytes, axis=0).T / scale[:, None]
     once = np.zeros((len(sizes), sum(sizes)))
     once[np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))] = 1.0
     room = placing.limit_bytes / scale + PARTS_SLACK
-    solved = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
-    return int(solved.status) != 2  # 2: infeasible, as HiGHS proved
+    ones = np.ones(len(sizes))
+    none = np.full(len(room), -np.inf)
+    rows, low, high = np.concatenate([used, once]), np.concatenate([none, ones]), np.concatenate([room, ones])
+    return solve(np.zeros(sum(sizes)), rows, low, high)[1] != "Infeasible"
 
 
 def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:

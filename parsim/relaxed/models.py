@@ -49,7 +49,7 @@ class PlainAttention(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            result: Tensor = super().forward(x)
+            result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return result
 
 
