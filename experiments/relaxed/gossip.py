@@ -9,6 +9,7 @@ all_reduce in place of the graph. Plain gossip, averaging and Ada's linear and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,10 +19,18 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from experiments.relaxed.clock import ReplicaClock
-from experiments.relaxed.graphs import ClosedLoopAda, ConsensusMeasured, debias
+from experiments.relaxed.graphs import debias
 from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError, near_matches
-from parsim.plans.mixing import Ada, MixingGraph, check_column_stochastic, check_connected, check_doubly_stochastic, connections
+from parsim.plans.mixing import (
+    CLOSED_LOOP,
+    Ada,
+    MixingGraph,
+    check_column_stochastic,
+    check_connected,
+    check_doubly_stochastic,
+    connections,
+)
 from parsim.relaxed.dbench import VarianceProfile
 from parsim.relaxed.replicas import LocalTraining, Workers
 
@@ -134,7 +143,7 @@ class GossipEpoch:
     seconds: float
     score: float
     consensus: float
-    measured: ConsensusMeasured | None
+    measured: tuple[float, float] | None
     connections: int
     sent_bytes: float
 
@@ -187,14 +196,15 @@ def train_on_graph(
         workers=Workers.fresh(training.start.repeat(1 if rule.centralised else n, 1)),
         masses=torch.ones(n, dtype=training.start.dtype) if rule.push_sum else None,
     )
-    closed_loop = rule.graph if isinstance(rule.graph, ClosedLoopAda) else None
+    closed_loop = rule.graph if isinstance(rule.graph, Ada) and rule.graph.kind == CLOSED_LOOP else None
     timing = "all_reduce" if rule.centralised else rule.combination
     clock, step, sent_bytes = ReplicaClock.begin(n), 0, 0.0
     epochs: list[GossipEpoch] = []
     records: list[tuple[int, NDArray[np.float64], float, float]] = []
     for epoch in range(partition.epochs):
         if closed_loop is not None:
-            graph = closed_loop.graph(epoch, epochs[-1].measured if epochs else None)
+            before, after = epochs[-1].measured or (0.0, 0.0) if epochs else (math.inf, 0.0)
+            graph = closed_loop.graph(closed_loop.place(before - after))
         else:
             graph = rule.graph.graph(epoch) if isinstance(rule.graph, Ada) else rule.graph
         distances: list[tuple[float, float]] = []
@@ -226,7 +236,7 @@ def train_on_graph(
                 seconds=clock.now_s,
                 score=training.score(state.workers.weights.mean(0)),
                 consensus=state.consensus(),
-                measured=ConsensusMeasured(before=float(before), after=float(after), neighbours=widest) if distances else None,
+                measured=(float(before), float(after)) if distances else None,
                 connections=widest,
                 sent_bytes=sent_bytes,
             )

@@ -1,4 +1,4 @@
-"""Mixing graphs that no plan has: how fast they bring workers together, Ada's further schedules, and push-sum.
+"""Mixing graphs that no plan has: how fast graphs bring workers together, and push-sum.
 
 One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|, the
 second largest modulus of an eigenvalue; for symmetric and for circulant W, rho = 1 - gap.
@@ -13,21 +13,12 @@ Source of push-sum: the update of SGP as this project's specification records it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from parsim.errors import AlgorithmError
-from parsim.plans.mixing import (
-    Ada,
-    Matrix,
-    MixingGraph,
-    allowed_neighbours,
-    circulant,
-    mixing_graph,
-    rounds_of_one_peer,
-)
+from parsim.plans.mixing import Matrix, circulant, rounds_of_one_peer
 
 
 def spectral_gap(matrix: Matrix) -> float:
@@ -47,62 +38,6 @@ def spectral_gap(matrix: Matrix) -> float:
     else:
         eigenvalues = np.linalg.eigvals(matrix)
     return float(1.0 - np.sort(np.abs(eigenvalues))[-2])
-
-
-def lattice_gap(n: int, neighbours: int) -> float:
-    """1 - max_m |1 + 2 sum_(d=1..k/2) cos(2 pi m d / n)| / (k+1), m = 1 .. n-1; 1 when k >= n-1."""
-    if neighbours >= n - 1:
-        return 1.0
-    m = np.arange(1, n)[:, None]
-    d = np.arange(1, neighbours // 2 + 1)[None, :]
-    values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
-    return float(1.0 - np.abs(values).max())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsensusMeasured:
-    """Means over an epoch of the distance D = (1/n) sum_i |x_i - mean|^2, before and after each mixing; and k then."""
-
-    before: float
-    after: float
-    neighbours: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoopAda(Ada):
-    """The smallest k whose predicted D after mixing stays at or below `target`; k_0 before anything was measured."""
-
-    target: float
-
-    def __post_init__(self) -> None:
-        Ada.__post_init__(self)
-        if self.target <= 0:
-            raise AlgorithmError(f"closed_loop needs a target > 0 for the consensus distance, got {self.target}")
-
-    def neighbours(self, epoch: int, measured: ConsensusMeasured | None = None) -> int:
-        """k for `epoch` (from 0), given what the epoch before measured."""
-        if measured is None:
-            return allowed_neighbours(self.first, self.n, self.least)
-        drift = max(measured.before - measured.after, 0.0)
-        even = range(self.least + self.least % 2, self.n - 1, 2)
-        fits = (k for k in even if predicted_consensus(drift, 1.0 - lattice_gap(self.n, k)) <= self.target)
-        return next(fits, self.n - 1)
-
-    def graph(self, epoch: int, measured: ConsensusMeasured | None = None) -> MixingGraph:
-        """The ring lattice of `neighbours`."""
-        return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch, measured))
-
-
-def predicted_consensus(drift: float, rho: float) -> float:
-    """D = drift rho^2 / (1 - rho^2) after mixing, in the steady state.
-
-    From D = rho^2 (D + drift): each local step adds `drift`, independent between steps and workers, and each mixing leaves
-    rho^2 of the distance. Too high where the distance is spread over modes that mix faster than the slowest; too low where
-    the drift points the same way at every step (shards of different distributions).
-    """
-    if not 0 <= rho < 1 or drift < 0:
-        raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
-    return drift * rho**2 / (1.0 - rho**2)
 
 
 def debias(values: Any, weights: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.relaxed.clock import random_stragglers
 from experiments.relaxed.gossip import GossipRule, train_on_graph
-from experiments.relaxed.graphs import ClosedLoopAda, spectral_gap
+from experiments.relaxed.graphs import spectral_gap
 from experiments.relaxed.sharded import Partition
 from experiments.relaxed.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
@@ -63,9 +63,9 @@ SCHEDULES: dict[str, Graph] = {
     "ada linear, 14 - e/2": Ada(n=N, start=14, rate=0.5),
     "ada exponential, 14 x .9^e": Ada(n=N, kind="exponential", start=14, rate=0.9),
     "ada step, 14, halved at 7 and 14": Ada(n=N, kind="step", start=14, rate=0.5, milestones=(7, 14)),
-    "ada closed loop, target .04": ClosedLoopAda(n=N, target=0.04),
-    "ada closed loop, target .02": ClosedLoopAda(n=N, target=0.02),
-    "ada closed loop, target .005": ClosedLoopAda(n=N, target=0.005),
+    "ada closed loop, target .04": Ada(n=N, kind="closed_loop", target=0.04),
+    "ada closed loop, target .02": Ada(n=N, kind="closed_loop", target=0.02),
+    "ada closed loop, target .005": Ada(n=N, kind="closed_loop", target=0.005),
 }
 
 

@@ -206,6 +206,8 @@ def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
 def _planned(problem: PlanningProblem, best: Evaluation, rule: Synchronisation, most_steps: int) -> Contender:
     """The fastest plan of a rule that fits."""
     chosen: Evaluation | None = best
+    if rule.is_closed_loop:
+        return Contender(rule=rule, reason="how long each graph of a closed loop lasts is known only as it trains; use linear")
     if rule.is_relaxed:
         problem = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
         try:

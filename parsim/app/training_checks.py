@@ -232,7 +232,7 @@ def rounds_in_words(plan: Plan, steps: int) -> list[str]:
             f"plan.synchronisation.period_steps = {rule.period_steps} is beyond the {steps} steps of this training: the "
             f"replicas never meet, and checkpoints hold the mean of {plan.mesh.dp} separate trainings; set {steps} at most"
         )
-    if changes_graph(plan):
+    if changes_graph(plan) and not rule.is_closed_loop:
         all_steps = rule.period_steps * sum(rounds for rounds, _ in rule.mixing.phases(plan.mesh.dp))
         if steps != all_steps:
             warnings.append(

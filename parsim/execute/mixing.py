@@ -18,6 +18,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.stage import StageReplica
+from parsim.plans.mixing import LoopState
 from parsim.plans.plan import Plan
 from parsim.program.buckets import Bucket
 from parsim.program.passes.rounds import MESSAGE_STREAM, mixing_peers
@@ -62,6 +63,8 @@ class MixingRounds:
             the model behind the last round; and of gossip that combines first, the weights that the step began with.
         starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
             of them. Of a buffered merge `starts` is the model that a replica began with.
+        taken, place: of a closed loop, by bucket what mixing took from n D since the lattice was chosen and in how many rounds,
+            float64 [2]; and under 0 the place of that lattice, int64 [1].
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
     """
 
@@ -82,6 +85,8 @@ class MixingRounds:
         self.masses: dict[int, Tensor] = {}
         self.starts: dict[int, Tensor] = {}
         self.means: dict[int, Tensor] = {}
+        self.taken: dict[int, Tensor] = {}
+        self.place: dict[int, Tensor] = {}
         self._gathered: dict[int, list[Tensor]] = {}
         self._handed: dict[tuple[int, bool], dist.Work] = {}
         self._begin()
@@ -102,6 +107,13 @@ class MixingRounds:
         if rule.push_sum:
             ones = torch.ones(self._replicas, dtype=torch.float64)
             self.masses = {bucket.number: ones.clone() for bucket in self._buckets()}
+        if rule.is_closed_loop:
+            flats = self._stage.buckets
+            self.taken = {
+                bucket.number: torch.zeros(2, dtype=torch.float64, device=flats[bucket.number].device)
+                for bucket in self._buckets()
+            }
+            self.place = {0: torch.zeros(1, dtype=torch.int64)}
         if outer is not None and outer.momentum:
             self.velocity = {number: torch.zeros_like(flat) for number, flat in self.previous.items()}
 
@@ -116,6 +128,23 @@ class MixingRounds:
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps."""
         return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
+
+    def round_of(self, step: int) -> int:
+        """The round that step `step` belongs to; of a closed loop the place of its lattice, which all ranks choose alike."""
+        number, inside = divmod(step, self._rule.round_steps)
+        if not self.place:
+            return number
+        begins = self._rule.mixing.chooses(number) and not inside
+        if begins and (rounds := int(next(iter(self.taken.values()))[1])):
+            taken = torch.stack([held[0] for held in self.taken.values()]).sum()
+            peers = mixing_peers(self._stage.layout, self._buckets()[0])[0]
+            with pulse().waiting():
+                dist.all_reduce(taken, group=self._groups[MEAN, tuple(sorted(peers))])
+            loop = LoopState(int(self.place[0]), float(taken) / self._replicas, rounds)
+            self.place[0].fill_(self._rule.mixing.chosen(loop, self._replicas).place)
+            for held in self.taken.values():
+                held.zero_()
+        return int(self.place[0])
 
     def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
         """By task of this rank that belongs to round `number`, what to do.
@@ -311,6 +340,9 @@ class MixingRounds:
         def run() -> None:
             with torch.no_grad():
                 if self._rule.kind == "gossip":
+                    if (taken := self.taken.get(bucket)) is not None:
+                        taken[0] += squared_norm(self.previous[bucket] if self._rule.combines_first else flat)
+                        taken[1] += 1
                     if self._rule.combines_first:
                         torch.mul(self.previous[bucket], row[self._replica], out=flat)
                     else:
@@ -319,6 +351,8 @@ class MixingRounds:
                         arrived = self._arrived.pop((bucket, other))
                         self._used(arrived)
                         flat.add_(arrived, alpha=row[other])
+                    if taken is not None:
+                        taken[0] -= squared_norm(flat)
                     self._finish(bucket, flat, matrix)
                 elif bucket in self._gathered:
                     flat.copy_(self.previous[bucket])
@@ -386,7 +420,7 @@ class MixingRounds:
     def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
         """By name what a checkpoint keeps of rounds."""
         kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
-        return tuple(kept.items())
+        return tuple({**kept, "taken": self.taken, "place": self.place}.items())
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
@@ -419,6 +453,13 @@ class MixingRounds:
                     flat.copy_(state[f"outer/{kind}/{number}"])
         except KeyError as error:
             raise lacking(error, self._stage.rank) from error
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """|x|^2 of all elements, float64. A doubly stochastic W takes sum_i (|x_i|^2 - |(W x)_i|^2) / n from D, since it keeps the
+    mean: so a closed loop needs no mean of the replicas."""
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
 
 
 def rounded(change: Tensor, sizes: Sequence[int], message_format: str) -> Tensor:

@@ -93,7 +93,7 @@ class StepScripts:
         if self._mixing is None:
             return self._whole if since is None else self._filling(self._whole, since, ())
         replicas = self._layout.plan.mesh.dp
-        mixing_round = number // rule.round_steps
+        mixing_round = self._mixing.round_of(number)
         local = not rule.due(number)
         drawn = rule.takes_part(mixing_round, replicas)
         of_round = () if local else (rule.matrix(mixing_round, replicas).tobytes(), mixing_round % rule.fragments)

@@ -344,6 +344,8 @@ class Ada:
         kind: a row of ADA_SCHEDULES. n: workers. start: k_0; None: n - 1 (complete). least: k_min.
         rate: gamma; neighbours less per epoch (linear), or the factor per epoch (exponential) or per milestone (step).
         milestones: of step, ascending: the epochs from which on there are gamma times as many.
+        target: of closed_loop (after consensus control, Kong et al. 2021), the most that the consensus distance
+            D = (1/n) sum_i |x_i - mean|^2 behind a mixing may be: k of an epoch follows from what mixing took from D before.
     """
 
     n: int
@@ -352,10 +354,11 @@ class Ada:
     least: int = 2
     rate: float = 1.0
     milestones: tuple[int, ...] = ()
+    target: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ADA_SCHEDULES:
-            raise AlgorithmError(f"unknown Ada schedule {self.kind!r}{near_matches(self.kind, ADA_SCHEDULES)}")
+        if self.kind not in ADA_KINDS:
+            raise AlgorithmError(f"unknown Ada schedule {self.kind!r}{near_matches(self.kind, ADA_KINDS)}")
         if self.n < 3 or self.least < 2 or self.first < self.least:
             raise AlgorithmError(
                 f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
@@ -372,13 +375,40 @@ class Ada:
                 "example 7+14, and no other kind has any"
             )
 
+        if (self.kind == CLOSED_LOOP) != (self.target != 0) or not 0 <= self.target < math.inf:
+            raise AlgorithmError(
+                f"Ada of kind {self.kind} has target {self.target:g}: closed_loop needs a target > 0 for the consensus "
+                "distance, and no other kind has one"
+            )
+        if self.kind == CLOSED_LOOP and self.rate != 1.0:
+            raise AlgorithmError(f"closed_loop has a target and no rate, got rate {self.rate:g}; drop it")
+
     @property
     def first(self) -> int:
         """k_0."""
         return self.n - 1 if self.start is None else self.start
 
+    @property
+    def lattices(self) -> tuple[int, ...]:
+        """Numbers of neighbours that a closed loop chooses from, k_0 first."""
+        kinds = {allowed_neighbours(wanted, self.n, self.least) for wanted in range(self.least, self.first + 1)}
+        return tuple(sorted(kinds, reverse=True))
+
+    def place(self, taken: float) -> int:
+        """Place in `lattices` of the sparsest whose predicted D is at most `target`; 0 where none is.
+
+        taken: D before a mixing less D behind it, the mean over rounds.
+        """
+        for place in reversed(range(len(self.lattices))):
+            rho = 1.0 - lattice_gap(self.n, self.lattices[place])
+            if predicted_consensus(max(taken, 0.0), rho) <= self.target:
+                return place
+        return 0
+
     def neighbours(self, epoch: int) -> int:
-        """k for `epoch` (from 0): even, or n - 1."""
+        """k for `epoch` (from 0): even, or n - 1. Of a closed loop that of a place in `lattices`."""
+        if self.kind == CLOSED_LOOP:
+            return self.lattices[min(epoch, len(self.lattices) - 1)]
         return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch), self.n, self.least)
 
     def graph(self, epoch: int) -> MixingGraph:
@@ -393,6 +423,45 @@ ADA_SCHEDULES: dict[str, Callable[[Ada, int], float]] = {
 }
 """k of an epoch, before it is made even and kept between k_min and n - 1: k_0 gamma^e, k_0 - floor(gamma e), and k_0 gamma^m
 behind m milestones."""
+
+
+CLOSED_LOOP = "closed_loop"
+ADA_KINDS = (*ADA_SCHEDULES, CLOSED_LOOP)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """Where Ada's closed loop stands: the place of its lattice, and since then what mixing took from D, in so many rounds."""
+
+    place: int = 0
+    taken: float = 0.0
+    rounds: int = 0
+
+
+FIRST_LOOP = LoopState()
+
+
+@lru_cache(maxsize=1024)
+def lattice_gap(n: int, neighbours: int) -> float:
+    """1 - max_m |1 + 2 sum_(d=1..k/2) cos(2 pi m d / n)| / (k+1), m = 1 .. n-1; 1 when k >= n-1."""
+    if neighbours >= n - 1:
+        return 1.0
+    m = np.arange(1, n)[:, None]
+    d = np.arange(1, neighbours // 2 + 1)[None, :]
+    values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
+    return float(1.0 - np.abs(values).max())
+
+
+def predicted_consensus(drift: float, rho: float) -> float:
+    """D = drift rho^2 / (1 - rho^2) after mixing, in the steady state.
+
+    From D = rho^2 (D + drift): each local step adds `drift`, independent between steps and workers, and each mixing leaves
+    rho^2 of the distance. Too high where the distance is spread over modes that mix faster than the slowest; too low where
+    the drift points the same way at every step (shards of different distributions).
+    """
+    if not 0 <= rho < 1 or drift < 0:
+        raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
+    return drift * rho**2 / (1.0 - rho**2)
 
 
 def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:

@@ -34,9 +34,11 @@ from parsim.hardware.records import Count, Name, Number
 from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
-    ADA_SCHEDULES,
+    ADA_KINDS,
+    CLOSED_LOOP,
     GRAPHS,
     Ada,
+    LoopState,
     Matrix,
     MixingGraph,
     check_column_stochastic,
@@ -51,7 +53,10 @@ from parsim.plans.mixing import (
 #     ring    lattice(neighbours=4)    ada(kind=linear, start=7, least=2, rate=1.0, rounds=50, epochs=4)
 #     ada(kind=step, start=14, rate=0.5, milestones=7+14, rounds=11, epochs=20)
 #
-# Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays.
+#     ada(kind=closed_loop, target=0.01, rounds=50)
+#
+# Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays. Of a closed loop the next graph follows from
+# what replicas measured in the `rounds` rounds before: its rounds are numbered by the place of a lattice, the densest first.
 
 
 ADA = "ada"
@@ -70,6 +75,7 @@ _ADA_KEYS: dict[str, Callable[[str], Any]] = {
     "milestones": _milestones,
     "rounds": int,
     "epochs": int,
+    "target": float,
 }
 MOST_EPOCHS = 1000
 
@@ -90,15 +96,19 @@ class MixingSchedule:
         for key, _ in self.settings:
             if key not in known:
                 raise PlanError(f"the graph {self.name} has no setting {key!r}; its settings: {', '.join(known) or 'none'}")
-        if self.name == ADA and not (1 <= self._of("epochs", 0) <= MOST_EPOCHS and self._of("rounds", 0) >= 1):
+        if self.name == ADA and self._of("kind", "linear") not in ADA_KINDS:
+            kind = self._of("kind", "")
+            raise PlanError(f"unknown kind of ada {kind!r}{near_matches(kind, ADA_KINDS)}")
+        if self.is_closed_loop:
+            if self._of("rounds", 0) < 1 or dict(self.settings).keys() & {"epochs", "milestones", "rate"}:
+                raise PlanError(
+                    f"{self}: a closed loop has rounds >= 1 (between two choices of a graph), a target for the consensus "
+                    "distance, and no epochs, milestones or rate; for example ada(kind=closed_loop, target=0.01, rounds=50)"
+                )
+        elif self.name == ADA and not (1 <= self._of("epochs", 0) <= MOST_EPOCHS and self._of("rounds", 0) >= 1):
             raise PlanError(
                 f"ada needs rounds >= 1 (mixing rounds between two changes of the graph) and epochs from 1 to {MOST_EPOCHS} "
                 "(how many graphs there are), for example ada(rounds=50, epochs=4)"
-            )
-        if self.name == ADA and self._of("kind", "linear") not in ADA_SCHEDULES:
-            raise PlanError(
-                f"ada(kind={self._of('kind', '')}) cannot be planned: a plan knows its graphs beforehand; use "
-                f"{', '.join(ADA_SCHEDULES)}"
             )
 
     def _of(self, key: str, default: Any) -> Any:
@@ -112,13 +122,28 @@ class MixingSchedule:
         """The graph of round `number`. Raises AlgorithmError where the settings do not suit so many replicas."""
         if self.name != ADA:
             return mixing_graph(self.name, replicas, **dict(self.settings))
+        if self.is_closed_loop:
+            return self._ada(replicas).graph(number)
         epoch = min(number // self._of("rounds", 1), self._of("epochs", 1) - 1)
         return self._ada(replicas).graph(epoch)
 
     def _ada(self, replicas: int) -> Ada:
-        keys = {key: value for key, value in self.settings if key in ("kind", "start", "least", "rate")}
+        keys = {key: value for key, value in self.settings if key in ("kind", "start", "least", "rate", "target")}
         milestones = tuple(map(int, filter(None, self._of("milestones", "").split("+"))))
         return Ada(n=replicas, milestones=milestones, **keys)
+
+    @property
+    def is_closed_loop(self) -> bool:
+        """Whether its graphs follow from what replicas measure."""
+        return self.name == ADA and self._of("kind", "linear") == CLOSED_LOOP
+
+    def chooses(self, number: int) -> bool:
+        """Whether a closed loop chooses a lattice before round `number`."""
+        return self.is_closed_loop and number % int(self._of("rounds", 1)) == 0
+
+    def chosen(self, loop: LoopState, replicas: int) -> LoopState:
+        """The lattice that a closed loop goes on with, from what mixing took on the one before."""
+        return LoopState(self._ada(replicas).place(loop.taken / loop.rounds)) if loop.rounds else loop
 
     def matrix(self, number: int, replicas: int) -> Matrix:
         """W of round `number`: float64 [replicas, replicas]."""
@@ -130,16 +155,22 @@ class MixingSchedule:
         Args:
             replicas: that mix. Ada's graphs each last equally long, so a mean over these rounds is one over the schedule.
         """
+        if self.is_closed_loop:
+            return tuple(range(len(self._ada(replicas).lattices)))
         if self.name == ADA:
             return tuple(epoch * self._of("rounds", 1) for epoch in range(self._of("epochs", 1)))
         return tuple(range(self.graph(0, replicas).period))
 
     def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
-        """How many rounds each of Ada's graphs lasts, and its name; the last one stays. Other graphs have none."""
+        """How many rounds each of Ada's graphs lasts, and its name; the last one stays. Other graphs have none.
+
+        Of a closed loop how long none of them lasts at least, the densest first.
+        """
         if self.name != ADA:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
-        names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
+        epochs = len(ada.lattices) if self.is_closed_loop else self._of("epochs", 1)
+        names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(epochs)]
         return tuple((rounds * len(list(same)), name) for name, same in itertools.groupby(names))
 
     @property
@@ -478,6 +509,11 @@ class Synchronisation:
         return OuterOptimizer(lr=rate, momentum=momentum, nesterov=name == "nesterov")
 
     @property
+    def is_closed_loop(self) -> bool:
+        """Whether the graph follows from what replicas measure."""
+        return bool(self.graph) and self.mixing.is_closed_loop
+
+    @property
     def mixing(self) -> MixingSchedule:
         """Who takes what of whom, round by round, for gossip on a graph."""
         return parse_mixing(self.graph)
@@ -548,6 +584,11 @@ class Synchronisation:
             return
         if mesh.dp < 2:
             raise PlanError(f"synchronisation {self.kind!r} needs at least 2 replicas, and dp = {mesh.dp}; use all_reduce")
+        if self.is_closed_loop and mesh.pp * mesh.tp > 1:
+            raise PlanError(
+                "a closed loop measures whole replicas, and stages and shards hold parts of them; use mesh.pp = mesh.tp = 1, "
+                "or Ada of kind linear, exponential or step"
+            )
         try:
             self._check_weights(mesh.dp)
         except AlgorithmError as error:
@@ -570,6 +611,8 @@ class Synchronisation:
         if self.kind == "merge":
             self.merge_rule(replicas)
             return
+        if self.is_closed_loop and self.push_sum:
+            raise AlgorithmError("lattices keep the mean by themselves, so a closed loop has no push_sum; drop it")
         if self.kind == "average":
             if self.weights:
                 if len(self.weights) != 1:
@@ -597,7 +640,8 @@ class Synchronisation:
             )
 
     def matrix(self, number: int, replicas: int) -> Any:
-        """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer).
+        """W of round `number` (of a closed loop the place of a lattice): float64 [replicas, replicas], row i what replica i
+        takes of each (before an outer optimizer).
 
         Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.averaging.turn_weight`).
         """

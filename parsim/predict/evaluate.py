@@ -325,21 +325,33 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     """
     result = replace(evaluation.result, reason=reason)
     if samples:
-        median = result.step_s.median
-        learnt = problem.learnt
-        if learnt.text:
-            uncorrected = Interval(median=median, p05=median * learnt.low, p95=median * learnt.high)
-        else:
-            uncorrected = Interval.of(median, sampled_steps_s(evaluation, samples) * (median / evaluation.steady_s))
-        correction = IntervalCorrection(
-            correction=problem.history.correction,
-            uncorrected=uncorrected,
-            notes=problem.history.notes,
-        )
+        uncorrected, notes = _uncorrected(problem, evaluation, samples), problem.history.notes
+        rule, replicas = result.plan.synchronisation, result.plan.mesh.dp
+        if rule.is_closed_loop:
+            names = [name for _, name in rule.mixing.phases(replicas)]
+            ends = [replace(result.plan, synchronisation=replace(rule, graph=name)) for name in (names[0], names[-1])]
+            spread = [_uncorrected(problem, evaluate(problem, plan, samples=0), samples) for plan in ends]
+            low, high = min(end.p05 for end in spread), max(end.p95 for end in spread)
+            uncorrected = replace(uncorrected, p05=min(low, uncorrected.p05), p95=max(high, uncorrected.p95))
+            notes = (
+                *notes,
+                f"{rule.graph} chooses its graph while it trains: the step assumes each of {len(names)} lattices equally "
+                f"often, and the interval spans them, from {names[-1]} ({format_seconds(spread[-1].median)}) to {names[0]} "
+                f"({format_seconds(spread[0].median)})",
+            )
+        correction = IntervalCorrection(correction=problem.history.correction, uncorrected=uncorrected, notes=notes)
         interval = correction.corrected
         rate = interval.inverse(result.plan.global_batch)
         result = replace(result, step_s=interval, throughput_samples_per_s=rate, interval_correction=correction)
     return replace(evaluation, result=result)
+
+
+def _uncorrected(problem: PlanningProblem, evaluation: Evaluation, samples: int) -> Interval:
+    """The interval of the step before the profile's history corrects it."""
+    median, learnt = evaluation.result.step_s.median, problem.learnt
+    if learnt.text:
+        return Interval(median=median, p05=median * learnt.low, p95=median * learnt.high)
+    return Interval.of(median, sampled_steps_s(evaluation, samples) * (median / evaluation.steady_s))
 
 
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:

@@ -232,7 +232,7 @@ def _trained(
 
     steps = epochs * order.steps_per_epoch
     states = steps_of(rule, mixing, training, order, before_round=before_round)
-    workers, mean = Workers.fresh(training.start[None]), training.start
+    workers, mean, number = Workers.fresh(training.start[None]), training.start, 0
     for step, (workers, kept) in enumerate(islice(states, steps)):
         if not rule.mixes:
             before_round(step, workers.weights)
@@ -240,7 +240,8 @@ def _trained(
         if seen:
             records.append((*seen.pop(), consensus(workers.weights)))
         if rule.due(step) or not rule.mixes:
-            sent += _connections(rule, step, n)
+            sent += _connections(rule, number, n)
+            number = kept.round_of(rule)
     if not records:
         raise AlgorithmError(f"{rule} has no round in {steps} steps, so there is nothing to compare; train more epochs")
     scores = [training.score(row) for row in workers.weights]
@@ -254,10 +255,10 @@ def _trained(
     }
 
 
-def _connections(rule: Synchronisation, step: int, n: int) -> int:
-    """Messages of one replica in the round behind a step: of all_reduce and average those to all others."""
+def _connections(rule: Synchronisation, number: int, n: int) -> int:
+    """Messages of one replica in round `number`: of all_reduce and average those to all others."""
     if rule.kind == "gossip":
-        return connections(rule.matrix(step // rule.period_steps, n))
+        return connections(rule.matrix(number, n))
     return 1 if rule.kind == "merge" else n - 1
 
 

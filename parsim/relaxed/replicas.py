@@ -20,8 +20,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import Order, part
 from parsim.errors import AlgorithmError, near_matches
-from parsim.execute.mixing import restored, rounded
+from parsim.execute.mixing import restored, rounded, squared_norm
 from parsim.plans.averaging import Merged, merged_in_turn
+from parsim.plans.mixing import FIRST_LOOP, LoopState
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import STALE, Synchronisation
 from parsim.relaxed.problems import LearningProblem
@@ -533,7 +534,8 @@ class RoundState:
 
     Attributes:
         previous: the model behind the last round: [D], or every replica's own [P, D] of push-sum and merge. velocity: of an
-            outer optimizer. masses: of push-sum [P]. merged: of merge, the global model. rounds: so far.
+            outer optimizer. masses: of push-sum [P]. merged: of merge, the global model. rounds: so far. loop: of
+            Ada's closed loop.
     """
 
     previous: Tensor
@@ -541,12 +543,17 @@ class RoundState:
     merged: Merged[Tensor]
     velocity: Tensor | None = None
     rounds: int = 0
+    loop: LoopState = FIRST_LOOP
 
     @classmethod
     def fresh(cls, weights: Tensor) -> RoundState:
         """Before the first round: all replicas begin with the same weights [P, D]."""
         ones = torch.ones(len(weights), dtype=torch.float64)
         return cls(previous=weights[0].clone(), masses=ones, merged=Merged(weights=weights[0]))
+
+    def round_of(self, rule: Synchronisation) -> int:
+        """The round that comes next; of a closed loop the place of its lattice."""
+        return self.loop.place if rule.is_closed_loop else self.rounds
 
     def mean(self, weights: Tensor) -> Tensor:
         """The model [D] that replicas with these weights [P, D] stand for: of push-sum the mean of x, and not of x / w."""
@@ -567,10 +574,10 @@ def mixed_weights(
         merged, after = merged_in_turn(rule.merge_rule(replicas), kept.merged, weights.unbind(), starts.unbind(), kept.rounds)
         goes_on = torch.stack(after)
         return goes_on, replace(kept, previous=goes_on, merged=merged, rounds=kept.rounds + 1)
-    matrix = torch.tensor(rule.matrix(kept.rounds, replicas), dtype=torch.float64)
+    matrix = torch.tensor(rule.matrix(kept.round_of(rule), replicas), dtype=torch.float64)
     sparse = matrix.count_nonzero() < SPARSE * matrix.numel()
     product = (matrix.to_sparse() if sparse else matrix).to(weights.dtype)
-    previous, velocity, masses = kept.previous, kept.velocity, kept.masses
+    previous, velocity, masses, loop = kept.previous, kept.velocity, kept.masses, kept.loop
     if rule.push_sum:
         pushed = weights + (masses - 1.0).to(weights.dtype)[:, None] * previous
         masses = matrix @ masses
@@ -584,9 +591,13 @@ def mixed_weights(
             previous = mixed[0] if rule.outer is None else previous
         else:
             mixed = product @ sent
+        if rule.is_closed_loop:
+            taken = float(squared_norm(sent) - squared_norm(mixed)) / replicas
+            loop = LoopState(loop.place, loop.taken + taken, loop.rounds + 1)
+            loop = rule.mixing.chosen(loop, replicas) if rule.mixing.chooses(kept.rounds + 1) else loop
     if rule.outer is not None:
         previous, velocity = rule.outer.step(previous, mixed[0], velocity)
         mixed = previous.repeat(replicas, 1)
     if rule.combines_first:
         mixed = mixed + (weights - before)
-    return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1)
+    return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1, loop=loop)

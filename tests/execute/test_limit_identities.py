@@ -140,6 +140,17 @@ def test_ada_is_a_matrix_that_varies_in_time(n: int, seed: int, kind: str) -> No
 
 
 @few
+@given(st.integers(4, 8), seeds, st.sampled_from([1e-5, 1e-4, 1e-3, 1e-2]))
+def test_a_closed_loop_of_a_plan_is_one_that_measures_the_consensus_distance(n: int, seed: int, target: float) -> None:
+    """The plan's replicas measure norms before and behind a mixing; the others |x_i - mean|^2."""
+    part = partition(n, seed, epochs=4)
+    ada, steps = Ada(n=n, kind="closed_loop", target=target), part.order(problem()).steps_per_epoch
+    measured = train_on_graph(training(seed), part, GossipRule(graph=ada))
+    of_a_plan = planned(part, seed, kind="gossip", graph=f"ada(kind=closed_loop, target={target}, rounds={steps})")
+    assert apart(measured.replicas.workers.weights, of_a_plan) <= 1e-12
+
+
+@few
 @given(st.integers(2, 6), seeds, graphs)
 def test_gossip_on_a_graph_is_the_rule_of_a_plan(n: int, seed: int, name: str) -> None:
     part, graph = partition(n, seed), mixing_graph(name, n)

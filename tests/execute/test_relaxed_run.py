@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,15 @@ from parsim.program.lower import lower
 from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, RoundState, check_room, mixed_weights, train_planned
+from parsim.relaxed.replicas import (
+    LocalOptimizer,
+    LocalTraining,
+    RoundState,
+    check_room,
+    mixed_weights,
+    steps_of,
+    train_planned,
+)
 from tests.execute.rank_states import newest, rank_of
 from tests.execute.small_plans import run_spec
 from tests.quick import some_quick
@@ -78,6 +87,12 @@ FOUR = [
     ("merge/1", "sgd_momentum"),
     ("merge/5 merge=staleness:0.6:0.5", "sgd_momentum"),
     ("merge/2 merge=buffered:3:1.0", "sgd_momentum"),
+]
+
+
+LOOPS = [
+    "gossip/1 ada(kind=closed_loop, target=0.0001, rounds=4)",
+    "gossip/2 ada(kind=closed_loop, target=0.0003, rounds=3) combination=combine_adapt",
 ]
 
 
@@ -165,6 +180,17 @@ def test_four_processes_equal_virtual_replicas(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_four_processes_choose_the_lattices_of_a_closed_loop(tmp_path: Path) -> None:
+    """It goes from the complete graph to a ring, and back once the replicas drift more."""
+    cases = [relaxed_case(text, "sgd_momentum", 4) for text in LOOPS]
+    for case, run in zip(cases, run_cases(cases, tmp_path, steps=STEPS), strict=True):
+        assert max(largest_differences(run, tmp_path / run.name)) <= TOLERANCE, case
+        states = islice(steps_of(run.plan.synchronisation, 4, *virtual_training(run)), STEPS)
+        places = [kept.loop.place for _, kept in states]
+        assert [place for place, _ in groupby(places)] == [0, 1, 0], case
+
+
+@pytest.mark.slow
 def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Path) -> None:
     """Momentum kept by every replica too: its step is linear in the gradient."""
     relaxed = relaxed_case("average/1", "sgd_momentum", 2)
@@ -218,12 +244,19 @@ def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     "text",
     some_quick(
-        ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring", "merge/5", "merge/13 merge=staleness:0.6:0.5"], "gossip/3 ring"
+        [
+            "average/5 outer=nesterov:0.7:0.9",
+            "gossip/3 ring",
+            "gossip/3 ada(kind=closed_loop, target=0.001, rounds=3)",
+            "merge/5",
+            "merge/13 merge=staleness:0.6:0.5",
+        ],
+        "gossip/3 ring",
     ),
 )
 def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path: Path) -> None:
     """It stops after 13 steps, between two rounds, when replicas hold different weights."""
-    plan = replace(relaxed_case(text, "sgd_momentum", 2).plan)
+    plan = relaxed_case(text, "sgd_momentum", 4 if "ada" in text else 2).plan  # two replicas have one lattice
     trained(plan, tmp_path / "stopped", steps=13)
     run = trained(plan, tmp_path / "stopped", steps=STEPS, resume=True)
     mean, own = largest_differences(run, tmp_path / "stopped")

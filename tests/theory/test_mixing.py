@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.relaxed.graphs import (
-    ClosedLoopAda,
-    ConsensusMeasured,
     debias,
     failing_links,
-    lattice_gap,
-    predicted_consensus,
     rotating_peers,
     spectral_gap,
 )
@@ -32,8 +29,10 @@ from parsim.plans.mixing import (
     circulant,
     closest_factors,
     connections,
+    lattice_gap,
     metropolis_hastings,
     mixing_graph,
+    predicted_consensus,
     stochastic_error,
 )
 
@@ -206,7 +205,10 @@ def test_denser_graphs_mix_faster_at_equal_size() -> None:
         (lambda: Ada(n=8, kind="step", rate=0.5, milestones=(7, 3)), r"milestones \[7, 3\]"),
         (lambda: Ada(n=8, milestones=(7,)), "no other kind has any"),
         (lambda: mixing_graph("random_directed", 8, links=0), "sends to at least 1 other"),
-        (lambda: ClosedLoopAda(n=8, target=0.0), "target > 0"),
+        (lambda: Ada(n=8, kind="closed_loop"), "target > 0"),
+        (lambda: Ada(n=8, target=0.1), "no other kind has one"),
+        (lambda: Ada(n=8, kind="closed_loop", target=math.nan), "target nan"),
+        (lambda: Ada(n=8, kind="closed_loop", target=0.1, rate=0.5), "no rate"),
     ],
 )
 def test_bad_graphs_say_what_is_wrong(make: Callable[[], object], words: str) -> None:
@@ -273,8 +275,8 @@ def test_ada_goes_from_dense_to_sparse() -> None:
 @given(st.sampled_from([*ADA_SCHEDULES, "closed_loop"]), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
 def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch: int, drift: float) -> None:
     if kind == "closed_loop":
-        measured = ConsensusMeasured(before=drift + 0.25, after=0.25, neighbours=n - 1)
-        graph = ClosedLoopAda(n=n, target=0.5).graph(epoch, measured)
+        ada = Ada(n=n, kind=kind, target=0.5)
+        graph = ada.graph(ada.place(drift))
     else:
         graph = Ada(n=n, kind=kind, rate=0.7, milestones=(3, 9) if kind == "step" else ()).graph(epoch)
     check_doubly_stochastic(graph(0), tolerance=1e-12)
@@ -283,11 +285,11 @@ def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch
 
 
 def test_closed_loop_takes_the_sparsest_lattice_that_keeps_the_target() -> None:
-    ada = ClosedLoopAda(n=32, target=0.01)
+    ada = Ada(n=32, kind="closed_loop", target=0.01)
     assert ada.neighbours(0) == 31
     chosen = {}
     for drift in (1e-5, 1e-3, 1e-2, 1e-1):
-        k = ada.neighbours(1, ConsensusMeasured(before=drift, after=0.0, neighbours=31))
+        k = ada.neighbours(ada.place(drift))
         chosen[drift] = k
         assert predicted_consensus(drift, 1 - lattice_gap(32, k)) <= 0.01
         if k > 2:

@@ -182,6 +182,15 @@ TABLES: list[tuple[str, tuple[str, ...]]] = [
     ('[plan]\nstrategy = "dp"\nmesh = { dp = 4 }\nsynchronisation = { kind = "gossip", graph = "alone" }', ("not connected",)),
     ('[plan.synchronisation]\nkind = "gossip"\ngraph = { name = "ada", rounds = "five", epochs = 3 }', ("rounds = 'five'",)),
     ('[plan.synchronisation]\nkind = "gossip"\ngraph = { name = "ada", rounds = 5, epochs = 2.5 }', ("epochs = '2.5'",)),
+    (
+        '[plan.synchronisation]\nkind = "gossip"\ngraph = { name = "ada", kind = "closed_loop", rounds = 5, epochs = 3 }',
+        ("a target for the consensus distance", "no epochs"),
+    ),
+    (
+        '[plan]\nstrategy = "dp"\nmesh = { dp = 4 }\n'
+        'synchronisation = { kind = "gossip", graph = { name = "ada", kind = "closed_loop", rounds = 5 } }',
+        ("closed_loop needs a target > 0",),
+    ),
     ('[plan.synchronisation]\nkind = "gossip"\ngraph = { name = "lattice", neighbors = 2 }', ("no setting 'neighbors'",)),
     (
         '[plan]\nstrategy = "dp"\nmesh = { dp = 2 }\nsynchronisation = { kind = "average", weights = [0.5, 0.4] }',

@@ -45,6 +45,7 @@ strategy = "dp"
 
 
 SLOW = "ada(rounds=2,epochs=2,rate=0.5)"
+LOOP = "ada(kind=closed_loop, target=0.01, rounds=4)"
 STEPS = "ada(kind=step, start=3, rate=0.5, milestones=1+2, rounds=4, epochs=3)"
 
 
@@ -65,7 +66,7 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
             seed=draw(st.integers(0, 9)) if participation < 1 else 0,
         )
     if kind == "gossip":
-        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", SLOW, STEPS)
+        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", SLOW, STEPS, LOOP)
         ways = ({}, {"push_sum": True}, {"combination": "combine_adapt"})
         way = draw(st.sampled_from(ways))
         period = 1 if "combination" in way else draw(st.integers(1, 9))
@@ -119,7 +120,7 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
         ("gossip/1 ring push_sum combination=combine_adapt", 'use combination = "adapt_combine" with push_sum'),
         ("average/4 push_sum", "belongs to kind gossip"),
         ("gossip/1 ada(kind=step, milestones=1+b, rounds=4, epochs=3)", "is not a number"),
-        ("gossip/1 ada(kind=closed_loop, rounds=4, epochs=3)", "use exponential, linear, step"),
+        ("gossip/1 ada(kind=closed_lop, rounds=4, epochs=3)", "did you mean closed_loop"),
         ("gossip/1 lattice(neighbours=2, neighbours=4)", "neighbours twice"),
         ("average/8 participaton=0.5", "did you mean.*participation"),
         ("average/", "not a synchronisation"),
@@ -162,7 +163,8 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "outer_optimizer": "adam"}, r"^[^;]*; known: [^;]*$"),
         ({"kind": "gossip", "graph": "lattice(width=3)"}, "neighbours"),
         ({"kind": "gossip", "graph": "ada(rounds=0, epochs=2)"}, "rounds >= 1"),
-        ({"kind": "gossip", "graph": "ada(kind=closed_loop, rounds=1, epochs=2)"}, "beforehand"),
+        ({"kind": "gossip", "graph": "ada(kind=closed_loop, target=0.1, rounds=1, epochs=2)"}, "no epochs"),
+        ({"kind": "gossip", "graph": "ada(kind=closed_loop, target=0.1)"}, "rounds >= 1"),
         ({"kind": "average", "outer_learning_rate": 0.5}, "needs an outer_optimizer"),
         ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
         ({"kind": "stale", "delays": (1, -1)}, r"last stage has delay 0.*use for example \[2, 0\]"),
@@ -220,6 +222,10 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         ),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=nan)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=inf)"), {"dp": 4}, "rate must be >= 0"),
+        (Synchronisation(kind="gossip", graph="ada(kind=closed_loop, rounds=5)"), {"dp": 4}, "needs a target > 0"),
+        (Synchronisation(kind="gossip", graph=LOOP, push_sum=True), {"dp": 4}, "no push_sum"),
+        (Synchronisation(kind="gossip", graph=LOOP), {"dp": 4, "pp": 2}, "measures whole replicas"),
+        (Synchronisation(kind="gossip", graph=LOOP), {"dp": 2}, "n >= 3"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge", merge="buffered", merge_buffer=5), {"dp": 4}, "between 1 and workers, got 4 and 5"),
@@ -352,6 +358,26 @@ def test_ada_is_validated_by_the_step_of_its_first_graph_and_its_training_is_not
     found = remembered(asked, seen, comparison, plan_changed=False)
     assert found["recorded"] is False
     assert "mean over all graphs of the plan" in found["text"]
+
+
+def test_the_interval_of_a_closed_loop_spans_its_lattices() -> None:
+    loop, sparse, dense = (
+        parsim.plan(
+            "mlp",
+            cluster="dgx1-v100-32gb",
+            devices=8,
+            global_batch=8,
+            args={"width": 16},
+            settings={"plan.synchronisation": f"gossip/1 {graph}"},
+        ).prediction.evaluation.result
+        for graph in (LOOP, "lattice(neighbours=2)", "lattice(neighbours=7)")
+    )
+    assert sparse.step_s.median < loop.step_s.median < dense.step_s.median
+    assert loop.step_s.p05 <= sparse.step_s.p05
+    assert loop.step_s.p95 >= dense.step_s.p95
+    assert loop.interval_correction is not None
+    (note,) = loop.interval_correction.notes
+    assert "each of 4 lattices equally often" in note
 
 
 def test_a_round_follows_the_last_step_of_each_period_and_stages_wait_twice_their_way_to_the_loss() -> None:
