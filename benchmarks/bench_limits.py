@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ LAYERS, MICROBATCHES = 96, 64
 GIVEN = {"plan.strategy": "custom", "plan.mesh": {"dp": 8}}
 ON = {"cluster": "dgx1-v100-32gb", "global_batch": 256}
 FEATURES, SAMPLES, EPOCHS = 64, 64, 5
+LAUNCHES, REPEATS = 3, 6
 
 
 @dataclass
@@ -177,6 +179,55 @@ def complete(count: int) -> dict[str, float]:
     return replicas(count, "complete")
 
 
+def all_reduces(ranks: int, size_bytes: int = 16 * 2**20) -> dict[str, float]:
+    """One all_reduce over gloo of so many pinned processes that share the cores: processor seconds of all of them, and the
+    wall clock of the slowest; medians of `LAUNCHES`."""
+    import multiprocessing
+
+    import torch  # once, before the processes part
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    launches = []
+    for _ in range(LAUNCHES):
+        with tempfile.TemporaryDirectory() as folder:
+            found = context.Queue()
+            every = [context.Process(target=_rank, args=(n, ranks, folder, size_bytes, found)) for n in range(ranks)]
+            for process in every:
+                process.start()
+            told = [found.get(timeout=300) for _ in every]
+            for process in every:
+                process.join()
+        launches.append((sum(cpu_s for cpu_s, _ in told), max(wall_s for _, wall_s in told)))
+    cpu_s, wall_s = (statistics.median(values) for values in zip(*launches, strict=True))
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "bytes": 0.0}
+
+
+def _rank(number: int, ranks: int, folder: str, size_bytes: int, found: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from parsim.execute.processes.setup import prepare_rank
+
+    prepare_rank(number, ranks)
+    dist.init_process_group("gloo", rank=number, world_size=ranks, store=dist.FileStore(f"{folder}/store", ranks))
+    values = torch.ones(size_bytes // 4)
+    for _ in range(2):
+        dist.all_reduce(values)
+    walls, before = [], time.process_time()
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        walls.append(time.perf_counter() - begin)
+    found.put(((time.process_time() - before) / REPEATS, statistics.median(walls)))
+    dist.barrier()
+
+
+def small_all_reduces(ranks: int) -> dict[str, float]:
+    """The same of 1 MiB."""
+    return all_reduces(ranks, 2**20)
+
+
 CASES: Mapping[str, tuple[Callable[[int], dict[str, float]], Sequence[int], Sequence[int]]] = {
     "folded": (folded, (1024, 4096, 16_384, 49_152, 102_400), (64, 128)),
     "unfolded": (unfolded, (64, 128, 256, 512), (64,)),
@@ -186,6 +237,8 @@ CASES: Mapping[str, tuple[Callable[[int], dict[str, float]], Sequence[int], Sequ
     "dask": (dask, (250, 500, 1000), (8,)),
     "replicas": (replicas, (252, 1008, 2016), (18,)),
     "complete": (complete, (126, 252, 504), (18,)),
+    "all_reduces": (all_reduces, (2, 8, 32, 64), (2,)),
+    "small_all_reduces": (small_all_reduces, (2, 8, 32, 64), (2,)),
 }
 """Name: what is measured, at which sizes, and at which with --quick."""
 

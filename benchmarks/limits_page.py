@@ -41,6 +41,8 @@ ROWS = (
     Row(case="rows", name="rows of a sweep, read back", unit="points", target=10**6, memory=True),
     Row(case="replicas", name="virtual replicas on a ring", unit="replicas", target=100_000, memory=True),
     Row(case="complete", name="virtual replicas, complete graph", unit="replicas", target=100_000, memory=True),
+    Row(case="all_reduces", name="all_reduce of 16 MiB over gloo, all ranks", unit="processes", target=64, memory=False),
+    Row(case="small_all_reduces", name="all_reduce of 1 MiB over gloo, all ranks", unit="processes", target=64, memory=False),
 )
 
 
@@ -172,7 +174,17 @@ def notes_of(record: Mapping[str, Any]) -> list[str]:
         f"- The scheduler and the client of a Dask sweep take {ms['dask']} ms per point. A given point of ResNet-50 takes "
         f"{ms['given']} ms and a searched one {ms['searched']} ms. So they keep about {workers['given']} workers busy with "
         f"given points, and {workers['searched']} with searched ones.",
+        f"- The clock beside the processor seconds of an all_reduce, on two cores: 16 MiB {clock_of(cases['all_reduces'])}; "
+        f"1 MiB {clock_of(cases['small_all_reduces'])}.",
     ]
+
+
+def clock_of(lines: Sequence[Mapping[str, float]]) -> str:
+    """`2 processes 23 ms (25 ms), ...`: by the clock, and of the processors."""
+    each = (
+        f"{line['size']:g} processes {_short(1e3 * line['wall_s'])} ms ({_short(1e3 * line['cpu_s'])} ms)" for line in lines
+    )
+    return ", ".join(each)
 
 
 def page_of(text: str, record: Mapping[str, Any]) -> str:

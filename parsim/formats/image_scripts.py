@@ -12,6 +12,7 @@ from typing import Any
 from parsim.formats.megatron import UNKNOWN, words_of
 from parsim.formats.recipe import SCRIPTS, FileKeys, Recipe, plain_value
 from parsim.formats.source import FileFormat, SourceFile
+from parsim.model.catalogue.names import NAMED, normalised
 from parsim.model.catalogue.zoo import IMAGENET
 from parsim.units import printable
 
@@ -25,15 +26,12 @@ MARK = re.compile(rf"\b(train|main)\.py\b[^|;&]*(--model|--arch|-a)[ =]+[\"']?{F
 PROGRAM = re.compile(r"\b(train|main)\.py\b")
 SHORT = {"b": "batch-size", "a": "arch", "j": "workers"}
 """One-letter options of these programs."""
-MODELS = {
-    "resnet50": "resnet50",
-    "vit_b_16": "vit_b_16",
-    "vit_base_patch16_224": "vit_b_16",
-    "vgg16": "vgg16",
-}
-"""Names of both programs: models that ship."""
+BUILT = {"resnet50": "resnet50", "vit_b_16": "vit_b_16", "vit_base_patch16_224": "vit_b_16", "vgg16": "vgg16"}
+"""Names of both programs: modules of parsim's own."""
+SIZED = [name for name, row in NAMED.items() if row.config and not row.seq]
+"""Image models that transformers builds."""
 SAME_TIME = re.compile(
-    r"(lr|sched|epochs|start_epoch|warmup|cooldown|decay|auto_augment|aa$|random_erase|reprob|remode|recount|mixup|cutmix|smoothing|"
+    r"(lr|sched|epochs|start_epoch|wd$|warmup|cooldown|decay|auto_augment|aa$|random_erase|reprob|remode|recount|mixup|cutmix|smoothing|"
     r"label_smoothing|weight_decay|norm_weight|bias_weight|transformer_embedding|momentum|nesterov|drop|val_|resize|ra_|"
     r"color_jitter|hflip|scale|ratio|interpolation|mean|std|crop_pct|data|dataset|train_split|workers|print_freq|log|output|"
     r"experiment|resume|checkpoint|eval|seed|dist|world_size|rank|nproc|nnodes|node|master|rdzv|standalone|multiprocessing|"
@@ -60,9 +58,11 @@ def read_images(source: SourceFile) -> Recipe:
     keys = FileKeys(tool, options)
     recipe = Recipe(framework=tool, software={"framework": "ddp"})
     name = keys.text("arch", "model", default="resnet18")
-    recipe.model = MODELS.get(name.split(".")[0], "")
+    stem = name.split(".")[0]
+    sized = normalised(stem) in SIZED
+    recipe.model = normalised(stem) if sized else BUILT.get(stem, "")
     if not recipe.model:
-        shipped = ", ".join(sorted(set(MODELS.values())))
+        shipped = ", ".join(sorted({*BUILT.values(), *SIZED}))
         recipe.missing["model.name"] = (
             f"{printable(name)!r} is none of the image models that ship ({shipped}); give your module as MODULE:FACTORY"
         )
@@ -79,7 +79,9 @@ def read_images(source: SourceFile) -> Recipe:
     if "sgd" not in optimizer and "adam" not in optimizer and optimizer != "momentum":
         recipe.left_out["opt"] = f"{printable(optimizer)} is not modelled: time and state are those of AdamW"
     side = keys.number("train_crop_size", "img_size", default=IMAGENET[1])
-    if side != IMAGENET[1]:
+    if side != IMAGENET[1] and sized:
+        recipe.args["image_size"] = side
+    elif side != IMAGENET[1]:
         recipe.input_shape = (IMAGENET[0], side, side)
     if keys.flag("channels_last"):
         recipe.software["channels_last"] = True

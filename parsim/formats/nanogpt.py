@@ -56,8 +56,12 @@ def read_nanogpt(source: SourceFile) -> Recipe:
         recipe.args = {
             name: keys.number(key) for name, key in (("layers", "n_layer"), ("heads", "n_head"), ("hidden", "n_embd"))
         }
-        text = "char" in keys.text("dataset", default="openwebtext")
-        recipe.args |= {"vocab": 65 if text else VOCABULARY, "bias": keys.flag("bias"), "positions": keys.number("block_size")}
+        vocabulary = 65 if "char" in keys.text("dataset", default="openwebtext") else VOCABULARY
+        recipe.args |= {
+            "vocab": keys.number("vocab_size", default=vocabulary),
+            "bias": keys.flag("bias"),
+            "positions": keys.number("block_size"),
+        }
     recipe.args["seq"] = keys.number("block_size")
     recipe.micro_batch = keys.number("batch_size")
     recipe.training["global_batch"] = recipe.micro_batch * keys.number("gradient_accumulation_steps")

@@ -368,10 +368,10 @@ def take_adapters(recipe: Recipe, keys: FileKeys, key: str, method: str, **found
 
 def stored_base(keys: FileKeys, *, nested: bool = False) -> dict[str, Any]:
     """`base` and `double_quantisation` of training.tune by the keys of bitsandbytes; `nested`: scales are kept in 8 bits."""
-    bits = keys.text("quantization_bit")
-    if keys.flag("load_in_4bit") or bits == "4":
+    bits, four, eight = keys.text("quantization_bit"), keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
+    if four or bits == "4":
         return {"base": "nf4", "double_quantisation": nested}
-    return {"base": "int8"} if keys.flag("load_in_8bit") or bits == "8" else {}
+    return {"base": "int8"} if eight or bits == "8" else {}
 
 
 LARGEST_COUNT = 10**12

@@ -52,7 +52,7 @@ SAME_TIME = re.compile(
     r"max_length|torch_empty|tf32|fsdp_transformer_layer|use_flash|use_slow|train_file|data_path|version$|lazy|dataset|nproc|"
     r"nnodes|node_rank|master|num_machines|num_processes|use_deepspeed|use_fsdp|multi_gpu|num_gpus|hostfile|include$|split$|"
     r"input_dir|fuse_|to_static|min_learning|distributed_dataloader|continue_training|unified_checkpoint|sharding_parallel_config|"
-    r"tensor_parallel_config|pipeline_parallel_config|amp_|scale_loss|lora_dropout|nodes$|ntasks|gres|freeze_vit|pref_|"
+    r"tensor_parallel_config|pipeline_parallel_config|amp_|scale_loss|lora_dropout|nodes$|ntasks|gres|freeze_vit|pref_|use_reentrant|bnb_4bit_compute|"
     r"torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
 )
 LEFT_OUT = {
@@ -69,6 +69,7 @@ LEFT_OUT = {
     "ddp_bucket_cap_mb": "buckets are those of the plan",
     "galore_target_modules": "the optimizer's state is that of AdamW",
     "vision_tower": "the vision tower is not in the model: it trains the language model on text",
+    "config_file": "the YAML of accelerate is not read here, which may divide states: give --set plan.zero_stage=3",
     "average_tokens_across_devices": "the loss is that of each replica",
 }
 STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
@@ -164,7 +165,7 @@ CALLS: tuple[tuple[re.Pattern[str], Mapping[str | int, str]], ...] = (
     (re.compile(r"(\w+\.)*(SFTTrainer|tokenizer)"), TRAINER_KEYS),
 )
 """Calls of a script in Python, and which of their arguments are keys here."""
-ARGUMENTS = re.compile(r"(\w+\.)*(\w*TrainingArguments|(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config)")
+ARGUMENTS = re.compile(r"(\w+\.)*(\w*TrainingArguments|ModelConfig|(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config)")
 CHECKPOINTING = re.compile(r"\w+\.gradient_checkpointing_enable|(\w+\.)*prepare_model_for_kbit_training")
 
 
@@ -188,10 +189,12 @@ def _keys_of_calls(script: Script) -> dict[str, Any]:
                     found.setdefault(keys[key], value)
             if keys is ADAPTER_KEYS:
                 found["use_peft"] = True
-                if given.get("use_gradient_checkpointing"):
-                    found["gradient_checkpointing"] = True
         if name.startswith("Fast"):  # Unsloth computes in 16 bits, whatever is said
             found.setdefault("torch_dtype", "bfloat16")
+        if name.startswith("Fast") and name.endswith("get_peft_model"):
+            parts = [part for part in ("attention", "mlp") if given.get(f"finetune_{part}_modules", True)]
+            found.setdefault("target_modules", parts)
+            found["gradient_checkpointing"] = bool(given.get("use_gradient_checkpointing", True))
     stored = str(found.get("model_name_or_path", ""))
     if stored.endswith("-bnb-4bit"):
         found["model_name_or_path"], found["load_in_4bit"] = re.sub(r"(-unsloth)?-bnb-4bit$", "", stored), True
@@ -245,12 +248,17 @@ HANGING = {
 """Options whose value counts, and the key that supplies it where a script computes it."""
 SCRIPT_NAMES = {
     "deepspeed_config_file": "deepspeed",
+    "max_seq_len": "max_length",
+    "use_peft_lora": "use_peft",
+    "use_4bit_quantization": "load_in_4bit",
+    "use_8bit_quantization": "load_in_8bit",
+    "use_nested_quant": "use_bnb_nested_quant",
     "model": "model_name_or_path",
     "model_id_or_path": "model_name_or_path",
     "output_router_logits": "include_router",
     "model_max_length": "max_length",
 }
-"""Options of launchers and of ms-swift: TrainingArguments'."""
+"""Options of launchers, of ms-swift and of peft's examples/sft: TrainingArguments'."""
 OTHER_LOSSES = (
     "reward_funcs",
     "num_generations",

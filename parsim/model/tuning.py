@@ -51,8 +51,14 @@ PARTS: Mapping[str, str] = {
     "linear_proj": "o",
     "linear_fc1": "gate_up",
     "linear_fc2": "down",
+    "query_key_value": "qkv",
+    "dense_h_to_4h": "gate_up",
+    "dense_4h_to_h": "down",
+    "c_attn": "qkv",
+    "c_fc": "gate_up",
 }
-"""Names that peft, torchtune and Megatron (whose products are fused: one adapter for all of them) have for products."""
+"""Names that peft, torchtune and Megatron have for products; those that are fused (also of Falcon, BLOOM, GPT-NeoX and GPT-2)
+have one adapter for all of them."""
 
 
 def _parsed(value: Any) -> Any:
