@@ -175,7 +175,7 @@ COLOURS_OF_LEGEND = """Object.fromEntries([...document.querySelectorAll("#timeli
   .map((entry) => [entry.textContent, getComputedStyle(entry.querySelector("i")).backgroundColor]).sort())"""
 MARK_OF_POINT = """(point) => {
   const plot = document.getElementById("front"), {xaxis, yaxis} = plot._fullLayout, {x, y, customdata} = plot.data[0];
-  plot.scrollIntoView({block: "end"});
+  plot.scrollIntoView({block: "end", behavior: "instant"});
   const box = plot.getBoundingClientRect(), at = customdata.indexOf(point);
   return [box.left + xaxis._offset + xaxis.d2p(x[at]), box.top + yaxis._offset + yaxis.d2p(y[at])];
 }"""
