@@ -67,10 +67,19 @@ REFUSED_WHOLE = (
     ),
     *("megatron_deepseek_v3.sh", "megatron_gpt3_175b.sh", "megatron_mixtral_8x7b.sh", "megatron_positional.sh", "neox_20b.yml"),
     *("megatron_t5.sh", "nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
-    *("images_other.sh", "images_torchvision.sh", "nanogpt_launch.sh", "openrlhf_dpo.sh", "trainer_dpo.py"),
+    *(
+        "images_timm_large.sh",
+        "images_vit_h_14.sh",
+        "images_other.sh",
+        "images_torchvision.sh",
+        "nanogpt_launch.sh",
+        "openrlhf_dpo.sh",
+        "trainer_dpo.py",
+    ),
     *("paddlenlp.json", "primus_maxtext.yaml", "torchtitan_671b.toml", "trainer_trl_grpo.yaml", "verl.yaml"),
 )
-"""Of these: for what they train, for a size that they lack, or because eight samples and GPUs do not divide as they ask."""
+"""Of these: for what they train, for a size that they lack, because eight samples and GPUs do not divide as they ask, or
+because their model takes half a minute to trace (`images_timm.sh` is of the same reader)."""
 BATCHES = {"nanogpt_train_gpt2.py": 96, "nanogpt_shakespeare_char.py": 512, "images_timm.sh": 1024}
 """Global batches of files whose replicas take other than a power of two up to 16."""
 SHIPPED = ("resnet50", "vit_b_16")

@@ -420,7 +420,9 @@ def test_only_ranks_that_are_drawn_compute_and_have_a_loss(problem: PlanningProb
     drawn = plan.synchronisation.takes_part(0, 4)
     assert sorted(drawn) == [False, False, True, True]
     for rank in range(4):
-        script = StepScripts(graph, layout, rank, cast("MixingRounds", object())).of_step(0)
+        script = StepScripts(
+            graph, layout, rank, cast("MixingRounds", SimpleNamespace(round_of=lambda step: step // 4))
+        ).of_step(0)
         assert script.computes == drawn[rank]
         entry = cast(
             "RankRun",
