@@ -28,7 +28,7 @@ def bench_graphs(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare mixing graphs on virtual replicas: accuracy against the variance of their parameters (DBench)."""
-    found = compared(
+    comparison = compared(
         graphs or (),
         models=[name.strip() for name in models.split(",")],
         replicas=parse_numbers("--replicas", replicas),
@@ -38,10 +38,10 @@ def bench_graphs(
         batch=batch,
     )
     if plot is not None:
-        found.plot(plot)
+        comparison.plot(plot)
     if as_json:
-        print_json(found.to_dict())
+        print_json(comparison.to_dict())
         return
-    print_tables([found.report()])
-    print_lines(found.findings())
+    print_tables([comparison.report()])
+    print_lines(comparison.findings())
     print_picture(plot)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from parsim.formats.megatron import UNKNOWN, words_of
-from parsim.formats.recipe import SCRIPTS, FileKeys, Recipe, plain_value
+from parsim.formats.megatron import note_hanging, option_values
+from parsim.formats.recipe import SCRIPTS, FileKeys, Recipe
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import NAMED, normalised
 from parsim.model.catalogue.zoo import IMAGENET
@@ -23,9 +23,9 @@ FAMILIES = (
     r"hrnet|xception|cspresnet|cspdarknet|rexnet|ghostnet|resmlp|poolformer|edgenext|mobilevit|davit|hiera|fastvit)"
 )
 MARK = re.compile(rf"\b(train|main)\.py\b[^|;&]*(--model|--arch|-a)[ =]+[\"']?{FAMILIES}", re.DOTALL)
-PROGRAM = re.compile(r"\b(train|main)\.py\b")
-SHORT = {"b": "batch-size", "a": "arch", "j": "workers"}
+SHORT = {"b": "batch_size", "a": "arch", "j": "workers"}
 """One-letter options of these programs."""
+HANGING = {"batch_size": "training.global_batch"}
 BUILT = {"resnet50": "resnet50", "vit_b_16": "vit_b_16", "vit_base_patch16_224": "vit_b_16", "vgg16": "vgg16"}
 """Names of both programs: modules of parsim's own."""
 SIZED = [name for name, row in NAMED.items() if row.config and not row.seq]
@@ -52,11 +52,12 @@ LEFT_OUT = {
 
 def read_images(source: SourceFile) -> Recipe:
     """A script. Raises ConfigError for a count that is none; `missing` notes a model that does not ship."""
-    options = _options(source.text)
+    options = option_values(source.text, SHORT, HANGING)
     example = "arch" in options
     tool = EXAMPLE if example else TIMM if _is_timm(options) else TORCHVISION
     keys = FileKeys(tool, options)
     recipe = Recipe(framework=tool, software={"framework": "ddp"})
+    note_hanging(keys, recipe, HANGING)
     name = keys.text("arch", "model", default="resnet18")
     stem = name.split(".")[0]
     sized = normalised(stem) in SIZED
@@ -67,7 +68,9 @@ def read_images(source: SourceFile) -> Recipe:
             f"{printable(name)!r} is none of the image models that ship ({shipped}); give your module as MODULE:FACTORY"
         )
     batch = keys.number("batch_size", default={TORCHVISION: 32, TIMM: 128, EXAMPLE: 256}[tool])
-    if example:  # all GPUs of a node share the batch
+    if recipe.missing.keys() & HANGING.values():
+        recipe.micro_batch = 0
+    elif example:  # all GPUs of a node share the batch
         recipe.training["global_batch"] = batch * keys.number("world_size", default=1)
         recipe.micro_batch = 0
     else:
@@ -103,21 +106,6 @@ def _is_timm(options: dict[str, Any]) -> bool:
         bool({"sched", "aa", "drop_path", "img_size", "amp_dtype", "reprob", "smoothing"} & options.keys())
         or re.search(r"_patch\d|_in\d+k|\.", str(options.get("model", ""))) is not None
     )
-
-
-def _options(text: str) -> dict[str, Any]:
-    """Options of the script, one-letter ones too; those without a word behind are true."""
-    found: dict[str, Any] = {}
-    name = ""
-    for word in words_of(text):
-        if form := re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL):
-            name = SHORT.get(form[1], form[1]).replace("-", "_")
-            found[name] = True if form[2] is None else plain_value(form[2])
-            name = "" if form[2] is not None else name
-        elif name:
-            found[name] = plain_value(word)
-            name = ""
-    return {key: value for key, value in found.items() if UNKNOWN not in str(value)}
 
 
 FORMATS = {

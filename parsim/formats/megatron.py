@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,11 +23,13 @@ from typing import Any
 from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
+from parsim.formats.python import Operators, arithmetic
 from parsim.formats.recipe import (
     DEGREE,
     SCRIPTS,
     VARIABLE,
     YAML,
+    FileKeys,
     PlannedRecipe,
     Recipe,
     Transformer,
@@ -679,7 +681,7 @@ UNKNOWN = "?"
 MOST_LETTERS = 100_000
 """Longest variable, and longest line with its variables replaced."""
 _ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+_OPERATORS: Operators = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -743,8 +745,10 @@ def _word_end(text: str) -> int:
     return len(text)
 
 
-def options_of(text: str) -> dict[str, list[str]]:
+def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
     """Every `--option` of a script with the words that follow it; where it is given twice, the last counts.
+
+    short: letters of options with one dash.
 
     Raises:
         ConfigError: as `words_of`.
@@ -752,12 +756,39 @@ def options_of(text: str) -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     current: list[str] = []
     for word in words_of(text):
-        if re.match(r"--[A-Za-z]", word):
+        if word[:1] == "-" and word[1:] in short:
+            current = options[word[1:]] = []
+        elif re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             current = options[name.replace("_", "-")] = [value] if equals else []
         else:
             current.append(word)
     return options
+
+
+def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Container[str] = ()) -> dict[str, Any]:
+    """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one.
+
+    Args:
+        names: what options are called here whose own names are others, one-letter ones too (`-b`).
+        hanging: names of options that stay, as text with UNKNOWN, where the script computes their value; others are left out.
+
+    Raises:
+        ConfigError: as `words_of`.
+    """
+    names = names or {}
+    options = options_of(text, short=frozenset(name for name in names if len(name) == 1))
+    given = {key.replace("-", "_"): words[0] if words else "" for key, words in options.items()}
+    named = {names.get(key, key): word for key, word in given.items()}
+    return {key: plain_value(word) if word else True for key, word in named.items() if UNKNOWN not in word or key in hanging}
+
+
+def note_hanging(keys: FileKeys, recipe: Recipe, hanging: Mapping[str, str]) -> None:
+    """Name in `missing` each option whose value the script computes, by the key of `hanging` that supplies it."""
+    for key in keys.values.keys() & hanging.keys():
+        if UNKNOWN in str(keys.values[key]):
+            del keys.values[key]
+            recipe.missing[hanging[key]] = f"{key} hangs on what the script computes"
 
 
 _OVERRIDE = re.compile(r"(?:\+\+|[+~])?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -942,20 +973,23 @@ def _computed(text: str, variables: dict[str, str]) -> str:
     """The value of an arithmetic expression."""
     with_values = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
     try:
-        return str(_number(ast.parse(with_values.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        value = _whole(ast.parse(with_values.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
         return UNKNOWN
+    return UNKNOWN if value is None else str(value)
 
 
-def _number(node: ast.expr) -> int:
+def _whole(node: ast.expr) -> int | None:
     match node:
         case ast.Constant(value=int(value)):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_number(left), _number(right))
-    raise ValueError("no whole number")
+            positive = _whole(inner)
+            return None if positive is None else -positive
+        case ast.BinOp():
+            whole: int | None = arithmetic(node, _OPERATORS, _whole)
+            return whole
+    return None
 
 
 def _words(statement: str) -> list[str]:

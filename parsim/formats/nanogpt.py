@@ -78,8 +78,8 @@ def read_nanogpt(source: SourceFile) -> Recipe:
 def _assigned(source: SourceFile) -> dict[str, Any]:
     """Values by name; options of a script count more than the configuration that it names."""
     if source.path.suffix not in SCRIPTS:
-        found = walk(source, Script()).constants
-        return {key: value for key, value in found.items() if value is not None}
+        constants = walk(source, Script()).constants
+        return {key: value for key, value in constants.items() if value is not None}
     named = STARTS.search(source.text)
     name = Path(named[1] if named is not None else "")
     places = [folder / part for folder in source.path.parents for part in (name, Path(name.name))]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from parsim.errors import ConfigError
-from parsim.formats.megatron import UNKNOWN, options_of
-from parsim.formats.recipe import SCRIPTS, FileKeys, Recipe, plain_value, stored_base, take_adapters
+from parsim.formats.megatron import note_hanging, option_values
+from parsim.formats.recipe import SCRIPTS, FileKeys, Recipe, stored_base, take_adapters
 from parsim.formats.source import FileFormat, SourceFile
 
 NAME = "OpenRLHF"
@@ -14,6 +14,13 @@ PROGRAM = re.compile(r"\bopenrlhf\.cli\.(train_\w+)")
 SUPERVISED = "train_sft"
 PRECISIONS = {"bf16": "bf16", "fp16": "amp_fp16", "fp32": "fp32"}
 SWITCHES = {"bf16", "gradient_checkpointing", "adam_offload", "load_in_4bit", "packing_samples"}
+HANGING = {
+    "train_batch_size": "training.global_batch",
+    "micro_train_batch_size": "plan.microbatches",
+    "max_len": "model.args.seq",
+    "zero_stage": "plan.zero_stage",
+}
+"""Options whose value counts, and the key that supplies it where a script computes it."""
 SAME_TIME = re.compile(
     r"(save|logging|eval|use_tensorboard|ckpt|load_checkpoint|max_(samples|norm|ckpt|epochs)|learning_rate|lr_|l2|adam_betas|"
     r"dataset|input|output|tokenizer|apply_chat|multiturn|pretrain_mode|use_wandb|wandb|seed|local_rank|disable_fast|module|"
@@ -35,14 +42,14 @@ def read_openrlhf(source: SourceFile) -> Recipe:
             f"{NAME}: it starts {', '.join(sorted(programs))}, with rollouts or beside a second model, which no plan of parsim "
             f"has; {SUPERVISED} is read"
         )
-    given = {key.replace("-", "_"): words[0] if words else "" for key, words in options_of(source.text).items()}
-    values = {key: plain_value(text) if text else True for key, text in given.items() if UNKNOWN not in text}
+    values = option_values(source.text, hanging=HANGING)
     keys = FileKeys(NAME, values | dict.fromkeys(SWITCHES & values.keys(), True))  # which no value follows
     recipe = Recipe(framework=NAME, software={"framework": "deepspeed"})
+    note_hanging(keys, recipe, HANGING)
     recipe.name_model("pretrain", keys.text("pretrain", default="(none)"))
     recipe.args["seq"] = keys.number("max_len", default=2048)
     recipe.training["global_batch"] = keys.number("train_batch_size", default=128)
-    recipe.micro_batch = keys.number("micro_train_batch_size", default=8)
+    recipe.micro_batch = 0 if "plan.microbatches" in recipe.missing else keys.number("micro_train_batch_size", default=8)
     recipe.zero = keys.number("zero_stage", default=2)
     recipe.optimizer_offload = keys.flag("adam_offload")
     recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"

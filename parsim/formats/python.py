@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from parsim.errors import ConfigError
@@ -13,7 +13,8 @@ from parsim.formats.source import SourceFile
 from parsim.units import printable
 
 LARGEST = 10**15
-OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+Operators = Mapping[type[ast.operator], Callable[[Any, Any], Any]]
+OPERATORS: Operators = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -71,17 +72,29 @@ class Script(ast.NodeVisitor):
                 return self.constants.get(node.id)
             case ast.Attribute() if path_of(node).startswith("torch."):
                 return node.attr
-            case ast.BinOp() if type(node.op) in OPERATORS:
-                left, right = self.value(node.left), self.value(node.right)
-                if not all(isinstance(part, int | float) and abs(part) <= LARGEST for part in (left, right)):
-                    return None
-                return (
-                    None if isinstance(node.op, ast.Div | ast.FloorDiv) and not right else OPERATORS[type(node.op)](left, right)
-                )
+            case ast.BinOp():
+                return arithmetic(node, OPERATORS, self.value)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, MemoryError, RecursionError):
             return None
+
+
+def arithmetic(node: ast.expr, operators: Operators, value_of: Callable[[ast.expr], Any]) -> Any:
+    """The value of an expression of these operators. None: a part is no number, is beyond LARGEST, or divides by 0.
+
+    Args:
+        value_of: values of what has no operator of these.
+    """
+    if not isinstance(node, ast.BinOp):
+        return value_of(node)
+    parts = [arithmetic(part, operators, value_of) for part in (node.left, node.right)]
+    if type(node.op) not in operators or not all(isinstance(part, int | float) and abs(part) <= LARGEST for part in parts):
+        return None
+    try:
+        return operators[type(node.op)](*parts)
+    except ZeroDivisionError:
+        return None
 
 
 def path_of(node: ast.expr) -> str:

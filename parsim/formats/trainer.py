@@ -15,7 +15,7 @@ from typing import Any
 from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
-from parsim.formats.megatron import UNKNOWN, options_of
+from parsim.formats.megatron import UNKNOWN, note_hanging, option_values
 from parsim.formats.python import Script, walk
 from parsim.formats.recipe import (
     LARGEST_BYTES,
@@ -24,7 +24,6 @@ from parsim.formats.recipe import (
     YAML,
     FileKeys,
     Recipe,
-    plain_value,
     stored_base,
     take_adapters,
     yaml_table,
@@ -92,10 +91,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     inside = config if isinstance(config, Mapping) else None
     keys = FileKeys(NAME, {key: value for key, value in document.items() if not (key == "deepspeed" and inside)})
     recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
-    for key in keys.values.keys() & HANGING.keys():
-        if UNKNOWN in str(keys.values[key]):
-            del keys.values[key]
-            recipe.missing[HANGING[key]] = f"{key} hangs on what the script computes"
+    note_hanging(keys, recipe, HANGING)
     _refuse_other_losses(keys)
     recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
     if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
@@ -171,34 +167,34 @@ CHECKPOINTING = re.compile(r"\w+\.gradient_checkpointing_enable|(\w+\.)*prepare_
 
 def _keys_of_calls(script: Script) -> dict[str, Any]:
     """Keys of TrainingArguments, and of TRL's ModelConfig, by the calls of a script; UNKNOWN: what the script computes."""
-    found: dict[str, Any] = {}
+    keys_of_file: dict[str, Any] = {}
     for name, given, computed in script.calls:
         if form := ARGUMENTS.fullmatch(name):
-            found |= {str(key): value for key, value in given.items() if isinstance(key, str) and value is not None}
-            found |= {key: UNKNOWN for key in computed if key in HANGING}
-            found |= {key: True for key in computed if key == "bf16"}  # where the GPU can
+            keys_of_file |= {str(key): value for key, value in given.items() if isinstance(key, str) and value is not None}
+            keys_of_file |= {key: UNKNOWN for key in computed if key in HANGING}
+            keys_of_file |= {key: True for key in computed if key == "bf16"}  # where the GPU can
             if form[3] not in (None, "SFT"):
-                found["stage"] = form[3].lower()
+                keys_of_file["stage"] = form[3].lower()
         elif CHECKPOINTING.fullmatch(name):
-            found["gradient_checkpointing"] = given.get("use_gradient_checkpointing", True)
+            keys_of_file["gradient_checkpointing"] = given.get("use_gradient_checkpointing", True)
         for pattern, keys in CALLS:
             if not pattern.fullmatch(name):
                 continue
             for key, value in given.items():
                 if key in keys and value is not None:
-                    found.setdefault(keys[key], value)
+                    keys_of_file.setdefault(keys[key], value)
             if keys is ADAPTER_KEYS:
-                found["use_peft"] = True
+                keys_of_file["use_peft"] = True
         if name.startswith("Fast"):  # Unsloth computes in 16 bits, whatever is said
-            found.setdefault("torch_dtype", "bfloat16")
+            keys_of_file.setdefault("torch_dtype", "bfloat16")
         if name.startswith("Fast") and name.endswith("get_peft_model"):
             parts = [part for part in ("attention", "mlp") if given.get(f"finetune_{part}_modules", True)]
-            found.setdefault("target_modules", parts)
-            found["gradient_checkpointing"] = bool(given.get("use_gradient_checkpointing", True))
-    stored = str(found.get("model_name_or_path", ""))
+            keys_of_file.setdefault("target_modules", parts)
+            keys_of_file["gradient_checkpointing"] = bool(given.get("use_gradient_checkpointing", True))
+    stored = str(keys_of_file.get("model_name_or_path", ""))
     if stored.endswith("-bnb-4bit"):
-        found["model_name_or_path"], found["load_in_4bit"] = re.sub(r"(-unsloth)?-bnb-4bit$", "", stored), True
-    return found
+        keys_of_file["model_name_or_path"], keys_of_file["load_in_4bit"] = re.sub(r"(-unsloth)?-bnb-4bit$", "", stored), True
+    return keys_of_file
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
@@ -224,9 +220,7 @@ def _options_of_script(source: SourceFile) -> dict[str, Any]:
 
     `accelerate launch` and `swift sft` have names of their own for some.
     """
-    given = {key.replace("-", "_"): words[0] if words else "" for key, words in options_of(source.text).items()}
-    named = {SCRIPT_NAMES.get(key, key): text for key, text in given.items()}
-    found = {key: plain_value(text) if text else True for key, text in named.items() if UNKNOWN not in text or key in HANGING}
+    found = option_values(source.text, SCRIPT_NAMES, HANGING)
     if "swift" in source.text and (kind := found.pop("train_type", found.pop("tuner_type", "lora"))) != "full":
         found["finetuning_type"] = kind
     if "swift" in source.text and found.get("torch_dtype") in SWIFT_TYPES:  # it trains in the type that it loads

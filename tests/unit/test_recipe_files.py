@@ -456,3 +456,23 @@ def test_precision_follows_how_weights_are_loaded(
     recipe = read(tmp_path, "a.py", text)
     assert recipe.training["precision"] == precision
     assert recipe.training.get("master_weights") is master
+
+
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [
+        ("torchrun train.py --model resnet50 -b $BATCH --amp", "batch_size hangs on what the script computes"),
+        ("deepspeed --module openrlhf.cli.train_sft --pretrain llama3-8b --train_batch_size $1", "train_batch_size hangs on"),
+        (
+            "deepspeed --module openrlhf.cli.train_sft --pretrain llama3-8b --micro_train_batch_size $1",
+            r"micro_train_batch_size hangs on.*--set plan\.microbatches=N",
+        ),
+    ],
+)
+def test_a_batch_that_a_script_computes_is_no_default(tmp_path: Path, text: str, lacks: str) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=lacks):
+        question_of(path, cluster="8xh100-sxm")
+    question = question_of(path, cluster="8xh100-sxm", global_batch=512, overrides=["plan.microbatches=2"])
+    assert (question.training.global_batch, question.plan.microbatches) == (512, 2)
