@@ -18,26 +18,12 @@ from typing import Any
 import numpy as np
 
 from parsim.errors import AlgorithmError
-from parsim.plans.mixing import Matrix, circulant, rounds_of_one_peer
+from parsim.plans.mixing import Matrix, circulant, eigenvalues, rounds_of_one_peer
 
 
 def spectral_gap(matrix: Matrix) -> float:
-    """1 - |lambda_2| of a doubly stochastic W; 1 for a single worker and for the complete graph.
-
-    A circulant's eigenvalues are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding.
-    Others come from the general solver, which for a defective matrix is good to about the square root of that.
-    """
-    n = len(matrix)
-    if n == 1:
-        return 1.0
-    index = np.arange(n)
-    if (matrix == matrix[:, 0][(index[:, None] - index[None, :]) % n]).all():
-        eigenvalues = np.fft.fft(matrix[:, 0])
-    elif np.array_equal(matrix, matrix.T):
-        eigenvalues = np.linalg.eigvalsh(matrix)
-    else:
-        eigenvalues = np.linalg.eigvals(matrix)
-    return float(1.0 - np.sort(np.abs(eigenvalues))[-2])
+    """1 - |lambda_2| of a doubly stochastic W; 1 for a single worker and for the complete graph."""
+    return 1.0 if len(matrix) == 1 else float(1.0 - np.sort(np.abs(eigenvalues(matrix)))[-2])
 
 
 def debias(values: Any, weights: Any) -> Any:

@@ -61,16 +61,16 @@ class StepSize:
 
     def lines(self) -> list[str]:
         """Sentences for people."""
-        found = self.condition
+        condition = self.condition
         known = [
-            "" if found.safe is None else f"safe up to {found.safe:.3g}/L, where synchronous training has 1/L",
-            "" if found.limit is None else f"quadratic losses {_until(found)} {found.limit:.3g}/L",
-            found.why,
+            "" if condition.safe is None else f"safe up to {condition.safe:.3g}/L, where synchronous training has 1/L",
+            "" if condition.limit is None else f"quadratic losses {_until(condition)} {condition.limit:.3g}/L",
+            condition.why,
         ]
-        terms = f" ({terms})" if (terms := found.terms()) else ""
+        terms = f" ({terms})" if (terms := condition.terms()) else ""
         text = f"Step size of {self.plan.synchronisation}{terms}: {'; '.join(filter(None, known))}."
         lines = [f"{text} L is the largest curvature of the loss."]
-        if found.safe is None and found.limit is None:
+        if condition.safe is None and condition.limit is None:
             return [text]
         if self.step is None:
             return [f"{lines[0]} {self.question.training.optimizer} scales its steps, so the bound does not apply to it."]
@@ -78,10 +78,10 @@ class StepSize:
 
     def _of_this_rate(self) -> str:
         """`Safe step size here: 0.012, with L = 19 at the first weights (512 samples); yours, 0.1, is 8.3 times that.`"""
-        found, step = self.condition, self.step
+        condition, step = self.condition, self.step
         assert step is not None
         yours = f"{self.learning_rate:g}" + (f" / (1 - {self.momentum:g}) = {step:.3g}" if self.momentum else "")
-        reach, word = (found.limit, "stable") if found.safe is None else (found.safe, "safe")
+        reach, word = (condition.limit, "stable") if condition.safe is None else (condition.safe, "safe")
         assert reach is not None
         if not self.curvature:
             return f"Your step size, {yours}, is {word} while L is at most {reach / step:.3g}."
@@ -91,8 +91,8 @@ class StepSize:
             f"{word.capitalize()} step size here: {reach / curvature:.3g}, with L = {curvature:.3g} at the first weights "
             f"({samples} samples); yours, {yours}, is {ratio:.2g} times that."
         )
-        if found.limit is not None and step * curvature > found.limit:
-            text += f" It is also beyond {found.limit / curvature:.3g}, where quadratic losses of this curvature diverge."
+        if condition.limit is not None and step * curvature > condition.limit:
+            text += f" It is also beyond {condition.limit / curvature:.3g}, where quadratic losses of this curvature diverge."
         return text
 
     def warnings(self) -> list[str]:
@@ -114,8 +114,8 @@ class StepSize:
         }
 
 
-def _until(found: StepCondition) -> str:
-    return "diverge beyond" if found.is_exact else "converge up to"
+def _until(condition: StepCondition) -> str:
+    return "diverge beyond" if condition.is_exact else "converge up to"
 
 
 def step_size(question: Question, plan: Plan) -> StepSize | None:

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from parsim.plans.mixing import Matrix
+from parsim.plans.mixing import Matrix, eigenvalues, is_circulant
 from parsim.plans.synchronisation import Synchronisation
 
 MOST_DRIFT = math.sqrt(0.5)
@@ -227,18 +227,14 @@ def _largest(drift_of: Callable[[float], float]) -> float:
     return low
 
 
-def _is_circulant(matrix: Matrix) -> bool:
-    return all(np.array_equal(np.roll(matrix[0], row), matrix[row]) for row in range(1, len(matrix)))
-
-
 def _contraction(matrix: Matrix) -> float:
     """|W - 11'/n|: how much of the replicas' differences a round leaves at most."""
-    if _is_circulant(matrix):
-        return float(np.abs(np.fft.fft(matrix[0])[1:]).max(initial=0.0))
+    if is_circulant(matrix):
+        return float(np.abs(eigenvalues(matrix)[1:]).max(initial=0.0))
     return float(np.linalg.norm(matrix - 1.0 / len(matrix), 2))
 
 
 def _late_limit(matrix: Matrix) -> float:
     """The least s with |lambda - s| = 1 over the eigenvalues of W: exact where W is normal, as all graphs here are."""
-    values = (np.fft.fft(matrix[0]) if _is_circulant(matrix) else np.linalg.eigvals(matrix)).astype(np.complex128)
+    values = eigenvalues(matrix)
     return float((values.real + np.sqrt(np.maximum(0.0, 1.0 - values.imag**2))).min())

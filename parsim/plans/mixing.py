@@ -38,6 +38,25 @@ def circulant(n: int, offsets: dict[int, float]) -> Matrix:
     return matrix
 
 
+def is_circulant(matrix: Matrix) -> bool:
+    """Whether every row is the one before, turned by one place."""
+    index = np.arange(len(matrix))
+    return bool((matrix == matrix[:, 0][(index[:, None] - index[None, :]) % len(matrix)]).all())
+
+
+def eigenvalues(matrix: Matrix) -> NDArray[np.complex128]:
+    """Of a circulant the FFT of its first column, that of the constant vector first; of a symmetric matrix by eigvalsh.
+
+    Both are exact to rounding. The general solver, for others, is good to the square root of that for a defective matrix.
+    """
+    if is_circulant(matrix):
+        return np.fft.fft(matrix[:, 0])
+    values: NDArray[np.complex128] = (
+        np.linalg.eigvalsh(matrix) if np.array_equal(matrix, matrix.T) else np.linalg.eigvals(matrix)
+    )
+    return values.astype(np.complex128)
+
+
 def uniform_circulant(n: int, offsets: set[int]) -> Matrix:
     """`circulant` with equal weights, 1/(number of different offsets) each; 0 is the worker itself and always among them."""
     distinct = {offset % n for offset in offsets} | {0}

@@ -1,4 +1,4 @@
-"""The models that the decentralised experiments train, all on scikit-learn's digits or diabetes."""
+"""The models that `bench-graphs` trains on scikit-learn's digits."""
 
 from __future__ import annotations
 
