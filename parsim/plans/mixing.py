@@ -51,10 +51,8 @@ def eigenvalues(matrix: Matrix) -> NDArray[np.complex128]:
     """
     if is_circulant(matrix):
         return np.fft.fft(matrix[:, 0])
-    values: NDArray[np.complex128] = (
-        np.linalg.eigvalsh(matrix) if np.array_equal(matrix, matrix.T) else np.linalg.eigvals(matrix)
-    )
-    return values.astype(np.complex128)
+    solve = np.linalg.eigvalsh if np.array_equal(matrix, matrix.T) else np.linalg.eigvals
+    return np.asarray(solve(matrix), dtype=np.complex128)
 
 
 def uniform_circulant(n: int, offsets: set[int]) -> Matrix:
