@@ -7,56 +7,14 @@ graph, and reaches everyone at once through an all_reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.errors import AlgorithmError, near_matches
 from parsim.numeric import Bools, Floats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReplicaClock:
-    """When each replica is ready for its next step, and how its time was spent: float64 [n] each, in seconds.
-
-    ready_s = compute_s + waiting_s: waiting is for neighbours and for the part of the exchange that nothing hides.
-    """
-
-    ready_s: Floats
-    compute_s: Floats
-
-    @classmethod
-    def begin(cls, n: int) -> ReplicaClock:
-        """All at 0."""
-        return cls(ready_s=np.zeros(n), compute_s=np.zeros(n))
-
-    @property
-    def waiting_s(self) -> Floats:
-        return self.ready_s - self.compute_s
-
-    @property
-    def now_s(self) -> float:
-        """The latest reading: everyone has done this round."""
-        return float(self.ready_s.max())
-
-    def compute(self, seconds: ArrayLike) -> ReplicaClock:
-        """Local steps of `seconds` [n], no exchange."""
-        spent = _per_replica(seconds, len(self.ready_s), "step")
-        return replace(self, ready_s=self.ready_s + spent, compute_s=self.compute_s + spent)
-
-    def round(self, timing: str, step_s: ArrayLike, links: Bools, exchange_s: ArrayLike = 0.0) -> ReplicaClock:
-        """After local steps of step_s [n] and one exchange by a row of TIMINGS.
-
-        Args:
-            links: bool [n, n], links[i, j] when i takes from j (W != 0). exchange_s: seconds, a number or [n] of the receiver.
-        """
-        if timing not in TIMINGS:
-            raise AlgorithmError(f"unknown timing {timing!r}{near_matches(timing, TIMINGS)}")
-        spent = _per_replica(step_s, len(self.ready_s), "step")
-        exchange = _per_replica(exchange_s, len(self.ready_s), "exchange")
-        return ReplicaClock(ready_s=TIMINGS[timing](self.ready_s, spent, links, exchange), compute_s=self.compute_s + spent)
 
 
 def adapt_combine_s(ready: Floats, step: Floats, links: Bools, exchange: Floats) -> Floats:
@@ -82,9 +40,32 @@ TIMINGS: dict[str, Callable[[Floats, Floats, Bools, Floats], Floats]] = {
 
 
 def slowest_neighbour(values: Floats, links: Bools) -> Floats:
-    """max over i itself and every j that i takes from: [n]."""
+    """max over i itself and every j that i takes from (links[i, j]): [n]."""
     others: Floats = np.where(links, values[None, :], -np.inf).max(1)
     return np.maximum(values, others)
+
+
+def readings(
+    timing: str,
+    graph: Callable[[int], NDArray[np.float64]],
+    step_s: Callable[[int], ArrayLike],
+    exchange_s: Callable[[NDArray[np.float64]], ArrayLike],
+    n: int,
+) -> Iterator[tuple[Floats, Floats]]:
+    """Round after round without end, from a common start: when each replica is ready, and how long it has computed [n].
+
+    Args:
+        step_s: seconds of the local step of round t, a number or [n]. exchange_s: of a matrix W_t, a number or [n].
+    """
+    if timing not in TIMINGS:
+        raise AlgorithmError(f"unknown timing {timing!r}{near_matches(timing, TIMINGS)}")
+    ready, computed = np.zeros(n), np.zeros(n)
+    for t in itertools.count():
+        matrix = graph(t)
+        step = _per_replica(step_s(t), n, "step")
+        ready = TIMINGS[timing](ready, step, matrix != 0, _per_replica(exchange_s(matrix), n, "exchange"))
+        computed = computed + step
+        yield ready, computed
 
 
 def round_seconds(
@@ -96,24 +77,17 @@ def round_seconds(
     n: int,
     rounds: int,
 ) -> float:
-    """Mean seconds per round over `rounds` rounds from a common start (no learning): what `ReplicaClock` says of a graph.
-
-    Args:
-        step_s: of round t, a number or [n]. exchange_s: of a matrix W_t, a number or [n].
-    """
+    """Mean seconds per round over `rounds` rounds: the latest of the `readings` over their number."""
     if rounds < 1:
         raise AlgorithmError(f"a mean over rounds needs at least one, got {rounds}")
-    clock = ReplicaClock.begin(n)
-    for t in range(rounds):
-        matrix = graph(t)
-        clock = clock.round(timing, step_s(t), matrix != 0, exchange_s(matrix))
-    return clock.now_s / rounds
+    ready, _ = next(itertools.islice(readings(timing, graph, step_s, exchange_s, n), rounds - 1, None))
+    return float(ready.max()) / rounds
 
 
 def random_stragglers(
     n: int, *, probability: float, factor: float, seconds: float = 1.0, seed: int = 0
 ) -> Callable[[int], Floats]:
-    """Floats per step [n] of round t: each replica is `factor` times slower with this probability, anew each round."""
+    """Seconds per step [n] of round t: each replica is `factor` times slower with this probability, anew each round."""
     if not 0 <= probability <= 1 or factor <= 0:
         raise AlgorithmError(f"stragglers need a probability in [0, 1] and a factor > 0, got {probability} and {factor}")
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from experiments.relaxed.clock import random_stragglers
-from experiments.relaxed.gossip import GossipRule, train_on_graph
-from experiments.relaxed.graphs import spectral_gap
+from experiments.relaxed.clock import random_stragglers, readings
 from experiments.relaxed.sharded import Partition
 from experiments.relaxed.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
+from parsim.plans.mixing import Matrix, connections, eigenvalues, mixing_graph
+from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
+from parsim.relaxed.dbench import consensus
 from parsim.relaxed.models import mlp
+from parsim.relaxed.replicas import LocalTraining, steps_of
 
 N, BATCH = 16, 8
 """Of `figure_rows` and `ada_rows`: replicas of the digits MLP, SGD .1, and samples of each per step."""
 Row = dict[str, Any]
-Graph = MixingGraph | Ada
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,63 +36,102 @@ class Specified:
     consensus: float | None = None
 
 
-LATTICE6 = mixing_graph("lattice", N, neighbours=6)
-PAPER_ADA = Ada(n=N, start=14, rate=1.0)
-FIGURES: dict[tuple[str, str], tuple[Graph, Specified]] = {
-    ("iid", "ring"): (mixing_graph("ring", N), Specified(averaged=0.944, replicas=0.945)),
-    ("iid", "lattice6"): (LATTICE6, Specified(averaged=0.950, replicas=0.948)),
-    ("iid", "exponential"): (mixing_graph("exponential", N), Specified(averaged=0.947, replicas=0.947)),
-    ("iid", "complete"): (mixing_graph("complete", N), Specified(averaged=0.950)),
+PAPER_ADA = "ada(start=14, rate=1.0, {changes})"
+FIGURES: dict[tuple[str, str], tuple[str, Specified]] = {
+    ("iid", "ring"): ("ring", Specified(averaged=0.944, replicas=0.945)),
+    ("iid", "lattice6"): ("lattice(neighbours=6)", Specified(averaged=0.950, replicas=0.948)),
+    ("iid", "exponential"): ("exponential", Specified(averaged=0.947, replicas=0.947)),
+    ("iid", "complete"): ("complete", Specified(averaged=0.950)),
     ("iid", "ada"): (PAPER_ADA, Specified(averaged=0.944, replicas=0.945)),
-    ("label_sorted", "ring"): (mixing_graph("ring", N), Specified(averaged=0.844, replicas=0.323, consensus=0.262)),
-    ("label_sorted", "lattice6"): (LATTICE6, Specified(averaged=0.925, replicas=0.848, consensus=0.106)),
-    ("label_sorted", "exponential"): (
-        mixing_graph("exponential", N),
-        Specified(averaged=0.936, replicas=0.924, consensus=0.073),
-    ),
-    ("label_sorted", "complete"): (mixing_graph("complete", N), Specified(averaged=0.942, consensus=0.058)),
+    ("label_sorted", "ring"): ("ring", Specified(averaged=0.844, replicas=0.323, consensus=0.262)),
+    ("label_sorted", "lattice6"): ("lattice(neighbours=6)", Specified(averaged=0.925, replicas=0.848, consensus=0.106)),
+    ("label_sorted", "exponential"): ("exponential", Specified(averaged=0.936, replicas=0.924, consensus=0.073)),
+    ("label_sorted", "complete"): ("complete", Specified(averaged=0.942, consensus=0.058)),
     ("label_sorted", "ada"): (PAPER_ADA, Specified(averaged=0.908, replicas=0.663)),
 }
-"""Figures this project was specified with, from one seed of another implementation."""
+"""Figures this project was specified with, from one seed of another implementation. Ada's graphs last an epoch each."""
 
-SCHEDULES: dict[str, Graph] = {
-    "ring": mixing_graph("ring", N),
-    "lattice4": mixing_graph("lattice", N, neighbours=4),
-    "lattice6": LATTICE6,
-    "exponential": mixing_graph("exponential", N),
-    "one_peer_exponential": mixing_graph("one_peer_exponential", N),
-    "complete": mixing_graph("complete", N),
+SCHEDULES: dict[str, str] = {
+    "ring": "ring",
+    "lattice4": "lattice(neighbours=4)",
+    "lattice6": "lattice(neighbours=6)",
+    "exponential": "exponential",
+    "one_peer_exponential": "one_peer_exponential",
+    "complete": "complete",
     "ada linear, 14 - e": PAPER_ADA,
-    "ada linear, 14 - e/2": Ada(n=N, start=14, rate=0.5),
-    "ada exponential, 14 x .9^e": Ada(n=N, kind="exponential", start=14, rate=0.9),
-    "ada step, 14, halved at 7 and 14": Ada(n=N, kind="step", start=14, rate=0.5, milestones=(7, 14)),
-    "ada closed loop, target .04": Ada(n=N, kind="closed_loop", target=0.04),
-    "ada closed loop, target .02": Ada(n=N, kind="closed_loop", target=0.02),
-    "ada closed loop, target .005": Ada(n=N, kind="closed_loop", target=0.005),
+    "ada linear, 14 - e/2": "ada(start=14, rate=0.5, {changes})",
+    "ada exponential, 14 x .9^e": "ada(kind=exponential, start=14, rate=0.9, {changes})",
+    "ada step, 14, halved at 7 and 14": "ada(kind=step, start=14, rate=0.5, milestones=7+14, {changes})",
+    "ada closed loop, target .04": "ada(kind=closed_loop, target=0.04, {rounds})",
+    "ada closed loop, target .02": "ada(kind=closed_loop, target=0.02, {rounds})",
+    "ada closed loop, target .005": "ada(kind=closed_loop, target=0.005, {rounds})",
 }
 
 
-def repeated(graph: Graph, sharding: str, seeds: range, epochs: int) -> Row:
-    """Means and deviations over seeds; bytes in units of |w|; connections epoch by epoch (of the first seed)."""
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The score of the mean of the weights behind every epoch, and the mean of the replicas' own scores at the end.
+
+    consensus: (1/n) sum_i |x_i - mean|^2 before and behind the last mixing. sent: by one replica, in units of |w|.
+    """
+
+    scores: tuple[float, ...]
+    own: float
+    consensus: tuple[float, float]
+    sent: float
+
+
+def rule_of(text: str, partition: Partition, training: LocalTraining) -> Synchronisation:
+    """A rule whose graph may last an epoch of the partition. text: with {changes} or {rounds} where an Ada has them."""
+    rounds = f"rounds={partition.order(training.problem).steps_per_epoch}"
+    return parse_synchronisation(text.format(rounds=rounds, changes=f"{rounds}, epochs={partition.epochs}"))
+
+
+def trained(rule: Synchronisation, partition: Partition, training: LocalTraining) -> Trained:
+    """Train a replica per worker of the partition; under all_reduce the one that stands for all."""
+    order, n = partition.order(training.problem), partition.workers
+    before, sent, number = 0.0, 0.0, 0
+    scores: list[float] = []
+
+    def before_round(_: int, weights: Tensor) -> None:
+        nonlocal before
+        before = consensus(weights)
+
+    states = steps_of(rule, n if rule.mixes else 1, training, order, before_round=before_round)
+    for step, (workers, kept) in enumerate(islice(states, partition.epochs * order.steps_per_epoch), 1):
+        sent += connections(rule.matrix(number, n)) if rule.mixes else 2 * (n - 1) / n
+        number = kept.round_of(rule)
+        if step % order.steps_per_epoch == 0:
+            scores.append(training.score(kept.mean(workers.weights)))
+    return Trained(
+        scores=tuple(scores),
+        own=float(np.mean([training.score(row) for row in workers.weights])),
+        consensus=(before, consensus(workers.weights)),
+        sent=sent,
+    )
+
+
+def repeated(graph: str, sharding: str, seeds: range, epochs: int) -> Row:
+    """Means and deviations over seeds; bytes in units of |w|."""
     runs = []
     for seed in seeds:
         partition = Partition(workers=N, epochs=epochs, batch=BATCH, sharding=sharding, seed=seed)
-        runs.append(train_on_graph(mlp(seed), partition, GossipRule(graph=graph), record_every=1))
-    profiles = [run.profile for run in runs if run.profile is not None]
-    scores, own = [run.score for run in runs], [run.replicas.mean_score for run in runs]
+        training = mlp(seed)
+        runs.append(trained(rule_of(f"gossip/1 {graph}", partition, training), partition, training))
+    scores, own = [run.scores[-1] for run in runs], [run.own for run in runs]
     deviation, own_deviation = (float(np.std(values, ddof=1)) if len(values) > 1 else 0.0 for values in (scores, own))
+    before, after = np.mean([run.consensus for run in runs], axis=0).tolist()
     return {
         "accuracy": float(np.mean(scores)),
         "deviation": deviation,
         "replicas": float(np.mean(own)),
         "replicas_deviation": own_deviation,
-        "consensus_before": float(np.mean([profile.consensus[-1] for profile in profiles])),
-        "consensus_after": float(np.mean([profile.consensus_after[-1] for profile in profiles])),
-        "sent_in_weights": float(np.mean([run.epochs[-1].sent_bytes / run.replicas.training.weight_bytes for run in runs])),
+        "consensus_before": before,
+        "consensus_after": after,
+        "sent_in_weights": float(np.mean([run.sent for run in runs])),
         "seeds": len(seeds),
         "scores": scores,
         "replica_scores": own,
-        "connections_by_epoch": " ".join(str(epoch.connections) for epoch in runs[0].epochs),
     }
 
 
@@ -126,8 +168,16 @@ GAP_COLUMNS: tuple[tuple[str, dict[str, int]], ...] = (
 )
 
 
+def spectral_gap(matrix: Matrix) -> float:
+    """1 - |lambda_2|, the second largest modulus of an eigenvalue of a doubly stochastic W; 1 for a single worker.
+
+    One mixing shrinks |X - mean| by at least rho = ||W - 11^T/n||_2, which for symmetric and circulant W is 1 - gap.
+    """
+    return 1.0 if len(matrix) == 1 else float(1.0 - np.sort(np.abs(eigenvalues(matrix)))[-2])
+
+
 def gap_rows() -> list[Row]:
-    """1 - |lambda_2| of the fixed graphs (held to the specified table to 1e-6 by tests/theory/test_mixing.py)."""
+    """Gaps of the fixed graphs (held to the specified table to 1e-6 by tests/theory/test_mixing.py)."""
     rows = []
     for n in (4, 8, 12, 16, 32, 64, 96, 1008):
         row: Row = {"n": n}
@@ -149,35 +199,38 @@ def curve_rows(seed: int, epochs: int) -> list[dict[str, Any]]:
     exchange = Exchange(cluster, SENT_BYTES)
     machines = Exchange(cluster, SENT_BYTES, 8)
     reduced = all_reduce_s(cluster, SENT_BYTES)
-    ring, by_machine = mixing_graph("ring", n), mixing_graph("hierarchical_one_peer", n, per_node=8)
-    ways = {
-        "all_reduce": (GossipRule(graph=mixing_graph("complete", n), centralised=True), lambda matrix: reduced),
-        "ring": (GossipRule(graph=ring), exchange),
-        "ring, combine_adapt": (GossipRule(graph=ring, combination="combine_adapt"), exchange),
-        "one-peer": (GossipRule(graph=mixing_graph("one_peer_exponential", n)), exchange),
-        "exponential": (GossipRule(graph=mixing_graph("exponential", n)), exchange),
-        "machine one-peer": (GossipRule(graph=by_machine), machines),
-        "machine one-peer, combine_adapt": (GossipRule(graph=by_machine, combination="combine_adapt"), machines),
-        "ada": (GossipRule(graph=Ada(n=n, start=14, rate=0.7)), exchange),
+    by_machine = "gossip/1 hierarchical_one_peer(per_node=8)"
+    ways: dict[str, tuple[str, Callable[[Matrix], Any]]] = {
+        "all_reduce": ("all_reduce", lambda matrix: reduced),
+        "ring": ("gossip/1 ring", exchange),
+        "ring, combine_adapt": ("gossip/1 ring combination=combine_adapt", exchange),
+        "one-peer": ("gossip/1 one_peer_exponential", exchange),
+        "exponential": ("gossip/1 exponential", exchange),
+        "machine one-peer": (by_machine, machines),
+        "machine one-peer, combine_adapt": (f"{by_machine} combination=combine_adapt", machines),
+        "ada": ("gossip/1 ada(start=14, rate=0.7, {changes})", exchange),
     }
+    stragglers = random_stragglers(n, **SLOW, seconds=STEP_S, seed=seed)
     rows = []
-    for name, (rule, seconds) in ways.items():
-        run = train_on_graph(
-            mlp(seed),
-            Partition(workers=n, epochs=2 * epochs, batch=8, seed=seed),
-            rule,
-            step_s=random_stragglers(n, **SLOW, seconds=STEP_S, seed=seed),
-            exchange_s=seconds,
+    for name, (text, exchange_s) in ways.items():
+        training, partition = mlp(seed), Partition(workers=n, epochs=2 * epochs, batch=8, seed=seed)
+        rule = rule_of(text, partition, training)
+        scores = trained(rule, partition, training).scores
+        timing = rule.combination if rule.mixes else "all_reduce"
+        rounds = readings(
+            timing, lambda t, rule=rule: rule.matrix(t, n) if rule.mixes else np.ones((n, n)), stragglers, exchange_s, n
         )
-        waiting = float(np.mean(run.clock.waiting_s / run.clock.ready_s))
+        steps = partition.order(training.problem).steps_per_epoch
+        by_epoch = list(islice(rounds, steps - 1, steps * partition.epochs, steps))
+        ready, computed = by_epoch[-1]
         rows += [
             {
                 "way": name,
-                "epoch": epoch.epoch,
-                "seconds": epoch.seconds,
-                "accuracy": epoch.score,
-                "waiting_fraction_at_the_end": waiting,
+                "epoch": epoch,
+                "seconds": float(seconds.max()),
+                "accuracy": score,
+                "waiting_fraction_at_the_end": float(np.mean((ready - computed) / ready)),
             }
-            for epoch in run.epochs
+            for epoch, ((seconds, _), score) in enumerate(zip(by_epoch, scores, strict=True), 1)
         ]
     return rows

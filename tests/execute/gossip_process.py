@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from experiments.relaxed.graphs import rotating_peers
 from experiments.relaxed.sharded import Partition
 from parsim.execute.processes.group import close_group, init_group, worker_main
 from parsim.plans.mixing import mixing_graph
@@ -58,8 +57,7 @@ def train(case: dict, rank: int, n: int) -> np.ndarray:
     model = copy.deepcopy(model_of(problem))
     optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
     order = Partition(workers=n, epochs=case["epochs"], batch=case["batch"], seed=case["seed"]).order(problem)
-    push_sum = case["graph"] == "rotating"
-    graph = rotating_peers(n) if push_sum else mixing_graph(case["graph"], n)
+    push_sum, graph = case.get("push_sum", False), mixing_graph(case["graph"], n)
     mass, biased, t = torch.ones(1, dtype=torch.float64), vector(model), 0
     for epoch in range(case["epochs"]):
         for samples in order.batches(rank, epoch):

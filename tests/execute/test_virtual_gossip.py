@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,13 @@ import torch
 from gossip_process import model_of, problem_of
 from torch import Tensor, nn
 
-from experiments.relaxed.gossip import GossipRule, GossipRun, Replicas, train_on_graph
-from experiments.relaxed.graphs import failing_links, rotating_peers
+from experiments.relaxed.learning import rule_of, trained
 from experiments.relaxed.sharded import Partition
-from parsim.errors import AlgorithmError, DataError
 from parsim.execute.processes.launch import launch
-from parsim.plans.mixing import GRAPHS, Ada, mixing_graph
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers
+from parsim.plans.mixing import GRAPHS
+from parsim.plans.synchronisation import COMBINATIONS, parse_synchronisation
+from parsim.relaxed.dbench import consensus
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, RoundState, Workers, mixed_weights, steps_of
 
 RATES = {"sgd": 0.1, "sgd_momentum": 0.05, "adam": 0.01}
 
@@ -33,8 +35,12 @@ def partition_of(n: int, **changes: int) -> Partition:
     return Partition(**{"workers": n, "epochs": 2, "batch": 5, "seed": 4, **changes})
 
 
-def train(n: int, optimizer: str = "sgd", *, epochs: int = 2, **rule: object) -> GossipRun:
-    return train_on_graph(training_of(n, optimizer), partition_of(n, epochs=epochs), GossipRule(**rule))
+def train(n: int, optimizer: str = "sgd", rule: str = "gossip/1 complete") -> tuple[Workers, RoundState]:
+    """What two epochs make of n replicas; under all_reduce of the one that stands for all."""
+    parsed, training = parse_synchronisation(rule), training_of(n, optimizer)
+    order = partition_of(n).order(training.problem)
+    states = steps_of(parsed, n if parsed.mixes else 1, training, order)
+    return next(islice(states, 2 * order.steps_per_epoch - 1, None))
 
 
 def apart(first: Tensor, second: Tensor) -> float:
@@ -59,127 +65,66 @@ def synchronous(n: int, optimizer: str, *, epochs: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd_momentum"])
 def test_complete_graph_at_period_one_is_synchronous_training(optimizer: str) -> None:
-    run = train(6, optimizer, graph=mixing_graph("complete", 6))
-    assert apart(run.weights, synchronous(6, optimizer)) <= 1e-12
-    assert run.replicas.consensus() <= 1e-24
-    overlapped = train(6, optimizer, graph=mixing_graph("complete", 6), combination="combine_adapt")
-    assert apart(overlapped.weights, synchronous(6, optimizer)) > 1e-4, "combine_adapt keeps each one's last step to itself"
+    weights = train(6, optimizer)[0].weights
+    assert apart(weights.mean(0), synchronous(6, optimizer)) <= 1e-12
+    assert consensus(weights) <= 1e-24
+    overlapped = train(6, optimizer, "gossip/1 complete combination=combine_adapt")[0].weights.mean(0)
+    assert apart(overlapped, synchronous(6, optimizer)) > 1e-4, "combine_adapt keeps each one's last step to itself"
 
 
 @pytest.mark.parametrize("optimizer", RATES)
 def test_centralised_is_synchronous_training_with_every_optimizer(optimizer: str) -> None:
-    run = train(6, optimizer, graph=mixing_graph("complete", 6), centralised=True)
-    assert apart(run.weights, synchronous(6, optimizer)) <= 1e-12
+    assert apart(train(6, optimizer, "all_reduce")[0].weights[0], synchronous(6, optimizer)) <= 1e-12
 
 
-def test_one_worker_is_sgd_and_no_links_are_independent_training() -> None:
-    assert apart(train(1, graph=mixing_graph("ring", 1)).weights, synchronous(1, "sgd")) <= 1e-13
-    run, training = train(4, "sgd_momentum", graph=mixing_graph("alone", 4)), training_of(4, "sgd_momentum")
+def test_one_worker_is_sgd_and_no_rounds_are_independent_training() -> None:
+    assert apart(train(1, rule="gossip/1 ring")[0].weights[0], synchronous(1, "sgd")) <= 1e-13
+    workers, training = train(4, "sgd_momentum", "average/1000")[0], training_of(4, "sgd_momentum")
     order = partition_of(4).order(problem_of(4))
     for worker in range(4):
         alone = Workers.fresh(training.start[None])
         for epoch in range(2):
             for samples in order.batches(worker, epoch):
                 alone = training.step(alone, samples[None])
-        assert apart(alone.weights[0], run.replicas.workers.weights[worker]) <= 1e-13
+        assert apart(alone.weights[0], workers.weights[worker]) <= 1e-13
 
 
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", [name for name, family in sorted(GRAPHS.items()) if name != "alone" and not family.directed])
-def test_the_mean_moves_by_the_mean_gradient(name: str) -> None:
+def test_the_mean_moves_by_the_mean_gradient(name: str, combination: str) -> None:
     """mean x <- mean x - eta mean g, for any doubly stochastic W and both orders."""
     n, training = 8, training_of(8)
     drawn = training.start + torch.randn(n, len(training.start), dtype=torch.float64)
-    replicas = Replicas(training=training, workers=Workers.fresh(drawn))
-    matrix = mixing_graph(name, n)(2)
-    stepped = replicas.step(np.arange(n * 5).reshape(n, 5))
-    moved = stepped.workers.weights.mean(0)
-    assert apart(stepped.mix(matrix).workers.weights.mean(0), moved) <= 1e-12
-    overlapped = replicas.mix(matrix).workers.weights + (stepped.workers.weights - replicas.workers.weights)
-    assert apart(overlapped.mean(0), moved) <= 1e-12
+    stepped = training.step(Workers.fresh(drawn), np.arange(n * 5).reshape(n, 5)).weights
+    rule = parse_synchronisation(f"gossip/1 {name} combination={combination}")
+    mixed, _ = mixed_weights(rule, drawn, stepped, replace(RoundState.fresh(drawn), rounds=2))
+    assert apart(mixed.mean(0), stepped.mean(0)) <= 1e-12
 
 
 def test_ada_sends_more_than_a_ring_and_less_than_complete() -> None:
-    ada, ring, complete = (
-        train(8, epochs=4, graph=graph).epochs[-1].sent_bytes
-        for graph in (Ada(n=8, start=6, rate=2.0), mixing_graph("ring", 8), mixing_graph("complete", 8))
+    training, partition = training_of(8), Partition(workers=8, epochs=4, batch=5, seed=4)
+    rules = (
+        rule_of(f"gossip/1 {graph}", partition, training) for graph in ("ring", "ada(start=6, rate=2, {changes})", "complete")
     )
+    ring, ada, complete = (trained(rule, partition, training).sent for rule in rules)
     assert ring < ada < complete
-    assert ada == (6 + 4 + 2 + 2) * 8 * training_of(8).weight_bytes, "the sum over epochs of k_e, times exchanges and |w|"
-
-
-def test_closed_loop_sees_what_training_measures() -> None:
-    run = train(8, epochs=5, graph=Ada(n=8, kind="closed_loop", target=1e-3))
-    assert run.epochs[0].connections == 7, "dense before anything is known"
-    assert min(epoch.connections for epoch in run.epochs) < 7
-    assert all(epoch.measured is not None and epoch.measured[1] <= epoch.measured[0] for epoch in run.epochs)
+    assert ada == (6 + 4 + 2 + 2) * 8, "the sum over epochs of k_e, times exchanges"
 
 
 def test_push_sum_with_a_doubly_stochastic_matrix_is_plain_gossip() -> None:
-    plain = train(8, graph=mixing_graph("exponential", 8))
-    pushed = train(8, graph=mixing_graph("exponential", 8), push_sum=True)
-    assert apart(plain.replicas.models, pushed.replicas.models) <= 1e-12
-
-
-def test_push_sum_learns_over_failing_links() -> None:
-    graph = failing_links(rotating_peers(8), 0.2, seed=2)
-    run = train(8, epochs=8, graph=graph, push_sum=True)
-    whole = train(8, epochs=8, graph=rotating_peers(8), push_sum=True)
-    assert run.replicas.masses is not None
-    assert run.replicas.masses.sum().item() == pytest.approx(8.0, abs=1e-12)
-    assert not torch.allclose(run.replicas.masses, torch.ones(8, dtype=torch.float64))
-    assert run.score >= whole.score - 0.05
-    with pytest.raises(AlgorithmError, match="doubly stochastic"):
-        train(8, graph=graph)
-
-
-def test_the_clock_of_a_run() -> None:
-    n, steps = 8, 8
-    ring = GossipRule(graph=mixing_graph("ring", n))
-    run = train_on_graph(training_of(n), partition_of(n, epochs=1), ring, exchange_s=lambda matrix: 0.25)
-    assert run.epochs[-1].seconds == steps * 1.25
-    slow = train_on_graph(
-        training_of(n),
-        partition_of(n, epochs=1),
-        ring,
-        step_s=lambda t: np.where(np.arange(n) == 0, 3.0 if t == 0 else 1.0, 1.0),
-    )
-    assert slow.epochs[-1].seconds == steps + 2.0
-    assert apart(slow.weights, run.weights) == 0.0, "seconds change no weight where everyone waits for its neighbours"
-
-
-def test_the_profile_of_a_run() -> None:
-    rule = GossipRule(graph=mixing_graph("ring", 6))
-    run = train_on_graph(training_of(6), partition_of(6), rule, record_every=3)
-    profile = run.profile
-    assert profile is not None
-    assert profile.tensors == ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert profile.rounds.tolist() == [0, 3, 6, 9, 12, 15]
-    assert profile.norms.shape == (6, 6, 4)
-    assert (profile.consensus > profile.consensus_after).all(), "recorded before mixing, and after"
-    weights = run.replicas.workers.weights
-    assert run.replicas.norms()[:, 0] == pytest.approx(weights[:, : 8 * 6].norm(dim=1).numpy())
-    assert run.replicas.mean_score == pytest.approx(np.mean([run.replicas.training.score(row) for row in weights]))
-
-
-def test_bad_input() -> None:
-    with pytest.raises(AlgorithmError, match="of 4 workers and the partition of 6"):
-        train(6, graph=mixing_graph("ring", 4))
-    with pytest.raises(DataError, match="more samples"):
-        train_on_graph(training_of(2), partition_of(200), GossipRule(graph=mixing_graph("ring", 200)))
-    with pytest.raises(AlgorithmError, match="did you mean combine_adapt or adapt_combine"):
-        GossipRule(graph=mixing_graph("ring", 4), combination="adapt")
-    with pytest.raises(AlgorithmError, match="doubly stochastic"):
-        train(2, graph=lambda t: np.array([[0.5, 0.5], [0.2, 0.8]]))
+    plain, pushed = (train(8, rule=f"gossip/1 exponential{push}")[0].weights for push in ("", " push_sum"))
+    assert apart(plain, pushed) <= 1e-12
 
 
 CASES = {
     f"{way}-{graph}-{optimizer}": {"way": way, "graph": graph, "optimizer": optimizer, "seed": 4, "epochs": 2, "batch": 5}
+    | ({"push_sum": True} if GRAPHS[graph].directed else {})
     for way, graph, optimizer in (
         ("adapt_combine", "ring", "sgd"),
         ("adapt_combine", "one_peer_exponential", "sgd_momentum"),
         ("adapt_combine", "star", "adam"),
         ("combine_adapt", "ring", "sgd_momentum"),
-        ("adapt_combine", "rotating", "sgd"),
+        ("adapt_combine", "random_directed", "sgd"),
         ("centralised", "complete", "adam"),
     )
 }
@@ -193,14 +138,8 @@ def test_weights_are_those_of_a_real_run_over_gloo(n: int, tmp_path: Path) -> No
     launch(job, n, module="gossip_process", timeout_s=120.0, env={"PYTHONPATH": search})
     ranks = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(n)]
     for name, case in CASES.items():
-        pushed = case["graph"] == "rotating"
-        rule = GossipRule(
-            graph=rotating_peers(n) if pushed else mixing_graph(case["graph"], n),
-            combination="combine_adapt" if case["way"] == "combine_adapt" else "adapt_combine",
-            centralised=case["way"] == "centralised",
-            push_sum=pushed,
-        )
-        models = train_on_graph(training_of(n, case["optimizer"]), partition_of(n), rule).replicas.models.numpy()
+        rule = f"gossip/1 {case['graph']} combination={case['way']}{' push_sum' * case.get('push_sum', False)}"
+        models = train(n, case["optimizer"], "all_reduce" if case["way"] == "centralised" else rule)[0].weights.numpy()
         for rank in range(n):
             real = ranks[rank][name]
             assert np.abs(real - models[rank % len(models)]).max() <= 1e-12, f"{name}, rank {rank}"

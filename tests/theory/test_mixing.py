@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.relaxed.graphs import (
-    debias,
-    failing_links,
-    rotating_peers,
-    spectral_gap,
-)
+from experiments.relaxed.learning import spectral_gap
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import (
     ADA_SCHEDULES,
@@ -198,7 +193,6 @@ def test_denser_graphs_mix_faster_at_equal_size() -> None:
         (lambda: check_doubly_stochastic(np.ones((2, 3))), "square"),
         (lambda: metropolis_hastings(np.array([[False, True], [False, False]])), "undirected"),
         (lambda: check_column_stochastic(np.array([[0.5, 0.5], [0.4, 0.5]])), "column-stochastic"),
-        (lambda: rotating_peers(8, 4), "between 1 and 3"),
         (lambda: Ada(n=8, kind="liner"), "did you mean linear"),
         (lambda: Ada(n=8, start=2, least=4), "2 <= least <= start"),
         (lambda: Ada(n=8, kind="step", rate=0.5), "step has ascending epochs from 1 on"),
@@ -235,7 +229,7 @@ def test_push_sum_finds_the_mean_where_plain_mixing_does_not(n: int, seed: int) 
     plain, masses = values, np.ones(n)
     for _ in range(200 if n <= 12 else 600):
         plain, masses = matrix @ plain, matrix @ masses
-    assert np.abs(debias(plain, masses) - values.mean(0)).max() <= 1e-9
+    assert np.abs(plain / masses[:, None] - values.mean(0)).max() <= 1e-9
     if stochastic_error(matrix)[0] > 0.05:
         assert np.abs(plain - values.mean(0)).max() > 1e-3
 
@@ -246,19 +240,6 @@ def test_random_directed_graphs_are_connected_and_columns_alone_sum_to_one(n: in
     check_column_stochastic(graph(0))
     check_connected(graph)
     assert ((graph(0) != 0).sum(0) == min(links, n - 1) + 1).all(), "every worker sends to as many"
-
-
-@pytest.mark.parametrize("peers", [1, 2])
-def test_push_sum_keeps_the_mean_when_links_fail(peers: int) -> None:
-    graph = failing_links(rotating_peers(12, peers), 0.3, seed=5)
-    values = np.random.default_rng(1).standard_normal(12)
-    plain, masses = values, np.ones(12)
-    for t in range(300):
-        check_column_stochastic(graph(t))
-        plain, masses = graph(t) @ plain, graph(t) @ masses
-    assert np.abs(debias(plain, masses) - values.mean()).max() <= 1e-9
-    assert np.abs(plain - values.mean()).max() > 1e-2, "the same rounds without omega lose the mean"
-    assert np.array_equal(graph(7), graph(7))
 
 
 def test_ada_goes_from_dense_to_sparse() -> None:
