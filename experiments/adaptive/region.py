@@ -16,7 +16,6 @@ from typing import Any
 from experiments.adaptive.honest import problem_of
 from experiments.adaptive.paper import GPUS, MODELS
 from parsim.costs.adjustments import HardwareScale
-from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
@@ -28,7 +27,6 @@ from parsim.units import GIB
 LINKS = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)
 BATCHES = (128, 256, 1024)
 MEMORY_GIB = (32.0, 16.0, 8.0, 4.0)
-PAPERS_GAIN = 0.18
 ORDER = ("adaptive", "hp", "dp", "mp", "single")
 """Fastest first, in both columns of Table I."""
 
@@ -106,15 +104,3 @@ def _row(name: str, batch: int, link: float, memory_gib: float, found: list[Time
     row["gain_over_hp"] = round(best["hp"] / best["adaptive"] - 1, 5) if "hp" in best else None
     row["gain_over_uniform"] = round(min(uniform) / best["adaptive"] - 1, 5) if uniform else None
     return row
-
-
-def closest(rows: list[Row]) -> Row:
-    """The point at which the gain over hybrid comes nearest to the paper's, of those in the paper's order; else of all.
-
-    Raises:
-        ParsimError: there is no point.
-    """
-    some = [row for row in rows if row["papers_order"]] or [row for row in rows if row["gain_over_hp"] is not None]
-    if not some:
-        raise ParsimError("the map has no point at which a hybrid plan fits")
-    return min(some, key=lambda row: abs(row["gain_over_hp"] - PAPERS_GAIN))

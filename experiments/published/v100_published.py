@@ -1,10 +1,10 @@
 """How far are predictions for V100s from what was published?
 
-    python -m experiments.published.v100_published --data DIR [--json] [--rows]
+    python -m experiments.published.v100_published --data DIR [--json]
 
 DIR holds throughput.csv and collectives.csv. Tables: single-GPU training throughput from operators alone (no row of a whole
-model enters the prediction); the efficiency factors and what they do to held-out rows; eight GPUs through plan, graph and
-simulator with and without communication; every published collective. `--rows` lists each collective and each row left out.
+model enters the prediction) and with the shipped efficiency; eight GPUs through plan, graph and simulator with and without
+communication; published collectives by size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from parsim.predict.evaluate import REPEATED_STEPS
 from parsim.units import MIB
 from tools.published.v100_collectives import CollectiveRow, read_collective_rows
 from tools.published.v100_throughput import (
-    LeftOut,
     PublishedRow,
-    fit_efficiencies,
     medians,
     predicted_samples_per_s,
     read_rows,
@@ -50,11 +48,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with throughput.csv and collectives.csv")
     parser.add_argument("--json", action="store_true", help="the tables as one JSON document")
-    parser.add_argument("--rows", action="store_true", help="every collective, and every row left out")
     options = parser.parse_args()
     try:
-        rows, left_out = read_rows(options.data)
-        collectives, no_collectives = read_collective_rows(options.data)
+        rows, _ = read_rows(options.data)
+        collectives, _ = read_collective_rows(options.data)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -63,16 +60,9 @@ def main() -> int:
     tables = {
         "single_gpu": single,
         "single_gpu_summary": summary(single),
-        "efficiency": efficiency(rows, shipped),
         "eight_gpus": [line for profile in (without_efficiency(shipped), shipped) for line in eight_gpus(rows, profile)],
         "collectives": by_band(collectives),
-        "left_out": [*reasons(left_out), *reasons(no_collectives)],
     }
-    if options.rows:
-        tables["collective_rows"] = [collective_line(row) for row in collectives]
-        tables["left_out_rows"] = [
-            {"id": row.id, "what": row.what, "reason": row.reason} for row in (*left_out, *no_collectives)
-        ]
     show(tables, as_json=options.json)
     return 0
 
@@ -121,24 +111,6 @@ def summary(lines: Sequence[Line]) -> list[Line]:
             }
         )
     return found
-
-
-def efficiency(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
-    """Factors from rows of even id, and the rows of odd id without and with them."""
-    return [
-        {
-            "precision": fit.efficiency.precision,
-            "factor": fit.efficiency.factor,
-            "spread": fit.efficiency.spread,
-            "in the profile": "yes" if fit.helps else "no: held-out rows are not nearer",
-            "held-out row": row.id,
-            "model": f"{row.case[0]} x {row.case[2]}",
-            "error without": percent(before),
-            "error with": percent(after),
-        }
-        for fit in fit_efficiencies(profile, rows)
-        for row, before, after in fit.errors
-    ]
 
 
 def eight_gpus(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
@@ -199,29 +171,6 @@ def by_band(rows: Sequence[CollectiveRow]) -> list[Line]:
             "where": what,
         }
         for (what, operation, gpus, size), errors in groups.items()
-    ]
-
-
-def collective_line(row: CollectiveRow) -> Line:
-    return {
-        "id": row.id,
-        "operation": row.operation,
-        "gpus": len(row.group),
-        "size_bytes": row.size_bytes,
-        "published_us": round(1e6 * row.seconds, 1),
-        "predicted_us": round(1e6 * row.predicted_s, 1),
-        "error": percent(row.error),
-    }
-
-
-def reasons(rows: Sequence[LeftOut]) -> list[Line]:
-    """How many rows were left out for each reason, and which."""
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        by_reason.setdefault(row.reason, []).append(row.id)
-    return [
-        {"rows": len(ids), "reason": reason, "ids": ids[0] if len(ids) == 1 else f"{ids[0]} ... {ids[-1]}"}
-        for reason, ids in by_reason.items()
     ]
 
 

@@ -39,7 +39,8 @@ from calibration.rounds.request import CalibrationRequest, raw_path
 from experiments.common.running import part_parser
 from experiments.this_machine.ablation import WITHOUT
 from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
-from experiments.this_machine.judging import CaseRow, judged, printed
+from experiments.this_machine.judge import tables
+from experiments.this_machine.judging import CaseRow, judged
 from experiments.this_machine.measuring import STEPS, Seen, measure, progress
 from experiments.this_machine.namespaces import possible, shaped_pair
 from parsim.costs.observed import task_durations_s
@@ -160,7 +161,7 @@ def main() -> None:
     write_text_atomically(asked.out / "verdict.json", json.dumps(document, indent=1))
     if asked.keep is not None:
         pack(asked.out, asked.keep)
-    print(json.dumps(document) if asked.json else printed(document))
+    print(json.dumps(document) if asked.json else tables(document)["this_machine"])
 
 
 def other_record(folder: Path, about: Mapping[str, Any]) -> str:

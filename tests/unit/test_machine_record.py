@@ -51,7 +51,6 @@ def document() -> dict[str, Any]:
     """Of two launches with one rank per core; as results.json has it."""
     rows = [row(number, f"record-{record}") for record in (1, 2, 3) for number in range(8)]
     found = {"run": {}, "machine": "a processor", "date": "2026-11-24", **judging.judged(rows)}
-    assert judging.printed(found)
     back: dict[str, Any] = json.loads(json.dumps(found))
     return back
 
