@@ -66,14 +66,8 @@ def check() -> int:
 def whole(
     parts: Sequence[tuple[Experiment, Part]], data: Path | None, arguments: Sequence[str], limit_s: float | None
 ) -> list[str]:
-    """Run parts of experiments and keep what they give.
-
-    Args:
-        parts: to run. data: folder of published tables. arguments: in place of the usual ones. limit_s: for each.
-
-    Returns:
-        The names of those that failed.
-    """
+    """Run parts of experiments, keep what they give, and return the names of those that failed. data: folder of published
+    tables. arguments: in place of the usual ones."""
     failed = []
     for experiment, part in parts:
         usual = arguments or part.whole

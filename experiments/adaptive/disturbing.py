@@ -19,11 +19,8 @@ PERIOD_S = 0.02
 
 
 class Throttle:
-    """While the context lasts, a process has 1 / `factor` of the time: it is stopped for a part of every short period.
-
-    Attributes:
-        pid: of the process; all of its threads stop. factor: above 1.
-    """
+    """While the context lasts, a process has 1 / `factor` of the time: all of its threads are stopped for a part of every
+    period."""
 
     def __init__(self, pid: int, factor: float) -> None:
         if not factor > 1:

@@ -30,11 +30,7 @@ def traced(name: str) -> Model:
 
 
 def problem_of(name: str, devices: int, batch: int, *, scale: HardwareScale = AS_IT_IS) -> PlanningProblem:
-    """The paper's question.
-
-    Args:
-        name: of MODELS. devices: V100s of one DGX-1. batch: over all. scale: of hardware that would be faster or slower.
-    """
+    """The paper's question on V100s of one DGX-1, with a batch over all; scale: of hardware that would be faster or slower."""
     return PlanningProblem(
         model=traced(name),
         cluster=cluster_from_profile(load_profile(PROFILE), devices),
@@ -86,11 +82,7 @@ def scaling_rows(sizes: tuple[int, ...]) -> list[Row]:
 
 
 def table_rows(scaling: list[Row], fitted: list[Row]) -> list[Row]:
-    """Table I: printed, honest and fitted, a row per cell.
-
-    Args:
-        scaling: of `scaling_rows`, with eight GPUs. fitted: of `fitted.fitted_rows`.
-    """
+    """Table I, a row per cell: printed, honest from `scaling_rows` of eight GPUs, and fitted by `fitted.fitted_rows`."""
     honest = {(row["model"], row["strategy"]): row for row in scaling if row["gpus"] == GPUS or row["strategy"] == "single"}
     fits = {(row["model"], row["strategy"], row["quantity"]): row for row in fitted}
     return [

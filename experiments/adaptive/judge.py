@@ -219,11 +219,7 @@ def closed_loop_claims(document: dict[str, Any]) -> list[Claim]:
 
 
 def middle(text: str) -> float:
-    """The median from its text, "1.2% (worst ...".
-
-    Raises:
-        ValueError: the text begins otherwise.
-    """
+    """The median from its text, "1.2% (worst ...". Raises ValueError where the text begins otherwise."""
     found = re.match(r"([\d.]+)%", text)
     if found is None:
         raise ValueError(f"no median in {text!r}")

@@ -68,11 +68,7 @@ def strategies() -> dict[str, Plan]:
 
 
 def learning_rows(kept: Path, seeds: range = SEEDS, steps: int = STEPS) -> list[Row]:
-    """A row per seed: test accuracy of every strategy, and how far its losses lie from the single process's.
-
-    Args:
-        kept: folder in which finished seeds lie. seeds, steps: to run.
-    """
+    """A row per seed: test accuracy of every strategy, and how far its losses lie from the single process's."""
     rows = []
     for seed in seeds:
         path = kept / f"{steps}-{seed}.json"

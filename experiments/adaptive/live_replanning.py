@@ -137,11 +137,8 @@ SHOWN = ("pair", "way", "seconds", "disturbed_after", "switches", "plannings_s")
 
 
 def order_of(kinds: list[str], pairs: int) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What is trained one after the other: the name of a pair, its disturbance ("": none), and its ways in turn.
-
-    Args:
-        kinds: of disturbances. pairs: of each, and as many undisturbed ones among those of the first kind.
-    """
+    """What is trained one after the other: the name of a pair, its disturbance ("": none), and its ways in turn. As many pairs
+    are undisturbed as are of the first kind."""
     found: list[tuple[str, str, tuple[str, ...]]] = []
     for place, kind in enumerate(kinds):
         if not place:
@@ -171,11 +168,7 @@ def plans_of(out: Path, ranks: Arena, kinds: list[str]) -> dict[str, Plan]:
 
 
 def trained(out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, str, str], *, quick: bool) -> dict[str, Any]:
-    """One training, or what is known of it: seconds from the first timed step to the last, decisions, losses.
-
-    Args:
-        out: folder. ranks: where it runs. plans: the fixed ones. which: pair, disturbance and way. quick: with few steps.
-    """
+    """One training, or what is known of it: seconds from the first timed step to the last, decisions, losses."""
     pair, kind, way = which
     folder = (out / f"{'quick ' if quick else ''}{pair} {way}".replace(" ", "-")).resolve()
     kept = folder.with_suffix(".json")

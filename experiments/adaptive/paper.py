@@ -33,11 +33,7 @@ class PaperModel:
     accuracy: tuple[float, ...]
 
     def printed(self, quantity: str, strategy: str) -> float:
-        """One cell of the table.
-
-        Args:
-            quantity: "hours", "communication", "memory_gb" or "accuracy". strategy: one of STRATEGIES.
-        """
+        """One cell of the table; quantity: "hours", "communication", "memory_gb" or "accuracy"."""
         row: tuple[float, ...] = getattr(self, quantity)
         return row[STRATEGIES.index(strategy)]
 

@@ -50,11 +50,7 @@ Timed = tuple[str, float, float]
 
 
 def timed_plans(name: str, batch: int, link: float) -> Iterator[Timed]:
-    """Every plan of the lists.
-
-    Args:
-        name: of MODELS. batch: over all GPUs. link: how many times as fast links are.
-    """
+    """Every plan of the lists, where links are `link` times as fast."""
     scale = HardwareScale(communication=link)
     alone = problem_of(name, 1, batch, scale=scale)
     for family, problem, plan in [*_alone(alone), *_together(problem_of(name, GPUS, batch, scale=scale))]:

@@ -60,8 +60,7 @@ class TuningScenario:
     """Attributes:
     noise_sigma: relative spread of a window's seconds, drawn per window and rank; communication shares its ranks' draws.
     planning_s: seconds that training waits for whenever the planner is asked.
-    probe_s: seconds at each epoch's end that time the communication of all candidate plans; None: there is no probing.
-    """
+    probe_s: seconds at each epoch's end that time the communication of all candidate plans; None: there is no probing."""
 
     name: str
     windows: int

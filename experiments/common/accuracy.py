@@ -27,11 +27,7 @@ class Accuracy:
 
 
 def accuracy(predicted_s: Sequence[float], measured_s: Sequence[float]) -> Accuracy:
-    """Summary of the relative errors.
-
-    Raises:
-        ConfigError: no case, unequal lengths, or a measured time that is not above 0.
-    """
+    """Summary of the relative errors. Raises ConfigError: no case, unequal lengths, or a measured time that is not above 0."""
     predicted, measured = _checked(predicted_s, measured_s)
     errors = (predicted - measured) / measured
     sizes = np.abs(errors)
@@ -54,11 +50,8 @@ def rank_correlation(predicted_s: Sequence[float], measured_s: Sequence[float]) 
 
 
 def regret(predicted_s: Sequence[float], measured_s: Sequence[float], floor: float = 0.0) -> float:
-    """How much longer the alternative that was predicted to be fastest takes than the one that is: (chosen - best) / best.
-
-    Args:
-        floor: relative difference between two measurements of the same thing; a regret no larger is not a regret.
-    """
+    """How much longer the alternative that was predicted to be fastest takes than the one that is: (chosen - best) / best. No
+    more than `floor`, by which two measurements of one thing differ, is none."""
     predicted, measured = _checked(predicted_s, measured_s)
     lost = float(measured[int(np.argmin(predicted))] / measured.min() - 1.0)
     return lost if lost > floor else 0.0

@@ -254,14 +254,8 @@ def every_part() -> list[tuple[Experiment, Part]]:
 
 
 def chosen(only: str) -> list[tuple[Experiment, Part]]:
-    """The parts with these names; the name of an experiment stands for all of its parts.
-
-    Args:
-        only: names with commas between; "" for all.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """The parts with these names, commas between; that of an experiment stands for all of its parts, "" for all. Raises
+    ValueError: a name is unknown."""
     names = [name for name in only.split(",") if name]
     by_name: dict[str, list[tuple[Experiment, Part]]] = {part.name: [(experiment, part)] for experiment, part in every_part()}
     by_name |= {experiment.name: [(experiment, part) for part in experiment.parts] for experiment in CATALOGUE}
@@ -271,11 +265,7 @@ def chosen(only: str) -> list[tuple[Experiment, Part]]:
 
 
 def recorded(name: str) -> dict[str, Any] | None:
-    """The committed document of a part; None where nothing is.
-
-    Args:
-        name: of the part.
-    """
+    """The committed document of a part; None where nothing is."""
     ((experiment, _),) = [pair for pair in every_part() if pair[1].name == name]
     if not experiment.results.is_file():
         return None
@@ -284,11 +274,7 @@ def recorded(name: str) -> dict[str, Any] | None:
 
 
 def record(name: str, document: Mapping[str, Any]) -> None:
-    """Keep the document of a part in its experiment's results.json, beside those of the other parts.
-
-    Args:
-        name: of the part. document: JSON values.
-    """
+    """Keep the document of a part in its experiment's results.json, beside those of the other parts."""
     ((experiment, _),) = [pair for pair in every_part() if pair[1].name == name]
     path = experiment.results
     documents = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -298,11 +284,8 @@ def record(name: str, document: Mapping[str, Any]) -> None:
 
 
 def kept_of(name: str, out: Path | None, quick: bool) -> dict[str, Any]:
-    """What a run that was stopped goes on from: the document in a file, or else the committed one; nothing for a small version.
-
-    Args:
-        name: of the part. out: the file; None: results.json. quick: a small version.
-    """
+    """What a run that was stopped goes on from: the document in the file `out`, or else the committed one; nothing for a small
+    version."""
     if out is not None:
         document: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
         return document

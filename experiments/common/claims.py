@@ -21,12 +21,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What was to hold.
-
-    Attributes:
-        text: one sentence without a verdict. verdict: one of VERDICTS. found: the figure behind the verdict, or why nothing
-            was compared.
-    """
+    """One sentence that was to hold, its verdict (one of VERDICTS), and the figure behind that or why nothing was compared."""
 
     text: str
     verdict: str
@@ -57,21 +52,14 @@ class Judge:
 
 
 def claim(text: str, holds: bool | None, found: str = "") -> Claim:
-    """A claim from a comparison.
-
-    Args:
-        text: what was to hold. holds: whether it does; None where nothing was compared. found: the figure, or the reason.
-    """
+    """A claim from a comparison. holds: None where nothing was compared. found: the figure, or the reason."""
     verdict = NOT_CHECKED if holds is None else MET if holds else MISSED
     return Claim(text=text, verdict=verdict, found=found or ("nothing was compared" if holds is None else ""))
 
 
 def of_every(text: str, rows: Iterable[Any], holds: Callable[[Any], bool], name: Callable[[Any], str] = str) -> Claim:
-    """A claim about every row. Without a row nothing was compared; `all([])` would call it met.
-
-    Args:
-        text: what was to hold. rows: to compare. holds: the comparison of one. name: what a row is called where it fails.
-    """
+    """A claim about every row; name: what one is called where it fails. Without a row nothing was compared; `all([])` would
+    call it met."""
     compared = list(rows)
     if not compared:
         return claim(text, None, "no row to compare")
@@ -81,12 +69,7 @@ def of_every(text: str, rows: Iterable[Any], holds: Callable[[Any], bool], name:
 
 
 def within(text: str, scores: Sequence[float], wanted: float, tolerance: float, seeds: int) -> Claim:
-    """A claim that the mean over the seeds fixed in advance lies near a figure. Later seeds do not count.
-
-    Args:
-        text: what was to hold. scores: by seed, in order. wanted, tolerance: the figure and how near. seeds: how many were
-            fixed in advance.
-    """
+    """A claim that the mean over the `seeds` first scores, which were fixed in advance, lies within `tolerance` of a figure."""
     if len(scores) < seeds:
         return claim(text, None, f"{len(scores)} of {seeds} seeds were run")
     mean = statistics.mean(scores[:seeds])
@@ -94,20 +77,12 @@ def within(text: str, scores: Sequence[float], wanted: float, tolerance: float, 
 
 
 def mean_of(row: Row, scores: str = "scores") -> float:
-    """Over the seeds fixed in advance.
-
-    Args:
-        row: of results. scores: the key of its figures by seed, in order.
-    """
+    """Over the seeds fixed in advance, of the figures by seed under the key `scores`."""
     return statistics.mean(row[scores][:SEEDS])
 
 
 def unchecked(claims: Iterable[Claim], why: str) -> list[Claim]:
-    """The same claims without their verdicts.
-
-    Args:
-        claims: of any verdict. why: nothing was compared.
-    """
+    """The same claims without their verdicts, and why nothing was compared."""
     return [Claim(text=each.text, verdict=NOT_CHECKED, found=why) for each in claims]
 
 

@@ -7,12 +7,8 @@ from typing import Any
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None) -> str:
-    """A table of Markdown.
-
-    Args:
-        head: names of columns. rows: their cells. words: so many columns hold words, and those behind them figures, which are
-            aligned right; None: all hold words.
-    """
+    """A table of Markdown. words: so many columns hold words, and those behind them figures, aligned right; None: all hold
+    words."""
     columns = len(head) if words is None else words
     rule = "|" + "---|" * columns + "---:|" * (len(head) - columns)
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
@@ -25,12 +21,8 @@ def row_table(
     *,
     words: int | None = None,
 ) -> str:
-    """A table of Markdown with a line per row.
-
-    Args:
-        rows: values by key. columns: the name of each, and its cell: a format such as "{seconds:.1f}", or a function of a
-            row. words: as of `table`.
-    """
+    """A table of Markdown with a line per row. columns: name, and a format such as "{seconds:.1f}" or a function of a row;
+    words: as of `table`."""
     cells = [[cell.format_map(row) if isinstance(cell, str) else cell(row) for _, cell in columns] for row in rows]
     return table([name for name, _ in columns], cells, words=words)
 

@@ -44,11 +44,7 @@ def results_of(part: Part) -> dict[str, Any] | None:
 
 
 def claims_of(judge: Judge | None, document: dict[str, Any] | None) -> list[Claim]:
-    """The claims of a part with their verdicts.
-
-    Args:
-        judge: of the part. document: its results; None where there are none. Those of a small version compare nothing.
-    """
+    """The claims of a part with their verdicts; without a document, and of a small version, nothing is compared."""
     if judge is None:
         return []
     claims = judge.claims({} if document is None else document)
@@ -204,11 +200,7 @@ def _relinked(text: str, folder: str) -> str:
 
 
 def quick_page(parts: Sequence[tuple[Experiment, Part]], outcomes: dict[str, str], taken_s: float) -> str:
-    """What a check that all runs prints: no claim is compared.
-
-    Args:
-        parts: that were run. outcomes: by name, what became of each. taken_s: by all.
-    """
+    """What a check that all runs prints, with what became of each part by name: no claim is compared."""
     lines = [
         (part.name, outcomes[part.name], f"{len(claims_of(judge_of(experiment, part), None))} not checked")
         for experiment, part in parts

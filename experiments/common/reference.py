@@ -45,8 +45,7 @@ class ReferenceResult:
     """Attributes:
     parameters: by qualified name. optimizer_state: by parameter name, then by torch's key.
     buffers: per rank of the plan, by qualified name, those of its components (without placements: of all), uncut.
-    losses: mean over the global batch, per step. loss_scale: after the last step; 1 where the loss is not scaled.
-    """
+    losses: mean over the global batch, per step. loss_scale: after the last step; 1 where the loss is not scaled."""
 
     parameters: dict[str, Tensor]
     optimizer_state: dict[str, dict[str, Tensor]]
@@ -373,11 +372,9 @@ def _load(live: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
-    """max |a - b| over tensors; a missing tensor counts as infinite.
-
-    Args:
-        expected, actual: by name. names: those to compare (None: all of `expected`).
-    """
+    """max
+    a - b
+     over tensors of these names (None: all of `expected`); a missing tensor counts as infinite."""
     worst = 0.0
     for name in names if names is not None else expected:
         if name not in actual:

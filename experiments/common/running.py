@@ -24,12 +24,8 @@ PROGRESS_LOG = "progress.log"
 
 
 def part_parser(doc: str | None, quick: str, *, out: str = "", parts: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The options that every part has: `--quick` and `--json`.
-
-    Args:
-        doc: docstring of the module. quick: what the small version is. out: default of `--out`, for a part that keeps files.
-        parts: names for `--parts A,B`, by default all. Other names end the command with status 2.
-    """
+    """The options that every part has: `--quick` (what the small version is) and `--json`; `--out` for a part that keeps files;
+    `--parts A,B` of those there are, by default all."""
 
     def names(text: str) -> list[str]:
         if unknown := sorted(set(text.split(",")) - set(parts)):
@@ -67,20 +63,12 @@ class ExperimentError(Exception):
 def documented(
     script: str, arguments: Sequence[str], *, quick: bool, out: Path, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """Run `python -m SCRIPT`, and read the JSON that it prints.
+    """Run `python -m SCRIPT`, which gets --json and --out, and read the JSON that it prints; a document that is a list stands
+    under `rows`.
 
-    Args:
-        script: a module, `experiments.FOLDER.NAME`. arguments: of it, without --json and --out.
-        quick: whether these make the small version. out: where tables and figures go. limit_s: seconds until it is stopped.
-
-    Returns:
-        `run` (command, machine, versions, date, commit, load, quick, wall_s, cpu_s) and what the experiment printed; a
-        document that is a list stands under `rows`.
-
-    What it prints on stderr goes to `out`/progress.log as it comes, so a run of half an hour can be watched.
-
-    Raises:
-        ExperimentError: it failed, took too long, or printed no JSON.
+    Beside it stands `run` (command, machine, versions, date, commit, load, quick, wall_s, cpu_s). What it prints on stderr goes
+    to `out`/progress.log as it comes, so a run of half an hour can be watched. Raises ExperimentError: it failed, took too
+    long, or printed no JSON.
     """
     command = [sys.executable, "-m", script, *arguments, "--json", *_out(script, out)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

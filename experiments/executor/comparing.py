@@ -38,11 +38,7 @@ class References:
     _known: dict[object, ReferenceResult] = field(default_factory=dict)
 
     def of(self, drawn: DrawnPlan, run: RunSpec) -> ReferenceResult:
-        """Plain training on the whole batch; where results depend on which samples meet, or on masks, with those of the plan.
-
-        Args:
-            drawn: the plan. run: as the ranks ran it.
-        """
+        """Plain training on the whole batch; where results depend on which samples meet or on masks, with the plan's."""
         subject = SUBJECTS[drawn.subject]
         own = subject.normalises or subject.draws
         key = (subject.name, drawn.optimizer, drawn.recipe, drawn.plan.global_batch, run.seed, drawn.name if own else "")
@@ -101,12 +97,7 @@ class Outcome:
 def outcomes_of(
     some: Sequence[DrawnPlan], folder: Path, *, steps: int, timeout_s: float, references: References | None = None
 ) -> list[Outcome]:
-    """Run plans of one model on one number of processes, in one launch, and compare each.
-
-    Args:
-        some: all of the same subject and number of processes. folder: for what the ranks leave.
-        steps: of each. timeout_s: for one plan. references: known ones.
-    """
+    """Run plans of one subject on one number of processes, in one launch that leaves files in `folder`, and compare each."""
     references = references or References(steps=steps)
     runs = [_run_of(drawn, folder) for drawn in some]
     failed = run_plans(runs, some[0].processes, folder, steps=steps, timeout_s=timeout_s)

@@ -93,14 +93,8 @@ class DrawnPlan:
 
 
 def drawn(subject: str, processes: int, seed: int, number: int) -> DrawnPlan:
-    """The plan of that number; the same for the same arguments.
-
-    Args:
-        subject: a key of SUBJECTS. processes: devices of the machine, of which the plan may leave some idle.
-
-    Raises:
-        ValueError: none was met in MOST_TRIES questions.
-    """
+    """The plan of that number, which leaves some of the machine's devices idle or none; the same for the same arguments. Raises
+    ValueError: none was met in MOST_TRIES questions."""
     random, own = Random(f"{subject} {processes} {seed} {number}"), SUBJECTS[subject]
     optimizer, rate = random.choice(OPTIMIZERS)
     clips = random.random() < 0.15
@@ -303,11 +297,7 @@ FEATURES = (
 
 
 def features_of(drawn: DrawnPlan) -> list[str]:
-    """Those of FEATURES that a plan has.
-
-    Args:
-        drawn: with its model's name and granularity.
-    """
+    """Those of FEATURES that a plan has."""
     plan, layout = drawn.plan, PlanIndex(drawn.plan, SUBJECTS[drawn.subject].model(drawn.granularity))
     placed = [[placement for _, placement in stage.placed()] for stage in plan.stages]
     every = [placement for stage in placed for placement in stage]

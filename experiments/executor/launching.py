@@ -53,11 +53,7 @@ def run_plans(runs: Sequence[RunSpec], processes: int, folder: Path, *, steps: i
 
 
 def losses_of(folder: Path, run: RunSpec) -> list[float]:
-    """Mean loss of every step, added up over the ranks that count it.
-
-    Args:
-        folder: of `run_plans`. run: one of its runs.
-    """
+    """Mean loss of every step, added up over the ranks that count it."""
     each = [json.loads((folder / run.name / f"losses-{rank}.json").read_text()) for rank in range(run.plan.world_size)]
     return [sum(value for value in values if value is not None) for values in zip(*each, strict=True)]
 

@@ -31,11 +31,7 @@ CPU = torch.device("cpu")
 
 
 def train_with_masks(drawn: DrawnPlan, run: RunSpec, *, steps: int) -> ReferenceResult:
-    """`steps` steps with the masks of the plan.
-
-    Args:
-        drawn: the plan. run: as the ranks run it.
-    """
+    """`steps` steps with the masks of the plan."""
     module = seeded_module(run.model, run.seed, torch.float64, CPU)
     named = dict(module.named_parameters())
     optimizer = make_optimizer(drawn.optimizer, named.values(), drawn.learning_rate, recipe=drawn.recipe, exempt=[])

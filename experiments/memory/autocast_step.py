@@ -17,12 +17,8 @@ from parsim.model.trace.memory import LiveBytes
 
 
 def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True) -> int:
-    """Most bytes of live tensors in a forward, loss and backward over `samples` samples; weights, gradients (one flat array)
-    and the batch included, no optimizer.
-
-    Args:
-        autocast: False for the same step in fp32.
-    """
+    """Most bytes of live tensors in a forward, loss and backward over `samples` samples (without autocast in fp32); weights,
+    gradients (one flat array) and the batch included, no optimizer."""
     module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
     inputs, target = example_batch(spec, samples)
     interface = interface_of(spec)

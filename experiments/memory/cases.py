@@ -33,11 +33,7 @@ MESHES = {
 
 
 def drawn(model: Model, ranks: int, count: int, *, batch: int, seed: int) -> Iterator[Plan]:
-    """`count` plans that the model allows.
-
-    Args:
-        ranks: 2 or 4. batch: global. seed: the same plans for the same seed.
-    """
+    """`count` plans of 2 or 4 ranks that the model allows; the same plans for the same seed."""
     random = Random(seed)
     while count:
         try:

@@ -61,11 +61,7 @@ PRECISIONS = ("amp_bf16", "amp_fp16", "bf16")
 
 
 def cases_of(question: Question, models: dict[str, Model]) -> Iterator[Case]:
-    """Every case of a question.
-
-    Args:
-        models: by torch's name of the weights' type, as `recorded_weights` of a precision gives it.
-    """
+    """Every case of a question. models: by torch's name of the weights' type, as `recorded_weights` gives it."""
     model = models["float32"]
     yield from allowed(kind_cases(model), models) if question.kind else cases(model)
     yield from allowed(settings(model), models)

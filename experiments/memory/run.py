@@ -98,12 +98,8 @@ def recorded_peaks() -> Peaks:
 
 
 def measure_some(question: Question, out: Path, failed: set[str], known: Peaks, ranks: int | None = None) -> int:
-    """Measure the next few cases, in an order that mixes their kinds, and return how many are left.
-
-    Args:
-        out: with a folder per question. failed: names of runs that failed; the next one is added.
-        known: cases that are not measured. ranks: of plans that are measured; None: all.
-    """
+    """Measure the next few cases that are not known, in an order that mixes their kinds, and return how many are left. failed:
+    names of runs; the next one is added. ranks: of plans; None: all."""
     models, folder = _traced(question, out)
     asked = [case for case in cases_of(question, models) if (question.label, case.label, plan_text(case)) not in known]
     runs = sorted((job_of(question, case, folder) for case in asked), key=lambda run: (run.plan.world_size > 2, run.name))

@@ -206,11 +206,8 @@ def shared_model() -> Model:
 def ranks_sharing(
     ranks: int, plans: Mapping[str, Plan], device: str, way: str, left_s: Left = lambda: math.inf
 ) -> list[dict[str, Any]]:
-    """All plans in one launch, and each one's weights beside plain training on the CPU.
-
-    Args:
-        way: how ranks share the GPU (`parsim.execute.cuda.gpu`); "": they need none.
-    """
+    """All plans in one launch, and each one's weights beside plain training on the CPU. way: how ranks share the GPU
+    (`parsim.execute.cuda.gpu`); "": they need none."""
     if why := too_late(left_s):
         return [not_run(told_of(plans, ranks, device, way), why, way=way)]
     model = shared_model()
@@ -251,11 +248,7 @@ def ranks_sharing(
 def ranks_alone(
     driver: Driver[Any, Any] | None = None, pin: Pin = torch.Tensor.pin_memory, left_s: Left = lambda: math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Every rank of every plan, one after the other, beside its simulated step. For issue order and overlap only.
-
-    Args:
-        driver: None: the GPU's.
-    """
+    """Every rank of every plan, one after the other, beside its simulated step. For issue order and overlap only."""
     device = torch.device("cuda", 0) if driver is None else torch.device("cpu")
     for ranks, plans in shared_plans().items():
         for name, plan in plans.items():

@@ -142,11 +142,7 @@ def own_part(graph: TaskGraph, rank: int) -> tuple[TaskGraph, tuple[int, ...]]:
 
 
 def seen_by(part: TaskGraph, ends_s: Sequence[float]) -> list[float]:
-    """How long each task of a rank lasts for that rank: from when it could begin there until it ends in a simulated step.
-
-    Args:
-        part: of `own_part`. ends_s: of its tasks.
-    """
+    """How long each task of a rank lasts for that rank: from when it could begin there until it ends in a simulated step."""
     ready = [max((ends_s[before] for before in earlier), default=0.0) for earlier in part.predecessors()]
     return [end_s - ready_s for end_s, ready_s in zip(ends_s, ready, strict=True)]
 
@@ -180,11 +176,7 @@ class IssuedStep:
 def issued_step(
     run: PlannedRun, rank: int, driver: Driver[Any, Any], device: torch.device, pin: Pin, step_graph: TaskGraph, ends_s: Ends
 ) -> IssuedStep:
-    """The second step of a rank, whose peers do their part when the simulated step says so.
-
-    Args:
-        step_graph: of `with_rooms`. ends_s: of its tasks in a simulated step.
-    """
+    """The second step of a rank, whose peers do their part when the simulated step of the graph `with_rooms` says so."""
     streams = HeldStreams(driver)
     part, numbers = own_part(step_graph, rank)
     with fake_rank(run, rank, streams, device, pin) as (_, program, loader):
@@ -195,11 +187,7 @@ def issued_step(
 
 
 def compared(part: TaskGraph, numbers: Sequence[int], rank: int, times: Sequence[TaskTime]) -> IssuedStep:
-    """A step beside its simulation.
-
-    Args:
-        part, numbers: of `own_part`. times: of every task of the rank.
-    """
+    """A step beside its simulation; times: of every task of the rank."""
     place = {number: index for index, number in enumerate(numbers)}
     begin_s = min(entry.ready_s for entry in times)
     spans = sorted(

@@ -27,12 +27,8 @@ LONG_STEP_S, LONG_STEPS = 0.1, 2
 def interleaved(
     clock: DeviceClock, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
 ) -> dict[str, Any]:
-    """Step seconds of every program in every round, and its first losses.
-
-    The number of rounds is what fits into the scope's budget for a question, or into half of what remains, within its bounds.
-
-    Returns: `rounds_s` by program (each a list, one mean step per round), `losses` of the first steps.
-    """
+    """`rounds_s` of every program (one mean step per round), and the `losses` of its first steps. As many rounds as fit into
+    the scope's budget for a question, or into half of what remains, within its bounds."""
     losses = {program.name: [_stepped(program) for _ in range(WARM_STEPS)] for program in programs}
     step_s = {program.name: _turn(clock, program, 1) for program in programs}
     turns = [*programs, programs[0]]

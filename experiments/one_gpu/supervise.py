@@ -92,12 +92,9 @@ def supervise(
 ) -> int:
     """Run the measuring process until it has done what fits into the budget, as often as it has to be started anew.
 
-    Args:
-        command: of the next measuring process, without its budget. open_journal: reads the rows anew.
-        folder: where that process says which case begins; no file of it has to travel.
-        begin_s: when the budget began, on the monotonic clock.
-
-    Returns: the exit status of the last process; 1 where none gets as far as a case.
+    command: of the next process, without its budget. folder: where it says which case begins; no file of it has to travel.
+    begin_s: of the budget, on the monotonic clock. Returns the exit status of the last process; 1 where none gets as far as a
+    case.
     """
     left_s = budget_s - (time.monotonic() - begin_s)
     while True:

@@ -30,8 +30,7 @@ FEW = 6
 class Answer:
     """Attributes:
     step_s: median. sigma: of its logarithm, by the spreads of prices. peak_bytes, high_bytes: of the fullest rank, median and
-    p95. limit_bytes: of its device. shares: of the step by kind of cost parameter, as d log step / d log parameter.
-    """
+    p95. limit_bytes: of its device. shares: of the step by kind of cost parameter, as d log step / d log parameter."""
 
     step_s: float
     sigma: float

@@ -140,11 +140,7 @@ def shape_of_name(name: str) -> Shape | None:
 
 
 def shape_of(row: Row, framework: Rule, notes: Notes) -> Shape:
-    """The shape that the row names or states.
-
-    Raises:
-        CannotExpressError: if it does neither, or is no decoder-only transformer.
-    """
+    """The shape that the row names or states. Raises CannotExpressError: it does neither, or is no decoder-only transformer."""
     named = shape_of_name(row.model)
     other = next((kind for pattern, kind in OTHER_MODELS if pattern.search(row.model)), "")
     if other and (named is None or not named.causal):
@@ -250,11 +246,7 @@ def _usual_heads(hidden: int) -> int:
 
 
 def split_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: Notes) -> Split:
-    """The axes of a row.
-
-    Raises:
-        CannotExpressError: if the stated axes do not multiply to the stated GPUs, nor to a part of them.
-    """
+    """The axes of a row. Raises CannotExpressError: the stated ones do not multiply to the stated GPUs or a part of them."""
     cp = row.cp or _context_ways(row, framework, machine, notes)
     if row.tp is not None and row.pp is not None:
         tp, pp = row.tp, row.pp
@@ -343,11 +335,8 @@ def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple
 
 
 def batch_of(row: Row, framework: Rule, shape: Shape, split: Split, seq: int, notes: Notes) -> Batch:
-    """The batch of a row, rounded to what its replicas and microbatches divide.
-
-    Raises:
-        CannotExpressError: if it is smaller than the replicas and the split is not stated.
-    """
+    """The batch, rounded to what replicas and microbatches divide. Raises CannotExpressError: it is smaller than the replicas,
+    and the split is not stated."""
     dp = split.dp
     batch = row.global_batch or framework.batch or _batch_by_rule(row, dp, seq, notes)
     if framework.name == "torchtune" and row.micro_batch == batch and dp > 1:
@@ -499,12 +488,7 @@ def chunks_of(row: Row, framework: Rule, shape: Shape, split: Split, batch: Batc
 
 def usual_chunks(depth: int, layers: int, pp: int) -> int:
     """The chunks per rank of an interleaved order that a row does not state: the least number from `depth` on that cuts evenly.
-
-    Megatron-LM refuses chunks of unequal numbers of layers. So 105 layers on 35 ranks have three chunks of a layer, not two.
-
-    Args:
-        depth: of the framework's rule. layers: of the model. pp: ranks of the pipeline.
-    """
+    Megatron-LM refuses chunks of unequal numbers of layers: 105 layers on 35 ranks have three chunks of a layer, not two."""
     most = -(-layers // pp)
     even = (chunks for chunks in range(min(depth, most), most + 1) if layers % (pp * chunks) == 0)
     return next(even, min(depth, most))

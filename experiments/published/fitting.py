@@ -48,11 +48,8 @@ PASSES = 6
 
 
 def fitted(rows: Sequence[Judged], guessed: Sequence[Judged]) -> Effects:
-    """Effects, their covariance, and the ends of intervals from how the rows of every source lie when it is held out.
-
-    Args:
-        rows: predicted with their frameworks. guessed: predicted as if none was known.
-    """
+    """Effects, their covariance, and the ends of intervals from how the rows of every source lie when it is held out. guessed:
+    rows predicted as if no framework was known."""
     ends = interval_ends(rows, held_out(rows)) | interval_ends(guessed, held_out(rows, guessed))
     return replace(_effects(rows, guessed), ends=ends)
 
@@ -172,12 +169,8 @@ LEAST = 0.3
 
 
 def ends_of(scores: Floats, sources: Sequence[str], share: float) -> Ends:
-    """The shortest interval of standard scores that holds a share of the rows, a source of n rows weighing n / (n + 4).
-
-    Args:
-        scores: of held-out rows, at least one, in standard deviations from their medians. sources: of each row.
-        share: between 0 and 1.
-    """
+    """The shortest interval of standard scores (of held-out rows, in deviations from their medians) that holds a share of the
+    rows, a source of n rows weighing n / (n + 4)."""
     count = {name: sources.count(name) for name in set(sources)}
     order = np.argsort(scores)
     ordered = scores[order]

@@ -126,11 +126,7 @@ def _model(network: ImageNetwork, software: ConvolutionSoftware, precision: str)
 
 
 def image_question(row: Row, network: ImageNetwork) -> Asked:
-    """The question of a row of a convolutional network.
-
-    Raises:
-        CannotExpressError: with the reason.
-    """
+    """The question of a row of a convolutional network. Raises CannotExpressError with the reason."""
     notes = Notes(assumed=[f"{column} is no whole number above 0 and counts as blank" for column in row.unread])
     framework = framework_of(row, notes)
     machine = machine_of(row)

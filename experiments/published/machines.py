@@ -22,8 +22,7 @@ class Machine:
     cards, gbit: network cards per node, and Gb/s of each. memory_gb: of one GPU where it is not the part's.
     bandwidth, clock: of the part's, where it is another board of that chip.
     launch_s: of the host per launch, where it is not the part's; 0: the host is left out.
-    guessed: nobody says how many cards the usual machine has.
-    """
+    guessed: nobody says how many cards the usual machine has."""
 
     gpu: str
     per_node: int = 8

@@ -172,11 +172,7 @@ def _in_the_precision_of_its_memory(row: Row, asked: Asked) -> tuple[Asked, Answ
 
 
 def predict(row: Row, without: str = "", raw: bool = False, known: bool = True) -> Predicted:
-    """The prediction for one row. Never raises for a row.
-
-    Args:
-        row: of a file of published runs. without: a piece to leave out (`question_of`). raw: without fitted factors.
-    """
+    """The prediction for one row; raw: without fitted factors. Never raises for a row."""
     try:
         asked, found = _question_that_fits(row, without, known)
         facts = Facts(

@@ -63,11 +63,7 @@ class Given:
 
 
 def plan_of(model: Model, given: Given) -> Plan:
-    """The plan.
-
-    Raises:
-        CannotExpressError: if the layers do not divide over the stages.
-    """
+    """The plan. Raises CannotExpressError: the layers do not divide over the stages."""
     split, framework, zero = given.split, given.framework, given.states.zero
     stages = _stages(model, given)
     mesh = Mesh(pp=split.pp, dp=split.dp, tp=split.tp, cp=split.cp, ep=given.ep, dp_shard=given.states.group)
@@ -177,8 +173,7 @@ class Asked:
     full_gradients: beside weights in bf16 gradients are kept in fp32.
     shape, seq, batch, gpus, recompute: of the run itself; a network of images has no shape, and seq 1.
     assumed: what the row does not say. lacks: what is left out. plausible: frameworks, where none is known; else 0.
-    peak_flop_per_s: of one GPU in that precision, dense.
-    """
+    peak_flop_per_s: of one GPU in that precision, dense."""
 
     row: Row
     framework: Rule
@@ -216,16 +211,10 @@ class Asked:
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "", *, known: bool = True, place: int = 0) -> Asked:
-    """The question of a row.
+    """The question of a row. Raises CannotExpressError with the reason.
 
-    Args:
-        row: of a file of published runs.
-        recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit.
-        without: a key of `rules.WITHOUT`, to see what that piece is worth. known: the framework that the row's texts name,
-            else none. place: of the assumed framework among the plausible ones, where none is known.
-
-    Raises:
-        CannotExpressError: with the reason.
+    recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit. without: a key
+    of `rules.WITHOUT`. known: of the framework that the row's texts name, else of number `place` of the plausible ones.
     """
     check_sizes(row)
     framework = rule_of(row) if known else rule_without_framework(row)

@@ -70,13 +70,9 @@ def unit_of(asked: Asked) -> str:
 
 
 def in_unit(asked: Asked, step_s: float) -> float:
-    """Step seconds in the row's unit. Rates are of all GPUs unless they say of one, TFLOP/s of one unless they say of all.
-
-    MFU and HFU are shares of the peak in the row's precision, as in llm-foundry's tables of FP8.
-
-    Raises:
-        ValueError: for a unit that is not known.
-    """
+    """Step seconds in the row's unit. Rates are of all GPUs unless they say of one, TFLOP/s of one unless they say of all; MFU
+    and HFU are shares of the peak in the row's precision, as in llm-foundry's tables of FP8. Raises ValueError: the unit is not
+    known."""
     unit = unit_of(asked)
     per_gpu = bool(ONE.search(unit)) and not WHOLE.search(unit)
     each = asked.gpus if per_gpu else 1

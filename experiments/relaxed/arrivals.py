@@ -43,14 +43,10 @@ class MergeEvent:
 def merge_events(
     epoch_s: EpochSeconds, workers: int, *, merge_s: float = 0.0, epochs: int | None = None, total: int | None = None
 ) -> tuple[MergeEvent, ...]:
-    """All merges of asynchronous training in the order they happen.
+    """All merges of asynchronous training in the order they happen; each holds the global model, and its worker, for merge_s.
 
-    Args:
-        epoch_s: seconds of each worker's local epochs. merge_s: each merge holds the global model (and its worker) this long.
-        epochs: every worker does as many; the fast ones end early. Or total: workers go on until this many merges are done.
-
-    Raises:
-        AlgorithmError: neither or both of epochs and total, no workers, or seconds that are negative or not finite.
+    epochs: every worker does as many; the fast ones end early. Or total: workers go on until this many merges are done. Raises
+    AlgorithmError: neither or both of them, no workers, or seconds that are negative or not finite.
     """
     if (epochs is None) == (total is None) or workers < 1 or merge_s < 0:
         raise AlgorithmError(
@@ -120,11 +116,8 @@ def train_by_arrival(
 
     A worker begins each epoch with a new optimizer, as the reference does with every block of samples (here one per worker).
     The final model is the mean of the workers' last merged models for `half` (as the reference), the global model for the other
-    merges. Workers whose starting points are known are trained together, which changes no number.
-
-    Args:
-        step_s: seconds of a local step. merge_s: seconds a merge holds the global model.
-        total_merges: end after so many instead of `epochs` per worker. order: replay these events instead of asking the queue.
+    merges. Workers whose starting points are known are trained together, which changes no number. total_merges: end after so
+    many instead of `epochs` per worker. order: replay these events instead of asking the queue.
     """
     count = partition.workers
     shards = partition.order(training.problem)

@@ -86,13 +86,11 @@ def even_cuts(layers: int, modules: int) -> tuple[int, ...]:
 def epoch_by_ticks_s(
     name: str, forward_s: Sequence[float], backward_s: Sequence[float], batches: int, *, replay: bool = False
 ) -> float:
-    """Seconds of `batches` batches, tick by tick with a barrier after each, without communication.
+    """Seconds of `batches` batches, tick by tick with a barrier after each, without communication; forward_s, backward_s: of
+    one batch, per module.
 
     Ticks that fill or drain the modules are shorter where no module has both a forward and a backward. With a schedule that
     forwards through all modules in one tick, delayed backwards begin when the last forward has ended.
-
-    Args:
-        name: of DECOUPLINGS. forward_s, backward_s: of one batch, per module. replay: a delayed backward repeats its forward.
     """
     schedule, count = decoupling(name), len(forward_s)
     in_one_tick = schedule.forward_tick(count, count) == schedule.forward_tick(1, count)
@@ -164,12 +162,10 @@ class _InFlight:
 
 
 class Agent:
-    """Module number `k` of `modules` (counted from 1), with its own copy of the module, optimizer state and batches in flight.
+    """Module number `k` of `modules` (counted from 1), with its own copy of the module, optimizer state, batches in flight, and
+    normalisation statistics of its (stale) inputs.
 
-    Normalisation statistics are the agent's own, taken from its (stale) inputs, once per batch.
-
-    Attributes:
-        staleness: of every update, the most updates between the weights a forward read and those its gradient is applied to.
+    staleness: of every update, the most updates between the weights a forward read and those its gradient is applied to.
     """
 
     def __init__(self, module: nn.Module, *, k: int, modules: int, rule: TickRule) -> None:
@@ -209,15 +205,8 @@ class Agent:
     def backward(
         self, batch: int, gradient: Tensor | None = None, loss: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Gradients, Tensor | None]:
-        """Collect the batch's weight gradient.
-
-        Args:
-            gradient: of the loss by this module's output, shrunk by the boundaries above. loss: of the last module's output,
-                in its place.
-
-        Returns:
-            The weight gradient, and the input gradient times beta for module k - 1 (None of the first).
-        """
+        """The batch's weight gradient, and the input gradient times beta for module k - 1 (None of the first). gradient: of the
+        loss by this module's output; loss: of the last module's output, in its place."""
         kept = self._in_flight.pop(batch)
         output, weights = kept.output, kept.weights
         statistics = [] if output is not None else [(buffer, buffer.clone()) for buffer in self.module.buffers()]
@@ -290,12 +279,10 @@ class GradientEvent:
 
 
 class TickEngine:
-    """S groups of agents and the values between them.
+    """S groups of agents, each with a copy of the K pieces of the model, and the values between them.
 
-    Args:
-        pieces: the K modules of the model in order; every group begins with a copy.
-        loss: of the last module's output and the targets, a scalar (a mean over the batch).
-        mixing: None averages gradients over the groups; a function gives the matrix that mixes the weights after an update.
+    loss: of the last module's output and the targets, a mean over the batch. mixing: the matrix that mixes the weights after an
+    update; None averages gradients over the groups.
     """
 
     def __init__(

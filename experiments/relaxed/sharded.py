@@ -32,15 +32,11 @@ def shard_samples(
     concentration: float = 0.5,
     proportions: Sequence[float] | None = None,
 ) -> Shards:
-    """Deal the samples of `targets` ([n]) to `workers` by the rule `kind` of SHARDINGS.
+    """Deal the samples of `targets` ([n]) to `workers` by a rule of SHARDINGS; concentration: of the Dirichlet rule alone.
 
-    Args:
-        concentration: of the Dirichlet rule alone.
-        proportions: the relative size of each worker's shard (a mean, for Dirichlet); None for equal ones, which differ
-            by one sample where n does not divide.
-
-    Raises:
-        DataError: more workers than samples, an unknown rule, proportions that are not positive or not one per worker.
+    proportions: the relative size of each worker's shard (a mean, for Dirichlet); None for equal ones, which differ by one
+    sample where n does not divide. Raises DataError: more workers than samples, an unknown rule, or proportions that are not
+    positive and one per worker.
     """
     check_enough(len(targets), workers, "workers")
     sizes = shard_sizes(len(targets), workers, proportions)
@@ -141,11 +137,8 @@ class Averaged:
 
 
 def train_averaged(training: LocalTraining, partition: Partition, *phases: tuple[Synchronisation, int]) -> Averaged:
-    """Train by the rules of plans, one after another; each begins from the mean of the one before, with new optimizers.
-
-    Args:
-        phases: a rule of kind average or gossip, and its number of steps.
-    """
+    """Train by rules of plans (average or gossip) for their numbers of steps, one after another; each begins from the mean of
+    the one before, with new optimizers."""
     order = partition.order(training.problem)
     weights, done = training.start, 0
     by_epoch: list[float] = []

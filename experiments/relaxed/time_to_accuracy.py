@@ -109,11 +109,8 @@ def predicted(answer: Answer, case: Case, rules: tuple[str, ...], seeds: int) ->
 
 
 def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """One launch: every rule trained until the mean weights score the target, or twice as long as predicted.
-
-    Returns:
-        Per rule: reached, steps, seconds and score, at the target or at the end.
-    """
+    """One launch: every rule trained until the mean weights score the target, or twice as long as predicted. Per rule: reached,
+    steps, seconds and score, at the target or at the end."""
     config = answer.question
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -76,11 +76,7 @@ SEEN: ContextVar[Seen | None] = ContextVar("SEEN", default=None)
 
 
 def drawn(random: Random, shape: Shape) -> ProblemDraw:
-    """A problem of a shape.
-
-    Args:
-        random: what is drawn from. shape: one of SHAPES.
-    """
+    """A problem of a shape."""
     devices, components, batches = shape
     draw = random_problem(random, most_devices=devices, most_components=components, batches=batches)
     if devices > 1 and draw.cluster.nodes * len(draw.cluster.kinds) == 1:
@@ -90,13 +86,10 @@ def drawn(random: Random, shape: Shape) -> ProblemDraw:
 
 
 def hungry(draw: ProblemDraw, share: float) -> ProblemDraw:
-    """The same, but a sample keeps 4 GiB, alike in all components, and devices have room for the weights and a share of that.
+    """The same, but a sample keeps 4 GiB, alike in all components, and devices have room for the weights and a `share` of that.
 
-    So microbatches cannot be small enough: components are recomputed, or divided over devices.
-
-    Args:
-        draw: of a problem with two components or more, since one that runs again is whole for a while. share: of what a
-            sample keeps.
+    So microbatches cannot be small enough: components are recomputed, or divided over devices. There are two or more, since one
+    that runs again is whole for a while.
     """
     model = draw.model
     saved = (4 * GIB // len(model.flop),) * len(model.flop)
@@ -105,11 +98,7 @@ def hungry(draw: ProblemDraw, share: float) -> ProblemDraw:
 
 
 def on(draw: ProblemDraw, **changes: Any) -> ProblemDraw:
-    """The same problem on a changed cluster.
-
-    Args:
-        draw: of the problem. changes: fields of ClusterDraw.
-    """
+    """The same problem on a changed cluster."""
     cluster: ClusterDraw = replace(draw.cluster, **changes)
     return replace(draw, cluster=cluster)
 
@@ -135,11 +124,7 @@ def best_s(problem: PlanningProblem) -> float:
 
 
 def features(problem: PlanningProblem, plan: Plan) -> list[str]:
-    """What a plan makes use of, of all that a search is free to choose.
-
-    Args:
-        problem: of the plan. plan: that was chosen.
-    """
+    """What a plan makes use of, of all that a search is free to choose."""
     placed = [[placement for _, placement in stage.placed()] for stage in plan.stages]
     every = [placement for stage in placed for placement in stage] if plan.mesh.tp > 1 else []
     sizes = {len(stage.components) for stage in plan.stages}

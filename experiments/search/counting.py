@@ -77,15 +77,11 @@ class Counts:
 def counted(
     name: str, check: Check, examples: int, *, shapes: Sequence[Shape] = SHAPES, begin: int | None = None, patient: bool = True
 ) -> Counts:
-    """Draw problems until so many were compared, or ten times as many were drawn.
+    """Draw problems until so many were compared, or ten times as many were drawn. Failures are counted and not raised, errors
+    of the search among them.
 
-    Args:
-        name: of the property. check: raises AssertionError where it does not hold. examples: problems to compare.
-        shapes: of the problems. begin: of Hypothesis' random numbers; None: another one every time.
-        patient: whether to go on after a failure.
-
-    Returns:
-        What was compared. Failures are counted and not raised, errors of the search among them.
+    check: raises AssertionError where the property does not hold. begin: of Hypothesis' random numbers; None: another one every
+    time. patient: whether to go on after a failure.
     """
     counts = Counts(name)
     problems: set[str] = set()
@@ -135,21 +131,13 @@ def counted(
 
 
 def assert_holds(counts: Counts) -> None:
-    """Raise AssertionError where the property failed, or where nothing was compared.
-
-    Args:
-        counts: of one property.
-    """
+    """Raise AssertionError where the property failed, or where nothing was compared."""
     assert counts.compared, str(counts)
     assert not counts.failed, f"{counts}\n" + "\n".join(counts.failed[:3])
 
 
 def features_used(rows: list[Mapping[str, Any]]) -> dict[str, int]:
-    """How many chosen plans of all properties use each feature.
-
-    Args:
-        rows: `Counts.to_dict` of every property.
-    """
+    """How many chosen plans of all properties use each feature."""
     found: dict[str, int] = {}
     for row in rows:
         for name, number in row["used"].items():

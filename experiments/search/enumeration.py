@@ -65,12 +65,8 @@ class Found:
 
 
 def exhaustive(problem: PlanningProblem, space: Space, *, known_s: float = float("inf")) -> Found:
-    """The fastest plan of the space that fits.
-
-    Args:
-        problem: a tiny one. space: what is free.
-        known_s: the step of a plan known already: plans that cannot be faster are passed over (inf: none known).
-    """
+    """The fastest plan of the space that fits. known_s: the step of a plan known already; plans that cannot be faster are
+    passed over."""
     found = Found()
     outlines = [(bound_s(problem, plan), plan) for plan in outlined(problem, space)]
     found.outlines = len(outlines)
@@ -100,8 +96,7 @@ def exhaustive(problem: PlanningProblem, space: Space, *, known_s: float = float
 
 def floor_s(problem: PlanningProblem, outline: Plan) -> float:
     """The step of an outline whose gradients are summed and whose parameters are updated in no time: whatever ZeRO stage,
-    buckets and recomputed components are added to it, each only adds tasks.
-    """
+    buckets and recomputed components are added to it, each only adds tasks."""
     run = simulated_step(problem, outline, fold=False)
     columns = run.compiled.columns
     free = np.array([isinstance(unit.work, OptimizerStep) for unit in columns.units])[columns.unit]
@@ -176,12 +171,7 @@ def plan_of(
     microbatches: int,
     chosen: Sequence[Placement],
 ) -> Plan | None:
-    """The plan with these parts; None where they do not go together.
-
-    Args:
-        problem, mesh: of the plan. order, chunks: of its pipeline. bounds: first and last component of every stage.
-        microbatches: per replica. chosen: placements by component.
-    """
+    """The plan with these parts; None where they do not go together. bounds: first and last component of every stage."""
     names = [component.name for component in problem.model.components]
     try:
         plan = Plan(
@@ -206,10 +196,7 @@ def plan_of(
 
 
 def _filled_in(problem: PlanningProblem, outline: Plan, space: Space, too_slow: Callable[[Plan], bool]) -> Iterator[Plan]:
-    """The outline with every ZeRO stage, bucket size and set of recomputed components with which it fits.
-
-    Args:
-        too_slow: whether a plan need not be looked at, fitting or not.
+    """The outline with every ZeRO stage, bucket size and set of recomputed components with which it fits, too slow or not.
 
     Below ZeRO 2, recomputing more only adds tasks to a program. So of the sets that fit only the smallest are tried.
     """

@@ -72,11 +72,7 @@ def no_plan_by_hand_is_faster(draw: ProblemDraw, random: Random) -> int:
 
 
 def by_hand(problem: PlanningProblem, random: Random) -> Iterator[Plan]:
-    """Random plans of a problem.
-
-    Args:
-        problem: model, cluster and batch. random: what is drawn from.
-    """
+    """Random plans of a problem."""
     components = problem.model.components
     for _ in range(BY_HAND):
         size = random.randint(1, problem.cluster.size)

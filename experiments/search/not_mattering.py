@@ -87,20 +87,12 @@ def the_same_question_has_the_same_answer(draw: ProblemDraw, random: Random) -> 
 
 
 def of_profile(draw: ClusterDraw, profile: Profile) -> Cluster:
-    """The drawn cluster on another profile.
-
-    Args:
-        draw: with nodes and network. profile: of one node.
-    """
+    """The drawn cluster on another profile."""
     return cluster_from_profile(profile, len(draw.kinds), nodes=draw.nodes, network=network_of(draw))
 
 
 def renamed(profile: Profile, random: Random) -> Profile:
-    """The profile with other names for kinds of links, and other numbers of switches and sockets.
-
-    Args:
-        profile: of one node. random: what names are drawn from.
-    """
+    """The profile with other names for kinds of links, and other numbers of switches and sockets."""
     kinds = dict(
         zip(profile.link_kinds, random.sample(["k1", "wire", "aaa", "zz", "pcie2"], len(profile.link_kinds)), strict=True)
     )

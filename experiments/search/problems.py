@@ -168,11 +168,7 @@ def random_cluster(random: Random, *, most_devices: int = 8) -> ClusterDraw:
 
 
 def built_model(draw: ModelDraw, *, names: tuple[str, ...] | None = None) -> Model:
-    """The Model of a draw.
-
-    Args:
-        names: of the components; c0, c1, ... where left out.
-    """
+    """The Model of a draw; its components are c0, c1, ... unless they are named."""
     count = len(draw.flop)
     called = names or tuple(f"c{number}" for number in range(count))
     values = [Value(name="input:0", producer=None, bytes_per_sample=1024, differentiable=False)]

@@ -92,9 +92,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "records": len({row.record for row in rows}),
         "errors": errors_by(rows, groups),
         "at the pace beside them": errors_by([row.at_its_speed for row in rows], groups),
-        "refreshed before the launch": errors_by(
-            [row.as_refreshed for row in rows], dict(itertools.islice(groups.items(), 6))
-        ),
+        "refreshed before the launch": errors_by([row.as_refreshed for row in rows], dict(itertools.islice(groups.items(), 6))),
         "choice": choice_of(rows),
         "corrections": corrections_of(rows),
     }

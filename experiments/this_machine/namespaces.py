@@ -90,12 +90,8 @@ class ShapedPair:
                 process.wait()
 
     def shape(self, rate_bytes_per_s: float, *, burst_s: float = FASTEST_S) -> None:
-        """From now on the link has this rate in each direction, whatever runs over it. Raises ExecutionError.
-
-        Args:
-            rate_bytes_per_s: of the link. burst_s: the bucket holds what the link carries in this time, and may let that
-                through at once.
-        """
+        """From now on the link has this rate in each direction, whatever runs over it; what it carries in burst_s may go
+        through at once. Raises ExecutionError."""
         rate, burst = f"{round(8 * rate_bytes_per_s)}bit", round(rate_bytes_per_s * burst_s)
         shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "100ms"]
         for name in NAMES:
@@ -106,9 +102,8 @@ class ShapedPair:
 def shaped_pair(rate_bytes_per_s: float, *, changes: bool = False) -> Iterator[ShapedPair]:
     """Two namespaces with a link of this rate in each direction; gone again when left. Raises ExecutionError.
 
-    Args:
-        rate_bytes_per_s: of the link. changes: `shape` will be called: packets stay below the smallest bucket, because one that
-            waits when the bucket becomes smaller than itself would wait for ever, and all behind it.
+    changes: `shape` will be called: packets stay below the smallest bucket, because one that waits when the bucket becomes
+    smaller than itself would wait for ever, and all behind it.
     """
     if why := possible():
         raise ExecutionError(why)
