@@ -83,12 +83,8 @@ class OperandSets:
 
 
 def operand_sets(sizes_bytes: Sequence[int], *, cache_bytes: int, limit_bytes: int, device: torch.device) -> OperandSets:
-    """Room for `CACHE_MULTIPLE` times the cache, as far as the limits allow.
-
-    Args: sizes_bytes: of the operands of one call, in the order in which they will be taken.
-
-    Raises: ExecutionError if not even two sets fit.
-    """
+    """Room for `CACHE_MULTIPLE` times the cache, as far as the limits allow; sizes: of the operands of one call, in the order
+    in which they will be taken. Raises ExecutionError if not even two sets fit."""
     set_bytes = sum(_aligned(size) for size in sizes_bytes)
     sets = set_count(set_bytes, cache_bytes, limit_bytes)
     return OperandSets(
@@ -100,13 +96,8 @@ def operand_sets(sizes_bytes: Sequence[int], *, cache_bytes: int, limit_bytes: i
 
 
 def set_count(set_bytes: int, cache_bytes: int, limit_bytes: int) -> int:
-    """How many sets of operands rotate: their memory is `CACHE_MULTIPLE` times the cache, and two sets at least.
-
-    Args:
-        set_bytes: of all operands of one call. limit_bytes: that all sets may take together.
-
-    Raises: ExecutionError if not even two sets fit.
-    """
+    """How many sets of operands rotate: their memory is `CACHE_MULTIPLE` times the cache, and two sets at least. limit_bytes:
+    of all sets. Raises ExecutionError if not even two sets fit."""
     wanted = max(2, math.ceil(CACHE_MULTIPLE * cache_bytes / set_bytes))
     allowed = limit_bytes // set_bytes
     if allowed < 2:

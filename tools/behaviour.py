@@ -25,8 +25,7 @@ MOST_PLACES = 3
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Behaviour:
     """Attributes: package: what behaves so, with its release. text: one or two sentences. places: modules of parsim. test: that
-    runs it, as a path from the root, with its name.
-    """
+    runs it, as a path from the root, with its name."""
 
     package: str
     text: str

@@ -74,11 +74,8 @@ class Question:
 
 
 def read_questions(path: Path = QUESTIONS) -> list[Question]:
-    """The lines of the file with their abbreviations and alternatives expanded, in order.
-
-    Raises:
-        ValueError: a line that comes twice.
-    """
+    """The lines of the file with their abbreviations and alternatives expanded, in order. Raises ValueError: a line comes
+    twice."""
     abbreviations: dict[str, str] = {}
     questions: list[Question] = []
     kind = ""
@@ -527,11 +524,7 @@ def _short(value: Any, width: int = 70) -> str:
 
 
 def differences(line: str, before: Any, after: Any, tolerance: float, place: str = "") -> Iterator[Difference]:
-    """Where two answers to a question differ.
-
-    Args:
-        line: the question. before, after: of JSON types. tolerance: relative difference of floats that counts as equal.
-    """
+    """Where two answers to a question differ by more than a relative `tolerance` of floats."""
     if _is_number(before) and _is_number(after) and (isinstance(before, float) or isinstance(after, float)):
         if abs(after - before) > tolerance * max(abs(before), abs(after)):
             yield Difference(line=line, place=place, before=before, after=after)

@@ -155,11 +155,8 @@ def rewire(path: Path, text: str) -> bool:
 
 
 def run_tests(tree: Path, tests: Sequence[str], *, broken: Path | None = None, limit_s: int = LIMIT_CPU_S) -> Verdict:
-    """Run tests in a copy, in a process of their own, up to the first that fails.
-
-    Args:
-        broken: the file that was changed after the others were imported. limit_s: processor seconds.
-    """
+    """Run tests in a copy, in a process of their own, up to the first that fails. broken: the file that was changed after the
+    others were imported."""
     read, write = os.pipe()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = os.fork()
@@ -226,11 +223,8 @@ class _FirstFailure:
 
 
 def outcomes(tree: Path, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
-    """Break the copy, run the tests, mend the copy, one after another.
-
-    Raises:
-        ValueError: an entry names no test, or a text is not in its file.
-    """
+    """Break the copy, run the tests, mend the copy, one after another. Raises ValueError: an entry names no test, or a text is
+    not in its file."""
     for mutant in mutants:
         path = tree / mutant.path
         text, stat = path.read_text(encoding="utf-8"), path.stat()

@@ -190,8 +190,7 @@ def device_entries(pinnings: Sequence[Mapping[str, Any]], device_type: str) -> l
 def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> Allocator | None:
     """Memory beyond tensors: the lost share is assumed, because small models do not show it; the rest is measured. From
     the least of them, had their samples come without libraries that read them, to the most, and somewhat beyond both, as
-    other models may. None where none was seen.
-    """
+    other models may. None where none was seen."""
     if not seen:
         return None
     lost = assumed.lost_share
@@ -229,14 +228,11 @@ def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], 
 
 
 def typical_step(table: Floats) -> tuple[Floats, Floats]:
-    """Typical seconds of each task, and its relative spread in a single repeat.
+    """Typical seconds of each task of a step program [repeat, task], and its relative spread in a single repeat.
 
-    Args:
-        table: seconds [repeat, task] of one step program.
-
-    Each task's median is scaled by a common factor, so the tasks add up to the *mean* step, tails included. A prediction
-    is for the mean of many steps, and slow steps deviate more than fast ones. The spread is taken after dividing out how
-    slow its repeat was as a whole, which is drift, not noise of the task.
+    Each task's median is scaled by a common factor, so the tasks add up to the *mean* step, tails included. A prediction is for
+    the mean of many steps, and slow steps deviate more than fast ones. The spread is taken after dividing out how slow its
+    repeat was as a whole, which is drift, not noise of the task.
     """
     medians = np.median(table, axis=0)
     totals = table.sum(axis=1)

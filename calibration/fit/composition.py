@@ -53,14 +53,10 @@ class MeasuredComponent:
 def measured_parts(
     points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel, *, gpu_precision: str = ""
 ) -> list[MeasuredComponent]:
-    """The points of whole components under the heaviest load, taken apart.
+    """The points of whole components under the heaviest load, taken apart. Raises CostError: as `component_parts`, of a CPU.
 
-    Args:
-        gpu_precision: "" on a CPU. On a GPU it decides what is launched, and a component is left out if it has a launch that no
-            surface prices (`consistent_operators`).
-
-    Raises:
-        CostError: as `component_parts`, of a CPU.
+    gpu_precision: "" on a CPU. On a GPU it decides what is launched, and a component is left out if it has a launch that no
+    surface prices (`consistent_operators`).
     """
     by_name = {model.name: model for model in models}
     heaviest = max((point.ranks_active for point in points), default=1)

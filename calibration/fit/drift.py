@@ -37,8 +37,7 @@ class RoundTiming(NamedTuple):
 class Drift(NamedTuple):
     """Attributes:
     factors: by round, by how much everything in it was slower (>1) or faster than on average; their mean is 1.
-    sigma: relative spread of these factors, less what the noise of single measurements would make of them.
-    """
+    sigma: relative spread of these factors, less what the noise of single measurements would make of them."""
 
     factors: Mapping[int, float]
     sigma: float

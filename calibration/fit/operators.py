@@ -80,11 +80,8 @@ bad choice of algorithm for one shape takes up to ten times as long."""
 
 
 def read_operator_points(data_dir: Path) -> tuple[list[OperatorPoint], dict[str, SourceEntry]]:
-    """The rows of `operators.csv` that the fits use, and their sources.
-
-    Raises:
-        DataError: the file is missing or a row is not in the unit and form expected.
-    """
+    """The rows of `operators.csv` that the fits use, and their sources. Raises DataError: it is missing, or a row is not of the
+    unit and form expected."""
     path = data_dir / "operators.csv"
     if not path.is_file():
         raise DataError(f"no {path}; give the folder that holds operators.csv")
@@ -120,14 +117,8 @@ def fit_operators(
     peak_flop_per_s: Mapping[str, float],
     memory_bandwidth_bytes_per_s: float,
 ) -> list[OperatorFit]:
-    """One fit per kind, phase and precision that has points; memory-bound fits serve every precision of the device.
-
-    Args:
-        peak_flop_per_s: by precision; points of a precision without a peak are left out.
-
-    Raises:
-        ProfileError: fewer than 8 points for a fit.
-    """
+    """One fit per kind, phase and precision that has points and a peak; memory-bound fits serve every precision of the device.
+    Raises ProfileError: fewer than 8 points for a fit."""
     fits: list[OperatorFit] = []
     groups: dict[tuple[str, str, str], list[OperatorPoint]] = {}
     for point in points:

@@ -37,11 +37,7 @@ MAX_LEFT_OUT = 0.25
 
 def fit_surfaces(points: Sequence[OperatorPoint], source: str, *, on_gpu: bool = False) -> list[OperatorSurface]:
     """One surface per kind, function, phase, device type and precision, of points that `consistent_operators` let pass. A GPU
-    has terms of its own.
-
-    Raises:
-        ProfileError: fewer than 8 points of one, or seconds that are not positive numbers.
-    """
+    has terms of its own. Raises ProfileError: fewer than 8 points of one, or seconds that are not positive numbers."""
     for point in points:
         if not (np.isfinite(point.seconds) and point.seconds > 0):
             raise ProfileError(f"{_name(point)} took {point.seconds} s; a time is a positive number: calibrate again")
@@ -149,12 +145,8 @@ def log_errors(terms: Floats, coefficients: Floats, seconds: Floats) -> Floats:
 
 
 def fit_terms(terms: Floats, seconds: Floats, prior: Floats | None = None) -> Floats:
-    """Non-negative coefficients: robust least squares of the relative error.
-
-    Args:
-        terms: [points, terms]. prior: rows [k, terms + 1], each saying that terms @ coefficients is its last entry, in
-            units of one point's relative error.
-    """
+    """Non-negative coefficients of terms [points, terms]: robust least squares of the relative error. prior: rows [k, terms +
+    1], each saying that terms @ coefficients is its last entry, in units of one point's relative error."""
     relative = terms / seconds[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0

@@ -89,8 +89,7 @@ def _on_gpu(case: Case, context_bytes: int) -> dict[str, Any] | None:
 
 class GpuMemory(NamedTuple):
     """Peaks of one process without the context: bytes that tensors requested, that torch's allocator gave out, that it
-    holds, and that the driver reports as used.
-    """
+    holds, and that the driver reports as used."""
 
     requested_bytes: int
     allocated_bytes: int

@@ -57,8 +57,7 @@ class Bench:
     """Attributes:
     device: where the arrays live. cores: on which the ranks run; rank r and rank r + cores share one.
     dp: group of the collectives by ranks; sends: group by (source, destination); None where this rank is not a member.
-    scratch: the arrays to send are pieces of it, so that no measurement first touches memory.
-    """
+    scratch: the arrays to send are pieces of it, so that no measurement first touches memory."""
 
     rank: int
     world_size: int

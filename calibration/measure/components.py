@@ -114,12 +114,8 @@ class Case:
         return self.stage.device.type == "cuda"
 
     def step(self, *, held: bool = False, watched: bool = False, batch: Mapping[str, Tensor] | None = None) -> StepTimes:
-        """One training step.
-
-        Args:
-            held: each computation is queued before the device begins with it; of a GPU alone. watched: see whether it was.
-            batch: on the device already; None: the next samples, which the step reads.
-        """
+        """One training step on a batch that is on the device, or else reads the next samples. held: each computation is queued
+        before the device begins with it, of a GPU alone. watched: see whether it was."""
         streams = self.streams
         streams.holding, streams.watching = held, watched
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -305,12 +301,8 @@ def component_section(
     probe: SpeedProbe | None,
     host: SpeedProbe | None = None,
 ) -> CalibrationSection:
-    """Whole steps of every case, and optimizers over parts of its model.
-
-    Args:
-        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
-        host: of the core that queues for a GPU.
-    """
+    """Whole steps of every case, and optimizers over parts of its model. levels: group by the number of ranks that compute at
+    once (ranks 0..k-1), None on the others, which wait in a barrier."""
     parts = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
 
     def measure(number: int) -> Entries:

@@ -1,6 +1,5 @@
 """Streams of a calibration. Computation can wait for communication, as in tensor parallelism. On a GPU it can wait until
-the host has queued it, so its events time the device alone.
-"""
+the host has queued it, so its events time the device alone."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class DeviceFacts:
     """Attributes:
     name: of the device as its driver or the system calls it.
     memory_bytes: what one rank may use: the GPU's memory, or this host's memory divided by its ranks.
-    context_bytes: taken before the first model: of the GPU, or the resident set of the process.
-    """
+    context_bytes: taken before the first model: of the GPU, or the resident set of the process."""
 
     name: str
     memory_bytes: int

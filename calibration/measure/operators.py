@@ -344,13 +344,10 @@ def operator_section(
     probe: SpeedProbe | None,
 ) -> CalibrationSection | None:
     """Every launch of `operator_launches` once a round, on a GPU a sixth of them; None where the request leaves operators no
-    time.
+    time. group: of the ranks that compute at once; None on the others, which wait.
 
     Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept; on a GPU also what
     `by_events` adds, or no seconds and why a launch was `refused`.
-
-    Args:
-        group: of the ranks that compute at once; None on the others, which wait.
     """
     if request.operator_budget_s <= 0:
         return None

@@ -191,9 +191,8 @@ def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequen
     """How much longer computation takes while it and a call both run: 1 / (1 - share). The share is the time that the steps of
     one rank lost beside calls, over the time that calls took within them.
 
-    Args:
-        pairs: (steps alone, steps beside calls) of the rank. beside: [rank][pair], what all ranks did beside calls: a call
-            begins when its last rank is ready, before that the early ones only wait.
+    pairs: (steps alone, steps beside calls) of the rank. beside: [rank][pair], what all ranks did beside calls: a call begins
+    when its last rank is ready, before that the early ones only wait.
     """
     lost_s = called_s = 0.0
     for number, (alone, together) in enumerate(pairs):

@@ -109,12 +109,10 @@ def useful_batches(samples: Sequence[int], quick: bool) -> tuple[int, ...]:
 def shard_section(
     cases: Sequence[Case], active: int, group: dist.ProcessGroup | None, request: CalibrationRequest, device: torch.device
 ) -> CalibrationSection | None:
-    """Every shard beside its whole; None where nothing can be cut.
+    """Every shard beside its whole; None where nothing can be cut. group: of the `active` ranks that compute at once; None on
+    the others, which wait.
 
     Entries of `shards`, per model and samples: `parts`, lists of component, rule, ways, phase, seconds, seconds of the whole.
-
-    Args:
-        group: of the `active` ranks that compute at once; None on the others, which wait.
     """
     models = {case.number: case.stage.layout.model for case in cases}
     cuts = useful_cuts([models[number] for number in sorted(models)], request)

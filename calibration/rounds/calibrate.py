@@ -192,11 +192,8 @@ def unfitted_path(profile: Path) -> Path:
 
 
 def warning_lines(warnings: Sequence[str]) -> list[str]:
-    """The warnings of a profile as they are printed: of discarded timings the first few, and how many more there are.
-
-    Args:
-        warnings: `profile.provenance.warnings`, which keep all of them.
-    """
+    """The warnings of a profile, which keeps all of them, as they are printed: of discarded timings the first few, and how many
+    more there are."""
     discarded = [warning for warning in warnings if warning.startswith(DISCARDED)]
     more = discarded[DISCARDED_SHOWN:]
     shown = [f"warning: {warning}" for warning in warnings if warning not in more]

@@ -125,10 +125,8 @@ LOOK = "import sys; from calibration.rounds.environment import keep_look; keep_l
 def look_apart() -> Found:
     """What this machine has, asked in a process that ends: whoever asks a GPU for its memory holds some of it from then on.
 
-    The process does not import the caller's script, as one of `multiprocessing` would. So a script needs no `__main__` guard.
-
-    Raises:
-        ConfigError: the process failed.
+    The process does not import the caller's script, as one of `multiprocessing` would: a script needs no `__main__` guard.
+    Raises ConfigError: the process failed.
     """
     with TemporaryDirectory() as folder:
         kept = Path(folder, "found")

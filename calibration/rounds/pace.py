@@ -94,13 +94,11 @@ def _probe_reliability(looks: NDArray[np.float64]) -> float:
 def at_one_pace(
     raw: Mapping[str, Any], usual: Pace | None, host: Pace | None = None, *, on_gpu: bool = False
 ) -> Mapping[str, Any]:
-    """The raw points as if everything had gone at its usual pace; where nobody looked, as they are.
+    """The raw points as if everything had gone at its usual pace (of the cores or GPUs, and of the cores that queue for these);
+    where nobody looked, as they are.
 
-    A probe's deviation from the usual speed is weighted by its reliability, which is low on a machine that is busy with
-    other work.
-
-    Args:
-        usual: of the cores, or of the GPUs. host: of the cores that queue for GPUs.
+    A probe's deviation from the usual speed is weighted by its reliability, which is low on a machine that is busy with other
+    work.
     """
     if usual is None and host is None:
         return raw

@@ -1,6 +1,5 @@
 """The request of a calibration: plain data that the parent process and the measuring ranks share as JSON.
-What comes of it are raw points, every single timing, which are kept compressed beside the profile.
-"""
+What comes of it are raw points, every single timing, which are kept compressed beside the profile."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class CalibrationRequest:
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.
     collectives: measured beside the shipped ones: "package.module:ROW" of rows that say how they are called.
-    operator_budget_s: of the rounds over single operators; 0: models that are not measured stay without a price.
-    """
+    operator_budget_s: of the rounds over single operators; 0: models that are not measured stay without a price."""
 
     models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
     device: str = "cpu"

@@ -51,8 +51,7 @@ B = TypeVar("B")
 class CalibrationSection:
     """Attributes:
     budget_s: rounds stop once this much time is spent, but not before `min_rounds`, and at `max_rounds` in any case.
-    measure: called by every rank with the number of the round; returns what this rank measured: lists of JSON by key.
-    """
+    measure: called by every rank with the number of the round; returns what this rank measured: lists of JSON by key."""
 
     name: str
     budget_s: float
@@ -294,11 +293,7 @@ def _values(found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
 def paced(
     blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None, host: SpeedProbe | None = None
 ) -> Iterator[PacedEntry]:
-    """What this rank measured in one block after the other, each with its own core's pace, or its GPU's and its host's.
-
-    Args:
-        probe: of what computes. host: of the core that queues for a GPU.
-    """
+    """What this rank measured in one block after the other, each with its own core's pace, or its GPU's and its host's."""
     before = _seconds(probe), _seconds(host)
     for measure in blocks:
         found = measure()

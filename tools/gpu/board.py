@@ -36,9 +36,8 @@ Reader = Callable[[], BoardReading]
 def find_reader(uuid: str = "") -> tuple[Reader | None, str]:
     """A function that reads the board now, and where it reads; None and the reason where nothing tells.
 
-    Args:
-        uuid: of the GPU ("GPU-..."). CUDA numbers the GPUs that it may see, by their speed; the driver numbers all of them, by
-            their slots. "": the driver's first.
+    uuid: of the GPU ("GPU-..."); "": the driver's first. CUDA numbers the GPUs that it may see, by their speed; the driver
+    numbers all of them, by their slots.
     """
     reader, why_not = _nvml_reader(uuid)
     if reader is not None:

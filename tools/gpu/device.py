@@ -28,8 +28,7 @@ class SpoiledProcessError(ExecutionError):
 class MeasuredDevice:
     """Attributes:
     clock: times work on the device. uuid: of a GPU, by which its driver knows it ("GPU-..."); "" of a CPU.
-    cache_bytes: of the last cache in front of the device's memory. memory_bytes: of the device.
-    """
+    cache_bytes: of the last cache in front of the device's memory. memory_bytes: of the device."""
 
     device: torch.device
     name: str

@@ -102,11 +102,10 @@ def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
 def measure_product(
     device: MeasuredDevice, product: Product, precision: ProductPrecision, *, least_s: float, seed: int = 0
 ) -> dict[str, Any]:
-    """Flop per second of one product on random operands from beyond the cache.
+    """The shape, flop and bytes, the timing, flop_per_s, and the largest relative error against float64 on a part, of one
+    product on random operands from beyond the cache.
 
-    Returns: the shape, flop and bytes, the timing, flop_per_s, and the largest relative error against float64 on a part.
-
-    Raises: UnsupportedError for a precision that this device cannot multiply in, ExecutionError for a result that is wrong.
+    Raises UnsupportedError for a precision that this device cannot multiply in, ExecutionError for a result that is wrong.
     """
     if precision.name in ("tf32", "fp8") and device.device.type != "cuda":
         raise UnsupportedError(f"{precision.name} products need CUDA")

@@ -127,12 +127,8 @@ def fit_all(
     flop_of: Callable[[Any], Array],
     untold: Callable[[Any], tuple[int, ...]] = lambda _: (),
 ) -> dict[str, Fitted]:
-    """Fit one kind of kernel for every GPU that has a peak of its precision.
-
-    Args:
-        base: prior where nothing is known. rows_of, chip: of a GPU.
-        fit, judge, leave_out: of rows. flop_of: the FLOP of rows. untold: numbers of the parameters that rows cannot tell.
-    """
+    """Fit one kind of kernel for every GPU that has a peak of its precision. base: prior where nothing is known. untold:
+    numbers of the parameters that rows cannot tell."""
     data = {gpu.name: rows_of(gpu) for gpu in GPUS if chip(gpu) is not None}
     family = Family(base, untold={name: untold(rows) for name, rows in data.items()})
     for gpu in sorted(GPUS, key=lambda gpu: bool(family.untold.get(gpu.name))):  # those that tell everything first

@@ -66,15 +66,10 @@ def named(names: Sequence[str], theta: Array) -> dict[str, float]:
 def fit(
     predict: Callable[[Mapping[str, float]], Array], seconds: Array, weights: Array, prior: Prior, *, start: Array | None = None
 ) -> Array:
-    """The logarithms of the parameters that explain `seconds` best.
+    """The logarithms of the parameters (float64) that explain `seconds` best.
 
-    Args:
-        predict: parameters by name -> seconds, float64 [rows].
-        seconds, weights: float64 [rows]; weights multiply the residuals.
-        prior: of the parameters. start: where to begin (None: the prior's mean).
-
-    Returns:
-        float64 [parameters].
+    predict: parameters by name -> seconds [rows]. weights [rows] multiply the residuals. start: where to begin (None: the
+    prior's mean).
     """
     target = np.log(seconds)
 
@@ -106,12 +101,8 @@ def errors(predicted: Array, measured: Array) -> Errors:
 
 
 def pooled(thetas: Sequence[Array], names: tuple[str, ...], base: Prior, *, least_sigma: float = 0.1) -> Prior:
-    """The prior that fits of other devices make: their mean, and their spread with the base's own uncertainty of few fits.
-
-    Args:
-        thetas: logarithms of the parameters of each device. base: used where none is known, and for the spread of one.
-        least_sigma: of a parameter.
-    """
+    """The prior that fits of other devices make: their mean, and their spread with the base's own uncertainty of few fits. The
+    base stands where none is known, and for the spread of one."""
     if not thetas:
         return base
     stack = np.stack(thetas)
@@ -148,11 +139,7 @@ SomeRows = TypeVar("SomeRows", bound=RowTable)
 
 
 def leave_sources_out(rows: SomeRows, errors_of: Callable[[SomeRows, SomeRows], Errors], least: int = 1) -> dict[str, Errors]:
-    """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior).
-
-    Args:
-        errors_of: the rows to fit, the rows to judge -> errors.
-    """
+    """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior)."""
     names = np.array(rows.source)
     return {
         str(source): errors_of(rows.where(names != source), rows.where(names == source))

@@ -43,11 +43,7 @@ from parsim.work import Compute, Phase
 
 
 def read_table(data_dir: Path, name: str) -> list[dict[str, str]]:
-    """The rows of a table, by column.
-
-    Raises:
-        DataError: the folder holds no such file.
-    """
+    """The rows of a table, by column. Raises DataError: the folder holds no such file."""
     path = data_dir / name
     if not path.is_file():
         raise DataError(f"no {path}; --data must name the folder that holds {name}")
@@ -73,8 +69,7 @@ PLAIN = ConvolutionSoftware()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedTraining:
     """What was measured: the model, its optimizer, the bucket of its gradients, the components whose forward runs twice, and
-    how convolutions run.
-    """
+    how convolutions run."""
 
     spec: ModelSpec
     optimizer: str
