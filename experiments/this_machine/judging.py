@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from experiments.common.accuracy import accuracy, rank_correlation, regret
@@ -23,8 +23,6 @@ class CaseRow:
             at_speed_s: predicted at that pace, round by round and rank by rank.
         refreshed_s: predicted at the pace of 20 seconds right before the launch (`parsim calibrate --refresh`).
         aa_median, aa_p95: the case against itself. aa_at_speed: both of its rounds over the slowness beside them.
-        compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
-        kinds: by kind of task, predicted (times the slowness) and measured seconds per step summed over its tasks.
         without: as `at_speed_s`, by the name of the correction that is left out. rounds_s: measured step of each round.
         probes_s: seconds of the probe beside each round, as it was measured.
     """
@@ -45,12 +43,15 @@ class CaseRow:
     aa_median: float
     aa_p95: float
     aa_at_speed: tuple[float, float]
-    compute_s: float
-    cpu_s: float
-    kinds: dict[str, tuple[float, float]]
     without: dict[str, float] = field(default_factory=dict)
     rounds_s: list[float] = field(default_factory=list)
     probes_s: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> CaseRow:
+        """A row as it was kept; what else older records kept is left out."""
+        known = {each.name: entry[each.name] for each in fields(cls) if each.name in entry}
+        return cls(**{**known, "aa_at_speed": tuple(entry["aa_at_speed"])})
 
     @property
     def at_its_speed(self) -> CaseRow:

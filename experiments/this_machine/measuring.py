@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from calibration.rounds.calibrate import Launcher
@@ -15,23 +14,15 @@ from parsim.execute.measurement import Measurement, load_measurement
 from parsim.execute.processes.output import relayed
 from parsim.model.load import load_model
 from parsim.program.lower import lower
-from parsim.program.taskgraph import TaskGraph
 
 TIMEOUT_S = 3600.0
 STEPS, SETTLE_STEPS = 2, 1
 """Of every case in every round: two steps that count, after one in which the caches settle."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A case with its program and what was measured of it."""
-
-    case: Case
-    graph: TaskGraph
-    measurement: Measurement
-
-
-def measure(folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launcher: Launcher, *, seed: int) -> list[Seen]:
+def measure(
+    folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launcher: Launcher, *, seed: int
+) -> list[tuple[Case, Measurement]]:
     """Every case in turn, round after round. The order of the cases is drawn anew for every seed."""
     folder.mkdir(parents=True, exist_ok=True)
     order = sorted(cases, key=lambda case: case.name)
@@ -43,11 +34,7 @@ def measure(folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launch
     job = Job(output=str(folder.resolve()), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=SETTLE_STEPS)
     job.save(folder / "job.json")
     launcher(folder / "job.json", ranks, timeout_s=TIMEOUT_S, on_line=relayed(progress))
-    seen = []
-    for case in order:
-        graph = lower(case.plan, models[case.subject.name])
-        seen.append(Seen(case=case, graph=graph, measurement=load_measurement(folder / case.name, graph)))
-    return seen
+    return [(case, load_measurement(folder / case.name, lower(case.plan, models[case.subject.name]))) for case in order]
 
 
 def run_of(case: Case, folder: Path) -> RunSpec:

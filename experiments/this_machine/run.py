@@ -41,9 +41,9 @@ from experiments.this_machine.ablation import WITHOUT
 from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from experiments.this_machine.judge import tables
 from experiments.this_machine.judging import CaseRow, judged
-from experiments.this_machine.measuring import STEPS, Seen, measure, progress
+from experiments.this_machine.measuring import measure, progress
 from experiments.this_machine.namespaces import possible, shaped_pair
-from parsim.costs.observed import task_durations_s
+from parsim.execute.measurement import Measurement
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_text_atomically
@@ -55,7 +55,6 @@ from parsim.plans.plan import Plan
 from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import evaluate, step_at_speed
 from parsim.predict.problem import PlanningProblem
-from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
 
@@ -89,24 +88,17 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A case with what the profile said of it: median, p05 and p95 of the mean step, computation of all ranks, seconds by kind
-    of task, shares of the sources of its prices.
-
-    Attributes: launch: that it belongs to. pace_s: of the probe with a rank on every core, at which it is said.
-    """
+    """A case of a launch with what the profile said of it: median, p05 and p95 of the mean step, at a pace of the probe with a
+    rank on every core."""
 
     launch: str
     case: Case
     step_s: tuple[float, float, float]
-    compute_s: float
-    kinds: dict[str, float]
-    sources: dict[str, float]
     pace_s: float
 
     def to_dict(self) -> dict[str, Any]:
         case = {"model": self.case.subject.name, "label": self.case.label, "plan": self.case.plan.to_json()}
-        said = {"step_s": self.step_s, "compute_s": self.compute_s, "pace_s": self.pace_s}
-        return {**case, "launch": self.launch, **said, "kinds": self.kinds, "sources": self.sources}
+        return {**case, "launch": self.launch, "step_s": self.step_s, "pace_s": self.pace_s}
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Prediction:
@@ -115,9 +107,6 @@ class Prediction:
             launch=entry["launch"],
             case=Case(subject=subject, label=entry["label"], plan=Plan.from_json(entry["plan"])),
             step_s=tuple(entry["step_s"]),
-            compute_s=entry["compute_s"],
-            kinds=entry["kinds"],
-            sources=entry["sources"],
             pace_s=entry["pace_s"],
         )
 
@@ -235,20 +224,11 @@ def pace_of(profile: Profile) -> float:
 
 def predicted(launch_name: str, case: Case, profile: Profile, slow: float) -> Prediction:
     """Args: slow: how many times as long all is said to take as in the profile."""
-    evaluation = evaluate(question(launch_name, case, profile), case.plan, fold=False)
-    kinds: dict[str, float] = {}
-    for task, seconds in zip(
-        evaluation.graph.tasks, task_durations_s(len(evaluation.graph.tasks), evaluation.timeline, complete=True), strict=True
-    ):
-        kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + slow * float(seconds)
-    interval = evaluation.result.step_s
+    interval = evaluate(question(launch_name, case, profile), case.plan, fold=False).result.step_s
     return Prediction(
         launch=launch_name,
         case=case,
         step_s=(slow * interval.median, slow * interval.p05, slow * interval.p95),
-        compute_s=slow * sum(part.compute_s for part in evaluation.breakdown),
-        kinds=kinds,
-        sources=dict(evaluation.result.cost_sources),
         pace_s=slow * pace_of(profile),
     )
 
@@ -270,16 +250,11 @@ def record(
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
-            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name], today) for entry in seen]
+            measured = [row_of(folder.name, said[case.name], found, profiles[name], today) for case, found in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
-            rows += [
-                CaseRow(
-                    **{**row, "aa_at_speed": tuple(row["aa_at_speed"]), "kinds": {k: tuple(v) for k, v in row["kinds"].items()}}
-                )
-                for row in json.loads(path.read_text())
-            ]
+            rows += [CaseRow.from_dict(row) for row in json.loads(path.read_text())]
     return rows
 
 
@@ -294,21 +269,13 @@ def pace_today(path: Path, profiles: Mapping[str, Profile], calibrations: Path) 
     return today
 
 
-def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, today: PaceToday) -> CaseRow:
+def row_of(record_name: str, said: Prediction, measurement: Measurement, profile: Profile, today: PaceToday) -> CaseRow:
     """What one case took, beside what was said of it at first, with the pace right before, and at the pace beside it."""
-    case, measurement = said.case, seen.measurement
+    case = said.case
     speed = speed_beside(profile, measurement.pace_s, case.plan.world_size)
     assert speed is not None, "the calibration and the record have a probe"
     floor = aa_floor([[float(value)] for value in measurement.step_s])
     floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / speed.by_rank.mean(axis=0)])
-    taken = np.mean(
-        np.stack([task_durations_s(len(seen.graph.tasks), timeline, complete=True) for timeline in measurement.timelines]),
-        axis=0,
-    )
-    since = speed.mean * pace_of(profile) / said.pace_s
-    kinds = {kind: [since * seconds, 0.0] for kind, seconds in said.kinds.items()}
-    for task, seconds in zip(seen.graph.tasks, taken, strict=True):
-        kinds[kind_of(task.work)][1] += float(seconds)
     return CaseRow(
         record=record_name,
         launch=said.launch,
@@ -328,9 +295,6 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
         aa_median=floor.median,
         aa_p95=floor.p95,
         aa_at_speed=(floor_at_speed.median, floor_at_speed.p95),
-        compute_s=said.compute_s,
-        cpu_s=sum(measurement.cpu_s) / (len(measurement.step_s) * STEPS),
-        kinds={kind: (pair[0], pair[1]) for kind, pair in kinds.items()},
         without={name: at_speed_s(said.launch, case, less(profile), speed) for name, less in WITHOUT.items()},
         rounds_s=[float(value) for value in measurement.step_s],
         probes_s=np.asarray(measurement.pace_s).tolist(),

@@ -39,9 +39,6 @@ def row(number: int, record: str) -> judging.CaseRow:
         aa_median=0.03,
         aa_p95=0.08,
         aa_at_speed=(0.02, 0.06),
-        compute_s=measured,
-        cpu_s=measured,
-        kinds={"forward": (0.3 * measured, 0.31 * measured)},
         without=without,
     )
 
