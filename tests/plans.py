@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from experiments.common.placements import choices
+from experiments.common.mixed import choices
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.plan import Plan, Stage

@@ -6,9 +6,10 @@ import itertools
 import random
 
 from experiments.common.equality import Case
-from experiments.common.placements import choices
 from parsim.errors import PlanError
+from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.placed import PlanIndex
@@ -72,3 +73,19 @@ def _any_plan(spec: ModelSpec) -> Plan:
     from experiments.common.equality import even_plan
 
     return even_plan(spec, Mesh(), strategy="single", batch=16)
+
+
+def choices(model: Model, name: str, tp: int, *, placed: bool = True) -> list[Placement]:
+    """Every placement a component can have; `placed`: on one tp rank alone, too."""
+    found = [BATCH]
+    if tp > 1:
+        found.append(REPLICATE)
+        if placed:
+            found += [Placement("place", shard=shard) for shard in range(tp)]
+    for sharding in model.component(name).shardings:
+        found += [
+            Placement("shard", rule=sharding.rule, ways=ways)
+            for ways in range(2, tp + 1)
+            if tp % ways == 0 and sharding.limit % ways == 0
+        ]
+    return found

@@ -17,10 +17,17 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from parsim.execute.job import RunSpec
+from parsim.execute.optimizer import distinct, flat_gradients
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.rank_run import ProcessGroups, RankRun
+from parsim.execute.stage import seeded_module
 from parsim.files import write_text_atomically
+from parsim.model.interface import example_batch, interface_of
 from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
+from parsim.model.total_loss import total_loss
+from parsim.model.trace.count import HALF
+from parsim.model.trace.memory import LiveBytes
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 
@@ -66,3 +73,22 @@ def _rank(rank: int, size: int, store: Path, model: Model, runs: Sequence[RunSpe
             write_text_atomically(record_path(folder, run.name, rank), json.dumps(found))
         dist.barrier()
     dist.destroy_process_group()
+
+
+def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True) -> int:
+    """Most bytes of live tensors in a forward, loss and backward over `samples` samples (without autocast in fp32); weights,
+    gradients (one flat array) and the batch included, no optimizer."""
+    module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
+    inputs, target = example_batch(spec, samples)
+    interface = interface_of(spec)
+    args, kwargs = interface.arguments(inputs)
+    parameters = distinct(module.parameters())
+    gradients = flat_gradients(parameters)
+    with LiveBytes() as live:
+        for tensor in (*parameters, gradients, *module.buffers(), *inputs.values(), *([] if target is None else [target])):
+            live.track(tensor)
+        with torch.autocast("cpu", dtype=HALF, enabled=autocast):
+            loss = total_loss(interface.objective, module(*args, **kwargs), target, samples)
+        del inputs, target, args, kwargs  # as the executor does: a backward lets go of what it has read last
+        loss.backward()  # type: ignore[no-untyped-call]
+        return int(live.peak_bytes)

@@ -32,11 +32,10 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from experiments.common.catalogue import record, recorded
 from experiments.common.running import commit
-from experiments.memory.autocast_step import autocast_peak_bytes
 from experiments.memory.cases import BATCH_SAMPLES, Case, Question, processes, staged
 from experiments.memory.judge import SMALLEST_BYTES, by_line, summary
 from experiments.memory.kinds import ALL, cases_of
-from experiments.memory.ranks import is_measured, measure, measured
+from experiments.memory.ranks import autocast_peak_bytes, is_measured, measure, measured
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
 from parsim.model.formats import RECORDED_WEIGHTS, Numerics, recorded_weights

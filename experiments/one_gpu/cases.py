@@ -21,9 +21,8 @@ from predictions import (
     with_machine_facts,
     without_held,
 )
-from programs import EagerStep, ExecutorStep, Program, compiled, graphed, let_go
+from programs import EagerStep, ExecutorStep, Program, build_all, compiled, graphed, interleaved, let_go
 from questions import GRANULARITY, Question, Scope
-from rounds import build_all, interleaved
 from supervise import scratch_folder
 
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, stopped_points, unfitted_path

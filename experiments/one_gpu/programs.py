@@ -2,21 +2,27 @@
 
 All of them hold the batch on the device, divide the loss by the batch, and step the same foreach optimizer. They differ in how
 the step is issued and in nothing else. None loads samples: predictions leave loading out, too.
+
+In every round each program has a turn, the executor two, in an order drawn for the round: one step that is not timed (unless
+steps are long), then some that are, between two waits for the device. What the machine does meanwhile falls on all alike, and
+the executor's two turns say how far two measurements of one program differ (A/A).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from questions import GRANULARITY, LEARNING_RATE, Question
+from questions import GRANULARITY, LEARNING_RATE, Question, Scope
 from torch import Tensor
 
+from parsim.execute.cuda.driver import DeviceClock
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.optimizer import make_optimizer
@@ -32,8 +38,9 @@ from parsim.plans.plan import Plan
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import work_text
-from tools.gpu.device import UnsupportedError
+from tools.gpu.device import SpoiledProcessError, UnsupportedError
 from tools.gpu.launches import capturing
+from tools.gpu.programme import failure
 
 SEED = 0
 DTYPE = torch.float32
@@ -215,3 +222,64 @@ def autocast(precision: str, device: torch.device, *, cache: bool) -> contextlib
     if precision not in HALF_TYPES:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=HALF_TYPES[precision], cache_enabled=cache)
+
+
+AGAIN = " again"
+WARM_STEPS = 3
+LONG_STEP_S, LONG_STEPS = 0.1, 2
+"""Steps that take so long: fewer in a turn, and none before them. What another program left in the caches hardly counts."""
+
+
+def interleaved(
+    clock: DeviceClock, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
+) -> dict[str, Any]:
+    """`rounds_s` of every program (one mean step per round), and the `losses` of its first steps. As many rounds as fit into
+    the scope's budget for a question, or into half of what remains, within its bounds."""
+    losses = {program.name: [_stepped(program) for _ in range(WARM_STEPS)] for program in programs}
+    step_s = {program.name: _turn(clock, program, 1) for program in programs}
+    turns = [*programs, programs[0]]
+    long = max(step_s.values()) > LONG_STEP_S
+    untimed, steps = (0, min(LONG_STEPS, scope.steps)) if long else (1, scope.steps)
+    round_s = (steps + untimed) * (sum(step_s.values()) + step_s[programs[0].name])
+    least, most = scope.rounds
+    rounds = max(least, min(most, int(min(scope.round_budget_s, remaining_s / 2) / round_s)))
+    draw = random.Random(seed)
+    found: dict[str, list[float]] = {name: [] for name in (*losses, programs[0].name + AGAIN)}
+    for _ in range(rounds):
+        order = list(range(len(turns)))
+        draw.shuffle(order)
+        for place in order:
+            program = turns[place]
+            name = program.name + (AGAIN if place == len(programs) else "")
+            for _ in range(untimed):
+                program.step()
+            found[name].append(_turn(clock, program, steps))
+    return {"rounds": rounds, "steps": steps, "untimed": untimed, "rounds_s": found, "losses": losses}
+
+
+def _stepped(program: Program) -> float:
+    program.step()
+    return program.loss()
+
+
+def _turn(clock: DeviceClock, program: Program, steps: int) -> float:
+    """Mean seconds of a step, by the host's clock between two waits."""
+    clock.synchronize()
+    begin_s = clock.host_s()
+    for _ in range(steps):
+        program.step()
+    clock.synchronize()
+    return (clock.host_s() - begin_s) / steps
+
+
+def build_all(builders: Sequence[tuple[str, Any]]) -> tuple[list[Program], dict[str, Any]]:
+    """The programs that could be built, and why the others could not: the first has to be, and none may spoil the process."""
+    programs, failed = [], {}
+    for number, (name, build) in enumerate(builders):
+        try:
+            programs.append(build())
+        except Exception as error:
+            if number == 0 or isinstance(error, SpoiledProcessError):
+                raise
+            failed[name] = failure(error)
+    return programs, failed

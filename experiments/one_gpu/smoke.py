@@ -20,7 +20,7 @@ from typing import Any
 PACKAGES = ("numpy", "scipy", "pandas", "numba", "simpy", "pydantic", "networkx", "joblib", "rich", "typer", "torch")
 OPTIONAL = ("plotly", "cvxpy", "sklearn", "transformers", "triton", "pynvml", "hypothesis", "pytest")
 NEEDED, USEFUL = "needed", "useful"
-OWN = ("analyse", "cases", "fake_peers", "kernels", "predictions", "programs", "questions", "rounds", "supervise")
+OWN = ("analyse", "cases", "fake_peers", "kernels", "predictions", "programs", "questions", "supervise")
 
 Check = Callable[[str], str]
 

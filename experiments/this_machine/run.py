@@ -22,8 +22,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import random
 import shutil
 import statistics
+import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,20 +43,23 @@ from experiments.this_machine.ablation import WITHOUT
 from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from experiments.this_machine.judge import tables
 from experiments.this_machine.judging import CaseRow, judged
-from experiments.this_machine.measuring import measure, progress
 from experiments.this_machine.namespaces import possible, shaped_pair
-from parsim.execute.measurement import Measurement
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.measurement import Measurement, load_measurement
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
+from parsim.execute.processes.output import relayed
 from parsim.files import write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import PaceToday, Profile, save_profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside
+from parsim.model.load import load_model
 from parsim.plans.plan import Plan
 from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import evaluate, step_at_speed
 from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
 
@@ -305,6 +310,44 @@ def at_speed_s(launch_name: str, case: Case, profile: Profile, speed: SpeedFacto
     """The step at the speed of the cores beside its rounds. Args: speed: by the profile with all corrections."""
     asked = question(launch_name, case, profile)
     return step_at_speed(asked, evaluate(asked, case.plan, samples=0, fold=False), speed)
+
+
+TIMEOUT_S = 3600.0
+STEPS, SETTLE_STEPS = 2, 1
+"""Of every case in every round: two steps that count, after one in which the caches settle."""
+
+
+def measure(
+    folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launcher: Launcher, *, seed: int
+) -> list[tuple[Case, Measurement]]:
+    """Every case in turn, round after round. The order of the cases is drawn anew for every seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = sorted(cases, key=lambda case: case.name)
+    random.Random(seed).shuffle(order)
+    models = {case.subject.name: load_model(case.subject.spec, granularity=GRANULARITY) for case in order}
+    for name, model in models.items():
+        model.save(folder / f"{name}.json")
+    runs = tuple(run_of(case, folder) for case in order)
+    job = Job(output=str(folder.resolve()), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=SETTLE_STEPS)
+    job.save(folder / "job.json")
+    launcher(folder / "job.json", ranks, timeout_s=TIMEOUT_S, on_line=relayed(progress))
+    return [(case, load_measurement(folder / case.name, lower(case.plan, models[case.subject.name]))) for case in order]
+
+
+def run_of(case: Case, folder: Path) -> RunSpec:
+    return RunSpec(
+        name=case.name,
+        model=case.subject.spec,
+        model_path=str(folder / f"{case.subject.name}.json"),
+        plan=case.plan,
+        optimizer=case.subject.optimizer,
+        learning_rate=1e-4,
+        dataset=case.subject.dataset,
+    )
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.common.placements import choices
+from experiments.common.mixed import choices
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import Checkpoint, RankState, latest_checkpoint, load_state, save_checkpoint
 from parsim.execute.optimizer import make_optimizer

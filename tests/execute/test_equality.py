@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from experiments.common.equality import Case, compare_case, even_plan, launched, moved_by_rounding, run_cases, trained_names
 from experiments.common.forked import run_job
 from experiments.common.mixed import MODELS as MIXED
-from experiments.common.mixed import random_case
-from experiments.common.placements import choices
+from experiments.common.mixed import choices, random_case
 from experiments.common.reference import largest_difference, train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.memory.autocast_step import autocast_peak_bytes
+from experiments.memory.ranks import autocast_peak_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR

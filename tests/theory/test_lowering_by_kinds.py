@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from experiments.common.placements import choices
+from experiments.common.mixed import choices
 from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
 from parsim.model.model import Model
