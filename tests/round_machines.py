@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, parse_network
+from parsim.hardware.parts import Network, parse_network
 from parsim.hardware.profile import DeviceEntry, LinkEntry, LinkProtocol, NicSlot, Profile, Sourced
 
 BASE_S, HOP_S, NVLINK = 10e-6, 2e-6, 20e9

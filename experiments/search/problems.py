@@ -16,7 +16,7 @@ from random import Random
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.network import Network, load_network
+from parsim.hardware.parts import Network, load_network
 from parsim.hardware.profile import (
     DeviceEntry,
     DeviceTypeEntry,

@@ -15,8 +15,8 @@ from parsim.app.config import Question
 from parsim.app.load import fixed_plan, on_this_machine, problem_of, search_plans
 from parsim.app.prediction import Prediction
 from parsim.app.training_checks import loading_of
-from parsim.engines.scenario.scenario import load_scenario
-from parsim.engines.scenario.whole_run import KINDS
+from parsim.engines.scenario import load_scenario
+from parsim.engines.whole_run import KINDS
 from parsim.errors import ConfigError
 from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.forecast import Forecast, Played

@@ -15,7 +15,7 @@ from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.network import Network
+from parsim.hardware.parts import Network
 from parsim.hardware.profile import Profile
 
 MORE_GPUS = 1.5

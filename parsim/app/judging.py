@@ -15,9 +15,8 @@ from parsim.app.load import cluster_of
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import changes_graph, whole_periods
-from parsim.costs.conformal import ValidationRecord
 from parsim.costs.diagnosis import Diagnosis
-from parsim.costs.history import append_record, fingerprint, history_lines, history_path, read_history
+from parsim.costs.history import ValidationRecord, append_record, fingerprint, history_lines, history_path, read_history
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ExecutionError, ParsimError
 from parsim.execute.job import Job

@@ -13,7 +13,7 @@ static engine bit for bit.
 Programs add repeats, whose steps open and close one after the other. They also add resources that serve by arrival.
 Requests of one instant are ordered after everything else of that instant has happened.
 
-Leaves out: failures, which stop whole steps and belong to `parsim.engines.scenario.whole_run`.
+Leaves out: failures, which stop whole steps and belong to `parsim.engines.whole_run`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ import simpy
 from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.engines.deadlock import describe_task, stuck_error
 from parsim.engines.program import DurationsOf, Part, Program, Served, durations_by_step_s, resources_of, waiting_tasks
-from parsim.engines.scenario.links import Flow, Lane, max_min_rates
-from parsim.engines.scenario.scenario import Conditions
-from parsim.engines.static import AnyGraph, Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
+from parsim.engines.scenario import Conditions, Flow, Lane, max_min_rates
+from parsim.engines.static import (
+    AnyGraph,
+    Slowdown,
+    checked_durations_s,
+    checked_slowdown,
+    describe_task,
+    simulated_timeline,
+    stuck_error,
+)
 from parsim.errors import StandstillError
 from parsim.numeric import Floats
 from parsim.program.columns import Columns, columns_of

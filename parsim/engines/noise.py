@@ -24,14 +24,14 @@ to wait for the slowest shard too, and those of a sharding group (`Mesh.dp_shard
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.draws import rank_noise
+from parsim.costs.estimate import rank_noise
 from parsim.engines.static import CompiledGraph
 from parsim.numeric import Floats, Ints
 from parsim.program.fold import Folding
@@ -45,8 +45,7 @@ BY_NOBODY_ELSE, BY_SHARDS, BY_REPLICAS = 0, 1, 2
 """Whose noise a task's is: of the one task that all ranks share, of every shard for itself, of every replica for itself."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlowestRanks:
+class SlowestRanks(NamedTuple):
     """Which tasks of a folded program have noise, on which paths it adds up, and which collectives wait for the slowest.
 
     Attributes:
@@ -76,23 +75,7 @@ class SlowestRanks:
         """log(duration / median) from independent standard normal draws, both float64 [rows, n]; `draws` is used up."""
         from parsim.engines import kernels
 
-        late = kernels.slowest_delays(
-            self.order,
-            self.latest,
-            self.states,
-            self.wrap,
-            self.spread,
-            self.level,
-            self.joins_shards,
-            self.joins_replicas,
-            self.mean,
-            self.variance,
-            self.tables,
-            self.table_of,
-            -REACH,
-            2 * REACH / (POINTS - 1),
-            draws,
-        )
+        late = kernels.slowest_delays(self, -REACH, 2 * REACH / (POINTS - 1), draws)
         exponents: Floats = np.divide(late, self.seconds, out=np.zeros_like(late), where=self.seconds > 0)
         return exponents
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from parsim.errors import ProfileError
 from parsim.hardware.devices import DEVICE_KINDS, Device, DeviceType, device_name
-from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 

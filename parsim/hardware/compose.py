@@ -32,9 +32,19 @@ from pydantic import Field, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.instances import check_covered, instance_names, instances_of
-from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts import GpuPart, LinkPart, PartFit, load_gpu, load_link, shorthand
+from parsim.hardware.parts import (
+    GpuPart,
+    LinkPart,
+    Network,
+    PartFit,
+    check_covered,
+    instance_names,
+    instances_of,
+    load_gpu,
+    load_link,
+    load_network,
+    shorthand,
+)
 from parsim.hardware.profile import (
     Communication,
     DeviceEntry,

@@ -206,7 +206,7 @@ class LinkProtocol(ProfileRecord):
     """One algorithm under one protocol of the library: how long it takes, and how the library's own tuner rates it.
 
     seconds = base_s + steps * hop_s + traffic / (efficiency * rings * bandwidth of a lane); for the steps and the traffic
-    of each operation see `parsim.costs.communication.collectives`. With "nvls" the switch adds and copies (`intranode` there).
+    of each operation see `parsim.costs.communication.collectives`. With "nvls" the switch adds and copies (`algorithms` there).
     The tuner_ numbers enter the same formula and only decide which protocol is used: the one with the least tuner time.
     """
 

@@ -13,8 +13,16 @@ from parsim.costs.adjustments import COMPUTATION
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import OperatorModel
 from parsim.costs.compute.launches import ComputeRequest
-from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.estimate import (
+    Estimate,
+    OverlapFactors,
+    Term,
+    medians_s,
+    rank_noise,
+    repeat_sigmas,
+    sample_durations_s,
+    sampled_durations_by_rows,
+)
 from parsim.costs.loading import WAIT, UnmeasuredLoading
 from parsim.engines import dynamic, static
 from parsim.engines.noise import noisy_steps_s, slowest_ranks
@@ -27,9 +35,8 @@ from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions
-from parsim.predict.folding import folding_of
+from parsim.predict.folding import folding_of, nearly_alike, nearly_shifted, program_of
 from parsim.predict.memory import RankMemory
-from parsim.predict.nearly_alike import nearly_alike, nearly_shifted, program_of
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units

@@ -19,9 +19,8 @@ from statistics import fmean
 
 import numpy as np
 
-from parsim.costs.communication.internode import exchange_seconds
-from parsim.costs.draws import medians_s, sample_durations_s
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.communication.algorithms import exchange_seconds
+from parsim.costs.estimate import Estimate, OverlapFactors, Term, medians_s, sample_durations_s
 from parsim.engines import static
 from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, unrolled
 from parsim.engines.static import CompiledGraph, compile_graph

@@ -14,7 +14,7 @@ class Folding:
     replica_of: per replica the one that stands for it (the first of its kind).
     shards: the tp ranks that are simulated: all, or the first for all.
     is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
-        program, and serve `parsim.predict.nearly_alike` alone. So do replicas that gossip where leaf switches differ.
+        program, and serve `parsim.predict.folding` alone. So do replicas that gossip where leaf switches differ.
     """
 
     mesh: Mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parsim.costs.conformal import (
+from parsim.costs.history import (
     LEVEL,
     Judged,
     ValidationRecord,

@@ -38,7 +38,7 @@ from calibration.measure.overlap import (
 )
 from calibration.rounds.turns import in_turn
 from parsim.costs.communication.closed_forms import regimes_s
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import ProfileError

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from parsim.engines.scenario.checkpointing import (
+from parsim.engines.scenario import FailureAt, Failures, Run
+from parsim.engines.whole_run import (
     IntervalTimes,
+    Training,
     daly_interval_s,
     expected_run_s,
     interval_times,
@@ -17,8 +19,6 @@ from parsim.engines.scenario.checkpointing import (
     one_draw_many_times,
     young_interval_s,
 )
-from parsim.engines.scenario.scenario import FailureAt, Failures, Run
-from parsim.engines.scenario.whole_run import Training
 from parsim.errors import ScenarioError
 
 RUN = Run(samples_per_epoch=1)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import choose_protocol, protocol_lines
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
 from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
-from parsim.costs.communication.intranode import choose_protocol, protocol_lines
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

@@ -13,14 +13,15 @@ from strategies import random_durations_s, random_graph, timed_graphs
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.scenario.links import Lane, flow_of
-from parsim.engines.scenario.scenario import (
+from parsim.engines.scenario import (
     Conditions,
     Jitter,
+    Lane,
     LinkChange,
     Scenario,
     Straggler,
     conditions_for,
+    flow_of,
     jittered_s,
     parse_scenario,
 )

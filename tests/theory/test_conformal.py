@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binomtest
 
-from parsim.costs.conformal import (
+from parsim.costs.history import (
     LEAST_HALF_WIDTH,
     ConformalCorrection,
     ValidationRecord,

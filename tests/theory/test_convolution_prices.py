@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.compute.formula import KernelModel, kernel_roofline_s
-from parsim.costs.compute.gpu import cuda_backward, cuda_forward
-from parsim.costs.compute.launches import Launch, forward_launches
+from parsim.costs.compute.launches import Launch, cuda_backward, cuda_forward, forward_launches
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.parts import load_gpu

@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.compute.formula import component_kernels
-from parsim.costs.compute.gpu import PASSES, cuda_backward, cuda_forward, cuda_lowering, cuda_operators
-from parsim.costs.compute.launches import ComputeRequest, Launch
+from parsim.costs.compute.launches import (
+    PASSES,
+    ComputeRequest,
+    Launch,
+    cuda_backward,
+    cuda_forward,
+    cuda_lowering,
+    cuda_operators,
+)
 from parsim.model import ModelSpec, load_model
 from parsim.model.component import Component, Operator
 from parsim.work import Phase

@@ -14,7 +14,7 @@ from experiments.relaxed.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.program import DurationsOf, Part, Program, by_step, durations_by_step_s, unrolled
-from parsim.engines.scenario.scenario import Conditions, Straggler
+from parsim.engines.scenario import Conditions, Straggler
 from parsim.errors import GraphError
 from parsim.program.task import COMPUTE, Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import exchange_seconds
 from parsim.costs.communication.collectives import estimate_send_recv
-from parsim.costs.communication.internode import exchange_seconds
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

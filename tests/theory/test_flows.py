@@ -6,12 +6,11 @@ import pytest
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.engines import dynamic
-from parsim.engines.scenario.links import Flow, flow_of
-from parsim.engines.scenario.scenario import conditions_for, parse_scenario
+from parsim.engines.scenario import Flow, conditions_for, flow_of, parse_scenario
 from parsim.errors import CostError, ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 from parsim.program.columns import columns_of
 from parsim.program.taskgraph import from_text
 from parsim.work import COLLECTIVES, Collective, SendRecv

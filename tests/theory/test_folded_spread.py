@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import kstest
 
-from parsim.costs.draws import repeat_sigmas
+from parsim.costs.estimate import repeat_sigmas
 from parsim.engines import noise as side_by_side
 from parsim.engines.noise import SlowestRanks, slowest_ranks
 from parsim.engines.static import compile_graph, makespans_s, simulate

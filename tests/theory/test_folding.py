@@ -21,7 +21,6 @@ from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Actions
 from parsim.plans.plan import Plan, Stage
-from parsim.predict import nearly_alike
 from parsim.predict.evaluate import evaluate
 from parsim.predict.folding import folding_of
 from parsim.predict.problem import PlanningProblem
@@ -253,7 +252,7 @@ def test_only_the_ranks_that_stand_for_others_are_lowered() -> None:
 @pytest.mark.parametrize("nearly", [1e-4, 0.5])
 def test_replicas_that_differ_by_latencies_alone_are_one_between_bounds(monkeypatch: pytest.MonkeyPatch, nearly: float) -> None:
     """Pipelines whose stages lie under one leaf switch or not: the step of one is no shorter, and no more than that longer."""
-    monkeypatch.setattr(nearly_alike, "NEARLY", nearly)
+    monkeypatch.setattr("parsim.predict.folding.NEARLY", nearly)
     plan = replace(uniform_plan(Mesh(pp=4, dp=16, tp=4), CUT, batch=1024), microbatches=4)
     machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=32, network="infiniband-100g")
     problem = PlanningProblem(model=MODEL, cluster=machine, global_batch=plan.global_batch)

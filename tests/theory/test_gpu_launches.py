@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from calibration.fit.composition import measured_parts
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import CPU_REACH, PRODUCT_PHASES, gpu_reach, operator_launches
-from parsim.costs.compute.gpu import gpu_launches
-from parsim.costs.compute.launches import Launch, component_launches
+from parsim.costs.compute.launches import Launch, component_launches, gpu_launches
 from parsim.costs.compute.surfaces import SurfaceModel, gpu_terms_of, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.records import OperatorPoint

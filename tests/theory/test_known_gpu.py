@@ -63,7 +63,7 @@ PASSES = {
     "accumulate": (0.0, 3.0),
     "bias_gradient": (0.0, 1.0),
 }
-"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.gpu` has them; else two and three."""
+"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.launches` has them; else two and three."""
 
 
 def kernel_of(launch: Launch) -> Launch:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from parsim.engines.scenario.links import max_min_rates
+from parsim.engines.scenario import max_min_rates
 from parsim.errors import ScenarioError
 from parsim.numeric import Floats
 

@@ -14,7 +14,7 @@ from parsim.costs.communication.contention import NodeShare, Way, link_loads, pa
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import Sourced
 from parsim.plans.mesh import Mesh
 from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with

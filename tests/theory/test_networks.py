@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from parsim.costs.communication.algorithms import choices
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from parsim.costs.communication.internode import exchange_seconds
+from parsim.costs.communication.algorithms import exchange_seconds
 from parsim.engines import static
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import unrolled
@@ -27,7 +27,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
 from parsim.predict.evaluate import evaluate, simulated_step
-from parsim.predict.nearly_alike import NEARLY
+from parsim.predict.folding import NEARLY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import mixing_period, step_program
 from parsim.program.columns import columns_of
@@ -277,7 +277,7 @@ def test_a_value_that_passes_a_stale_stage_is_refused(problem: PlanningProblem) 
 
 
 def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
-    from parsim.engines.scenario.scenario import Scenario
+    from parsim.engines.scenario import Scenario
     from parsim.predict.forecast import Played
 
     with pytest.raises(ScenarioError, match="synchronous plans"):

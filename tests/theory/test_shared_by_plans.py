@@ -21,8 +21,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.stages import even_parts, stages_of
 from parsim.predict.evaluate import Evaluation, evaluate
+from parsim.predict.folding import Programs
 from parsim.predict.memory import RankMemory, plan_memory, unlike_memory
-from parsim.predict.nearly_alike import Programs
 from parsim.predict.problem import PlanningProblem
 from parsim.program.fold import unfolded
 from parsim.program.placed import MOST, Divisions, PlanIndex
@@ -128,7 +128,7 @@ def test_a_model_keeps_programs_of_so_many_tasks_at_most(monkeypatch: pytest.Mon
 
     first = program(1)
     assert program(1) is first
-    monkeypatch.setattr("parsim.predict.nearly_alike.MOST_TASKS", 2 * first.size)
+    monkeypatch.setattr("parsim.predict.folding.MOST_TASKS", 2 * first.size)
     program(2)
     assert program(1) is first  # and so it was asked for last
     program(3)

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from parsim.costs.draws import medians_s, rank_noise, sample_durations_s
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import Estimate, medians_s, rank_noise, sample_durations_s
 
 
 def estimate(median_s: float, *parameters: tuple[str, float], repeat: float = 0.0) -> Estimate:

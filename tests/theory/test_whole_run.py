@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.engines.scenario.checkpointing import expected_run_s, one_draw_many_times
-from parsim.engines.scenario.scenario import DeviceCosts, FailureAt, Failures, Run
-from parsim.engines.scenario.whole_run import (
+from parsim.engines.scenario import DeviceCosts, FailureAt, Failures, Run
+from parsim.engines.whole_run import (
     CHECKPOINT,
     EPOCH_START,
     EVALUATION,
@@ -18,7 +17,9 @@ from parsim.engines.scenario.whole_run import (
     Training,
     WholeRun,
     course_of,
+    expected_run_s,
     failure_times_s,
+    one_draw_many_times,
     simulate_run,
 )
 from parsim.errors import ScenarioError

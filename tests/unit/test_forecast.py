@@ -13,7 +13,7 @@ import pytest
 from parsim.cli import main
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, Program
-from parsim.engines.scenario.scenario import Scenario, conditions_for, parse_scenario
+from parsim.engines.scenario import Scenario, conditions_for, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan

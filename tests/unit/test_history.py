@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from parsim.commands.run import history
-from parsim.costs.conformal import ValidationRecord
 from parsim.costs.history import (
     NO_HISTORY,
     History,
+    ValidationRecord,
     append_record,
     fingerprint,
     history_lines,

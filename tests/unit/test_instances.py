@@ -15,9 +15,7 @@ from parsim.app.load import cluster_of
 from parsim.app.question import question_of
 from parsim.errors import ConfigError, MissingDependencyError, ProfileError
 from parsim.hardware.compose import load_profile
-from parsim.hardware.instances import clouds, instance_named, instance_names, refresh
-from parsim.hardware.network import load_network
-from parsim.hardware.parts import load_gpu, machines_of
+from parsim.hardware.parts import clouds, instance_named, instance_names, load_gpu, load_network, machines_of, refresh
 
 
 @pytest.mark.parametrize("name", instance_names())

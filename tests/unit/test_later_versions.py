@@ -16,7 +16,7 @@ from parsim.app.functions import plan
 from parsim.errors import ParsimError
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord
-from parsim.hardware.network import parse_network
+from parsim.hardware.parts import parse_network
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

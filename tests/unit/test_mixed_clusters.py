@@ -12,7 +12,7 @@ from parsim.app.faster import what_would
 from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ParsimError, ProfileError
 from parsim.hardware.compose import NodeGroup, mixed_cluster
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 
 FAST, SLOW = "h100-sxm", "a100-sxm-80gb"
 

@@ -18,7 +18,7 @@ from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile, cluster_links, nodes_of
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network, parse_network, shipped_networks
+from parsim.hardware.parts import load_network, parse_network, shipped_networks
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.topology import Topology
 from parsim.work import Collective

@@ -25,8 +25,19 @@ from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, load_profile, parts_file_text, profile_from_parts
-from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
-from parsim.hardware.parts import ALIASES, gpu_named, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
+from parsim.hardware.parts import (
+    ALIASES,
+    gpu_named,
+    load_gpu,
+    load_link,
+    load_network,
+    machines_of,
+    parse_network,
+    shipped_gpus,
+    shipped_links,
+    shipped_networks,
+    with_cards,
+)
 from parsim.hardware.profile import parse_profile
 from parsim.hardware.records import to_text
 from parsim.model.catalogue.names import shape_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, check_places, parse_scenario
+from parsim.engines.scenario import LinkChange, Scenario, Straggler, check_places, parse_scenario
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 

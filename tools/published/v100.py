@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from calibration.fit.operators import NORMAL_MAD, fit_operators, kernel_of, read_operator_points
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.costs.compute.formula import TILE_COEFFICIENTS, product_of
 from parsim.errors import DataError, ParsimError, ProfileError
 from parsim.hardware.compose import load_profile

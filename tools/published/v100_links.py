@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.communication.algorithms import choose_protocol, protocol_lines
 from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
 from parsim.costs.communication.contention import RingSet, ring_set
-from parsim.costs.communication.intranode import choose_protocol, protocol_lines
-from parsim.costs.communication.regime_fits import fit_linear, rounded
+from parsim.costs.communication.measured import fit_linear, rounded
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.devices import device_name

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.errors import DataError, ParsimError
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (

@@ -2,11 +2,10 @@
 group.
 
 The profile decides. Groups that were measured on this machine are priced by what was measured
-(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow
-from rings packed on the links of a node (`parsim.costs.communication.intranode`). Across nodes they also follow from the
-network (`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
-was measured on the DGX-1V that the link model describes. The other operations are derived from the same links by their
-closed forms, with a wider uncertainty.
+(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow from
+rings packed on the links of a node, and from the network across nodes (`parsim.costs.communication.algorithms`). Without a
+link model (gloo), times come from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model describes.
+The other operations are derived from the same links by their closed forms, with a wider uncertainty.
 
 Groups that run at the same time slow one another where they share a link, a network card or an uplink. The caller passes
 these groups as `concurrent`.
@@ -18,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
+from parsim.costs.communication.algorithms import choices, chosen_terms, inside_choice, link_model_of, parts_of, point_to_point
 from parsim.costs.communication.closed_forms import (
     hops_text,
     moving_terms,
@@ -36,8 +36,6 @@ from parsim.costs.communication.contention import (
     transfer_pace,
     uplink_rate,
 )
-from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
-from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.regime_fits import MIN_SIGMA, Z_90, rounded
+from parsim.costs.communication.measured import MIN_SIGMA, Z_90, rounded
 from parsim.costs.estimate import Estimate
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.network import Network, NetworkPoint
+from parsim.hardware.parts import Network, NetworkPoint
 from parsim.hardware.profile import Profile, Sourced
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 

@@ -73,15 +73,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.compute.gpu import cuda_lowering, cuda_operators
 from parsim.costs.compute.launches import (
     AS_TRACED,
-    BIAS_GRADIENT,
+    BIAS_SUM,
     COPY,
     ComputeRequest,
     Halves,
     Launch,
     Lowering,
+    cuda_lowering,
+    cuda_operators,
     element_bytes,
     launches_of,
     operator_launches,
@@ -583,7 +584,7 @@ class KernelModel:
                 made = operator_launches(
                     operator, request.phase, request.samples, self.precision, lowering, input_gradient=key[1]
                 )
-                known[key] = tuple([self._priced_launch(launch) for launch in made if launch.function != BIAS_GRADIENT])
+                known[key] = tuple([self._priced_launch(launch) for launch in made if launch.function != BIAS_SUM])
             launches += known[key]
         return launches
 
@@ -665,7 +666,7 @@ def component_kernels(
     launches = launches_of(
         operators, request.phase, request.samples, precision, lowering, input_gradient=request.input_gradient
     )
-    return tuple(launch for launch in launches if launch.function != BIAS_GRADIENT)
+    return tuple(launch for launch in launches if launch.function != BIAS_SUM)
 
 
 @lru_cache(maxsize=4096)

@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.compute.formula import EXTRAPOLATED_SHARE, component_roofline_s, drift_of
-from parsim.costs.compute.gpu import gpu_launches
-from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, operator_times
+from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, gpu_launches, operator_times
 from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.devices import DeviceType
