@@ -133,28 +133,9 @@ class Estimate:
             )
 
     @classmethod
-    def of(
-        cls,
-        terms: Terms,
-        *,
-        source: Source,
-        parameters: tuple[tuple[str, float], ...] = (),
-        repeat_sigma: float = 0.0,
-        detail: str = "",
-        extrapolated: bool = False,
-        issue_s: float = 0.0,
-    ) -> Estimate:
-        """The estimate that these terms make."""
-        return cls(
-            median_s=folded_s(terms),
-            source=source,
-            parameters=parameters,
-            repeat_sigma=repeat_sigma,
-            detail=detail,
-            extrapolated=extrapolated,
-            issue_s=issue_s,
-            terms=terms,
-        )
+    def of(cls, terms: Terms, *, source: Source, **attributes: Any) -> Estimate:
+        """The estimate that these terms make; `attributes`: its others."""
+        return cls(median_s=folded_s(terms), terms=terms, source=source, **attributes)
 
     @property
     def host_bound(self) -> bool:
@@ -218,33 +199,28 @@ def medians_s(estimates: Sequence[Estimate]) -> NDArray[np.float64]:
     return np.array([estimate.median_s for estimate in estimates], dtype=np.float64)
 
 
+RepeatNoise = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From independent standard normal draws float64 [rows, n] to log(duration / median) of the tasks' own noise."""
+
+
 def sample_durations_s(
-    estimates: Sequence[Estimate],
-    samples: int,
-    seed: int,
-    *,
-    steps_averaged: int = STEPS_AVERAGED,
-    unit: NDArray[np.int64] | None = None,
+    estimates: Sequence[Estimate], samples: int, seed: int, *, unit: NDArray[np.int64] | None = None
 ) -> NDArray[np.float64]:
     """Draw durations: median * product of exp(sigma * z) over the estimate's parameters.
 
     Args:
-        estimates: of the units. samples: rows. seed: of the draws.
-        steps_averaged: steps in the mean that the interval is for.
-        unit: int64 [n], which estimate each task has (None: task i has estimate i).
+        estimates: of the units. samples: rows. unit: int64 [n], which estimate each task has (None: task i has estimate i).
 
     Returns:
         float64 [samples, n] seconds. The z of a parameter is standard normal, one per sample and parameter. Repeat noise is
-        drawn per task and divided by sqrt(steps_averaged). Leaves out correlation between parameters, and that a maximum over
+        drawn per task and divided by sqrt(STEPS_AVERAGED). Leaves out correlation between parameters, and that a maximum over
         noisy ranks exceeds the maximum of their means (see `rank_noise`).
     """
-    exponents = _exponents(estimates, samples, seed, steps_averaged, unit, None, samples)
-    durations: NDArray[np.float64] = np.concatenate(list(exponents))
-    return _durations(estimates, durations, unit)
-
-
-RepeatNoise = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""From independent standard normal draws float64 [rows, n] to log(duration / median) of the tasks' own noise."""
+    units = np.arange(len(estimates)) if unit is None else unit
+    durations: NDArray[np.float64] = np.concatenate(
+        list(sampled_durations_by_rows(estimates, samples, seed, unit=units, rows=samples))
+    )
+    return durations
 
 
 def sampled_durations_by_rows(
@@ -255,45 +231,11 @@ def sampled_durations_by_rows(
     unit: NDArray[np.int64],
     rows: int,
     repeat: RepeatNoise | None = None,
-    steps_averaged: int = STEPS_AVERAGED,
 ) -> Iterator[NDArray[np.float64]]:
-    """Yield the draws of `sample_durations_s`, number for number, in pieces of bounded memory.
+    """Yield the draws of `sample_durations_s`, number for number, in pieces of at most so many rows.
 
-    Args:
-        rows: samples in one piece, at most.
-        repeat: makes the repeat noise of the draws if tasks do not draw it independently (`parsim.engines.noise`).
+    `repeat` makes the repeat noise of the draws if tasks do not draw it independently (`parsim.engines.noise`).
     """
-    for exponent in _exponents(estimates, samples, seed, steps_averaged, unit, repeat, rows):
-        yield _durations(estimates, exponent, unit)
-
-
-def repeat_sigmas(
-    estimates: Sequence[Estimate], unit: NDArray[np.int64], steps_averaged: int = STEPS_AVERAGED
-) -> NDArray[np.float64]:
-    """Relative spread of each task's own noise in the mean of several steps: float64 [n]. `unit`: int64 [n], that of each
-    task."""
-    sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
-    return sigmas
-
-
-def _durations(
-    estimates: Sequence[Estimate], exponent: NDArray[np.float64], unit: NDArray[np.int64] | None
-) -> NDArray[np.float64]:
-    medians = medians_s(estimates)
-    durations: NDArray[np.float64] = (medians if unit is None else medians[unit]) * np.exp(exponent)
-    return durations
-
-
-def _exponents(
-    estimates: Sequence[Estimate],
-    samples: int,
-    seed: int,
-    steps_averaged: int,
-    unit: NDArray[np.int64] | None,
-    repeat: RepeatNoise | None,
-    rows: int,
-) -> Iterator[NDArray[np.float64]]:
-    """log(duration / median), float64 [at most rows, n], for all samples."""
     rng = np.random.default_rng(seed)
     names = sorted({name for estimate in estimates for name, _ in estimate.parameters})
     column = {name: number for number, name in enumerate(names)}
@@ -301,15 +243,20 @@ def _exponents(
     for number, estimate in enumerate(estimates):
         for name, sigma in estimate.parameters:
             loadings[column[name], number] += sigma
-    unit = np.arange(len(estimates)) if unit is None else unit
     shared = rng.standard_normal((samples, len(names))) @ loadings
-    sigmas = repeat_sigmas(estimates, unit, steps_averaged)
+    medians, sigmas = medians_s(estimates)[unit], repeat_sigmas(estimates, unit)
     for begin in range(0, samples, rows):
         exponent = shared[begin : begin + rows][:, unit]
         if sigmas.any():
             draws = rng.standard_normal(exponent.shape)
             exponent += draws * sigmas if repeat is None else repeat(draws)
-        yield exponent
+        yield medians * np.exp(exponent)
+
+
+def repeat_sigmas(estimates: Sequence[Estimate], unit: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Relative spread of each task's own noise in the mean of `STEPS_AVERAGED` steps: float64 [n]."""
+    sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(STEPS_AVERAGED)
+    return sigmas
 
 
 def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:

@@ -39,6 +39,9 @@ from parsim.units import format_percent, format_seconds
 LEVEL = 0.9
 """Of p05 to p95."""
 
+CONFIDENCE = 0.95
+"""Of the interval of a share."""
+
 TARGET = (0.85, 0.95)
 """Coverage of 90% intervals that a profile must not be wholly outside of."""
 
@@ -124,9 +127,9 @@ def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float |
     return None if rank > len(scores) else sorted(scores)[rank - 1]
 
 
-def records_needed(level: float = LEVEL) -> int:
-    """The smallest history with a correction: 9 for 90% intervals. `level`: nominal coverage in (0, 1)."""
-    exact = Fraction(level).limit_denominator(10_000)
+def records_needed() -> int:
+    """The smallest history with a correction: 9 for 90% intervals."""
+    exact = Fraction(LEVEL).limit_denominator(10_000)
     return math.ceil(exact / (1 - exact))
 
 
@@ -297,11 +300,11 @@ def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]
     return shares
 
 
-def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact confidence interval of a binomial share. Raises CostError unless 0 <= successes <= trials and trials >= 1."""
+def clopper_pearson(successes: int, trials: int) -> tuple[float, float]:
+    """The exact 95% interval of a binomial share. Raises CostError unless 0 <= successes <= trials and trials >= 1."""
     if not 0 <= successes <= trials or trials < 1:
         raise CostError(f"a share needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}")
-    tail = (1 - level) / 2
+    tail = (1 - CONFIDENCE) / 2
     low = 0.0 if successes == 0 else 1.0 - _share_at(trials - successes, trials, tail)
     high = 1.0 if successes == trials else _share_at(successes, trials, tail)
     return low, high

@@ -205,9 +205,9 @@ def published_effects() -> Effects:
     return Effects.from_dict(json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))["fit"])
 
 
-def learnt_of(run: PublishedRun, effects: Effects | None = None) -> Learnt:
-    """What the shipped effects, or others, say of a run of a source that nobody has seen."""
-    fit = effects or published_effects()
+def learnt_of(run: PublishedRun) -> Learnt:
+    """What the shipped effects say of a run of a source that nobody has seen."""
+    fit = published_effects()
     median, sigma = fit.of(run)
     low, high = fit.ends[class_of(run)]
     shown = [name for name in features_of(run) if fit.sources.get(name)]

@@ -543,10 +543,8 @@ class Conditions:
         return tuple(sorted(time for time in times if time > 0))
 
 
-def conditions_for(
-    scenario: Scenario, columns: Columns, cluster: Cluster, *, start_s: float | None = None
-) -> Conditions | None:
-    """The scenario as this program meets it, from `start_s` on (None: the scenario's own); None where it changes nothing.
+def conditions_for(scenario: Scenario, columns: Columns, cluster: Cluster) -> Conditions | None:
+    """The scenario as this program meets it; None where it changes nothing.
 
     Jitter is not a condition: see `jittered_s`.
 
@@ -557,7 +555,7 @@ def conditions_for(
     if not (scenario.stragglers or scenario.links or scenario.share_links):
         return None
     return Conditions(
-        start_s=scenario.start_s if start_s is None else start_s,
+        start_s=scenario.start_s,
         stragglers=scenario.stragglers,
         links=scenario.links,
         flows=_flows(columns, cluster) if scenario.links or scenario.share_links else {},

@@ -309,27 +309,11 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
     return simulated_timeline(compiled.columns, start, end)
 
 
-def makespans_s(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
-    """The end of the last task, for every row of durations.
-
-    Args:
-        graph: a TaskGraph or its compiled form. durations_s: float64 [S, n].
-        overlap: slowdown of computation and communication that run at once (None: none).
-
-    Returns:
-        float64 [S] seconds. Leaves out links shared by several transfers.
-
-    Raises:
-        GraphError, DeadlockError: as `simulate`.
-    """
-    return step_times_s(graph, durations_s, steps=1, overlap=overlap)
-
-
 def step_times_s(
     graph: AnyGraph,
     durations_s: ArrayLike,
     *,
-    steps: int,
+    steps: int = 1,
     overlap: OverlapFactors | None = None,
     unit: NDArray[np.int64] | None = None,
     together: NDArray[np.int64] | None = None,

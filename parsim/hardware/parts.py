@@ -424,11 +424,6 @@ def load_network(name_or_path: str) -> Network:
     return load_record(Network, ("networks",), "network", name_or_path, {})
 
 
-def parse_network(text: str, where: str) -> Network:
-    """Check a network's JSON text, named `where` in messages. Raises ProfileError as `parse_record`."""
-    return parse_record(Network, text, where, "network")
-
-
 def save_network(network: Network, path: Path) -> None:
     """Write a network atomically: a stopped process leaves the old file or the new one."""
     write_text_atomically(path, to_text(network.model_dump(mode="json")))

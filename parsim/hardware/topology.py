@@ -93,9 +93,8 @@ class Topology:
         """Lanes of `kind` that join `a` and `b` directly."""
         return sum(link.lanes for link in self.between(a, b) if link.kind == kind)
 
-    def path(self, a: str, b: str, *, without_kind: str | None = None, only_kind: str | None = None) -> tuple[Link, ...]:
-        """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind` or on `only_kind` alone; empty
-        if there is none.
+    def path(self, a: str, b: str, *, only_kind: str | None = None) -> tuple[Link, ...]:
+        """The links of a path with the fewest links from `a` to `b` (on links of `only_kind` alone); empty if there is none.
 
         Traffic passes through switches, sockets and the network, never through another device.
         """
@@ -108,7 +107,7 @@ class Topology:
                     there = link.other(here)
                     if there == a or there in came or (there != b and role_of(there) in DEVICE_ROLES):
                         continue
-                    if link.kind == without_kind or (only_kind is not None and link.kind != only_kind):
+                    if only_kind is not None and link.kind != only_kind:
                         continue
                     came[there] = (here, link)
                     reached.append(there)

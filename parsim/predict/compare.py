@@ -259,7 +259,7 @@ def kind_intervals_s(graph: TaskGraph, durations_s: NDArray[np.float64]) -> dict
     return intervals
 
 
-def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int = 1000, seed: int = 0) -> AAFloor:
+def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int = 1000) -> AAFloor:
     """Noise floor of a measurement compared with itself.
 
     The rounds are split at random into two disjoint halves of floor(n / 2) rounds, `splits` times. The difference of one split
@@ -276,7 +276,7 @@ def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int
     """
     sums, counts = _round_sums(rounds)
     half = len(sums) // 2
-    order = np.random.default_rng(seed).permuted(np.tile(np.arange(len(sums)), (splits, 1)), axis=1)
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(len(sums)), (splits, 1)), axis=1)
     first, second = order[:, :half], order[:, half : 2 * half]
     mean_first = sums[first].sum(axis=1) / counts[first].sum(axis=1)
     mean_second = sums[second].sum(axis=1) / counts[second].sum(axis=1)

@@ -430,9 +430,9 @@ def folded_unsteady_s(
     return slowed_s * noisy_s / plain_s
 
 
-def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
+def sampled_durations_s(evaluation: Evaluation) -> NDArray[np.float64]:
     """The draws from which `evaluate` makes the interval: float64 [samples, tasks] seconds."""
-    return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
+    return sample_durations_s(evaluation.estimates, SAMPLES, SEED, unit=evaluation.compiled.columns.unit)
 
 
 def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:

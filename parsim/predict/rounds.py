@@ -193,13 +193,12 @@ def step_program(
     overlap: OverlapFactors,
     *,
     local_steps: int | None = None,
-    repeat: int = 1,
     folding: Folding | None = None,
 ) -> Program:
     """The steps of one cycle of a plan that mixes.
 
     Args:
-        overlap: tells whether loading runs ahead. repeat: cycles.
+        overlap: tells whether loading runs ahead.
         local_steps: before each round (None: as the plan says, less the step that the round follows).
 
     Returns:
@@ -214,7 +213,7 @@ def step_program(
             parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
         parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
     replicas = plan.mesh.dp
-    return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+    return Program(parts=tuple(parts), parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
 
 
 def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
@@ -327,14 +326,13 @@ class MixingPeriod:
 def mixing_period(
     problem: PlanningProblem,
     layout: PlanIndex,
-    overlap: OverlapFactors | None = None,
     *,
     folding: Folding | None = None,
     lowest: bool = False,
 ) -> MixingPeriod:
     """The cycle of a plan that mixes, priced.
 
-    `overlap`: factors to use in place of the program's own. `folding`: which ranks stand for which, of a plan that `folds`;
+    `folding`: which ranks stand for which, of a plan that `folds`;
     `lowest`: as of `priced_units`. Raises CostError for a task without a price.
     """
     plan, rule = layout.plan, layout.plan.synchronisation
@@ -350,7 +348,7 @@ def mixing_period(
     rounds = _rounds_of_units(cycle, program, len(units))
     estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
-    factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
+    factors = costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
         cycle=compile_graph(cycle),
         local=None if local is None else compile_graph(local),

@@ -253,7 +253,7 @@ def test_a_straggler_is_waited_for(from_s: float, until_s: float | None, wanted:
 def test_a_step_that_begins_later_meets_the_later_conditions() -> None:
     scenario = Scenario(stragglers=(Straggler(rank=1, factor=2.0, from_s=3600.0),))
     for start_s, wanted in ((0.0, 3.0), (3600.0, 5.0), (3599.0, 4.0)):
-        conditions = conditions_for(scenario, columns_of(TWO_RANKS), DGX, start_s=start_s)
+        conditions = conditions_for(scenario.model_copy(update={"start_s": start_s}), columns_of(TWO_RANKS), DGX)
         assert dynamic.simulate(TWO_RANKS, [2.0, 2.0, 1.0], conditions=conditions).makespan_s == wanted
 
 

@@ -106,7 +106,7 @@ def test_bad_durations_name_the_task_and_the_value(simulate: Engine, value: floa
 
 def test_bad_samples_name_the_row_too() -> None:
     with pytest.raises(GraphError, match=r"task 0 .* has duration nan s in sample 1"):
-        static.makespans_s(from_text(ONE), [[1.0, 1.0], [float("nan"), 1.0]])
+        static.step_times_s(from_text(ONE), [[1.0, 1.0], [float("nan"), 1.0]])
 
 
 @engines

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import kstest
 
-from parsim.costs.estimate import repeat_sigmas
+from parsim.costs.estimate import STEPS_AVERAGED, repeat_sigmas
 from parsim.engines import noise as side_by_side
 from parsim.engines.noise import SlowestRanks, slowest_ranks
-from parsim.engines.static import compile_graph, makespans_s, simulate
+from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Noise
@@ -89,7 +89,7 @@ def test_the_makespan_has_the_closed_form_of_the_maximum_of_two() -> None:
     medians = np.array([1.0, 0.5])
     ranks, graph = slowest(Mesh(dp=2), medians, 0.01)
     exponents = ranks.exponents(np.random.default_rng(1).standard_normal((40_000, 2)))
-    late = makespans_s(graph, medians * np.exp(exponents)) - 1.5
+    late = step_times_s(graph, medians * np.exp(exponents)) - 1.5
     assert late.mean() == pytest.approx(0.01 / np.sqrt(np.pi), rel=0.02)
     assert late.var() == pytest.approx(0.01**2 * (1 - 1 / np.pi), rel=0.04)
 
@@ -233,4 +233,4 @@ def test_repeat_noise_shrinks_with_the_steps_averaged() -> None:
     plan = uniform_plan(Mesh(dp=8), BATCH)
     found = with_spread(evaluate(QUIET, plan, samples=0, fold=True), 0.2)
     unit = found.compiled.columns.unit
-    assert np.max(repeat_sigmas(found.estimates, unit, steps_averaged=25)) == pytest.approx(0.2 / 5)
+    assert np.max(repeat_sigmas(found.estimates, unit)) == pytest.approx(0.2 / STEPS_AVERAGED**0.5)

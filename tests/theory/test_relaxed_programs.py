@@ -141,7 +141,7 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     def seconds(some: TaskGraph) -> np.ndarray:
         return np.array([price[task.work, task.resources[0].rank] for task in some.tasks])
 
-    plain = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    plain = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
     ran = run_program(program, lambda part, step: seconds(part.graph))
     assert ran.makespan_s == pytest.approx(plain, rel=1e-12)
     steps = len(program.steps)
@@ -163,7 +163,7 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
     plan = plan_of(problem, f"merge/{period}", dp=replicas)
     layout = problem.layout(plan)
     assert len(layout.buckets) == 1
-    program = step_program(layout, mixing_period(problem, layout).overlap, repeat=5)
+    program = replace(step_program(layout, mixing_period(problem, layout).overlap), repeat=5)
     mix_s, paces = 0.5, [1.0, 1.3, 0.7, 1.1][:replicas]
 
     def seconds(graph: TaskGraph) -> np.ndarray:
@@ -174,7 +174,7 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
         return np.array(found)
 
     graph = unrolled(program)
-    ended = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    ended = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
     assert run_program(program, lambda part, step: seconds(part.graph)).makespan_s == pytest.approx(ended, rel=1e-12)
 
     updates = sum(isinstance(task.work, OptimizerStep) for task in program.steps[0].graph.tasks) // replicas
@@ -205,7 +205,7 @@ def test_longer_periods_approach_independent_training(problem: PlanningProblem) 
     alone = replace(plan_of(problem, "average/1"), synchronisation=Synchronisation(kind="average", period_steps=4096))
     local = lower(alone, problem.model, local=True)
     estimates = problem.price([(task.work, task.resources[0].rank) for task in local.tasks], alone.mesh)
-    lone = static.makespans_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
+    lone = static.step_times_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
     assert steps[-1] == pytest.approx(lone, rel=0.02)  # loading runs ahead of all steps but the first
 
 

@@ -16,7 +16,8 @@ from parsim.app.functions import plan
 from parsim.errors import ParsimError
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord
-from parsim.hardware.parts import parse_network
+from parsim.hardware.parts import Network
+from parsim.hardware.records import parse_record
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -73,4 +74,4 @@ def test_a_file_of_a_later_version_says_what_to_do(tmp_path: Path, name: str) ->
 
 def test_a_network_of_a_later_version_says_what_to_do() -> None:
     with pytest.raises(ParsimError, match=r"network net.* schema_version must be 1, got 99; a newer parsim wrote it"):
-        parse_network('{"schema_version": 99}', "net")
+        parse_record(Network, '{"schema_version": 99}', "net", "network")

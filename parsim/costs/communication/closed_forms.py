@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from parsim.costs.estimate import OverlapFactors, Term, TermOrigin, Terms
+from parsim.costs.estimate import OverlapFactors, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.profile import Overlap, Regime
 from parsim.units import format_bytes, format_seconds
@@ -146,7 +146,6 @@ def moving_terms(
     alone_seconds_per_byte: float | None = None,
     groups: int = 0,
     latency: str = "",
-    origin: TermOrigin = "fitted",
 ) -> Terms:
     """Terms for the bytes, for contention if there is some, and for latency.
 
@@ -156,18 +155,18 @@ def moving_terms(
 
     Args:
         seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone (None: nothing else runs).
-        groups: how many run at once. latency: what it consists of, as text. origin: of the numbers.
+        groups: how many run at once. latency: what it consists of, as text.
 
     Returns:
         The terms, in seconds. Leaves out that contention may end before the transfer does.
     """
     alone = seconds_per_byte if alone_seconds_per_byte is None else alone_seconds_per_byte
     alone_s, seconds = alone * size_bytes, seconds_per_byte * size_bytes
-    terms = [Term("bytes", "start", alone_s, origin, f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
+    terms = [Term("bytes", "start", alone_s, "fitted", f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
     if seconds != alone_s:
         what = f"{groups} groups share links: {seconds_per_byte / alone:.3g} times as long as alone"
         terms.append(Term("contention", "plus", seconds - alone_s, "fitted", what))
-    terms.append(Term("latency", "plus", latency_s, origin, latency))
+    terms.append(Term("latency", "plus", latency_s, "fitted", latency))
     return tuple(terms)
 
 

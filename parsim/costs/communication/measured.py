@@ -35,15 +35,8 @@ Z_90 = 1.64
 """A 90% interval reaches so many standard deviations to each side."""
 
 
-def fit_regimes(
-    points: Sequence[CollectivePoint],
-    *,
-    algorithm: str = "measured",
-    source: str | None = None,
-    max_regimes: int = MAX_REGIMES,
-    closest: bool = False,
-) -> list[CollectiveFit]:
-    """One fit per (operation, group size): seconds = latency + seconds_per_byte * size in 1 to `max_regimes` size ranges.
+def fit_regimes(points: Sequence[CollectivePoint], *, source: str | None = None, closest: bool = False) -> list[CollectiveFit]:
+    """One fit per (operation, group size): seconds = latency + seconds_per_byte * size in 1 to `MAX_REGIMES` size ranges.
 
     Within a range, latency and slope are >= 0 and minimise the Huber loss of the relative error. The ends of the ranges are
     searched exhaustively (each range holds >= 2 sizes); how many ranges are used is what predicts left-out points best.
@@ -61,7 +54,7 @@ def fit_regimes(
         if not point.measured_on:
             groups.setdefault((point.operation, len(point.group)), []).append(point)
     return [
-        _fit_group(operation, size, sorted(group, key=lambda point: point.size_bytes), algorithm, source, max_regimes, closest)
+        _fit_group(operation, size, sorted(group, key=lambda point: point.size_bytes), source, closest)
         for (operation, size), group in sorted(groups.items())
     ]
 
@@ -111,9 +104,7 @@ def _fit_group(
     operation: str,
     group_size: int,
     points: Sequence[CollectivePoint],
-    algorithm: str,
     source: str | None,
-    max_regimes: int,
     closest: bool,
 ) -> CollectiveFit:
     sizes = np.array([point.size_bytes for point in points], dtype=np.float64)
@@ -125,7 +116,7 @@ def _fit_group(
             "measure more sizes"
         )
     best: tuple[float, list[Regime]] | None = None
-    for count in range(1, max_regimes + 1):
+    for count in range(1, MAX_REGIMES + 1):
         ends = _best_ends(sizes, seconds, distinct, count)
         if ends is None:
             break
@@ -139,7 +130,7 @@ def _fit_group(
     return CollectiveFit(
         operation=operation,
         group_size=group_size,
-        algorithm=algorithm,
+        algorithm="measured",
         regimes=best[1],
         relative_sigma=rounded(max(MIN_SIGMA, 1.4826 * float(np.median(np.abs(error))))),
         repeat_sigma=rounded(float(np.median(spreads))) if spreads else 0.0,

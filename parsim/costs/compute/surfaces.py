@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,21 +151,17 @@ GPU_TERMS: Mapping[str, Callable[[Mapping[str, float], str], dict[str, float]]] 
 """By kind of operator: the terms of a launch of these sizes in a phase that GPUs have besides."""
 
 
-def terms_of(kind: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Every term of a launch of a kind in `TERMS`, the floor among them, but those of GPUs alone."""
-    return {LAUNCH: 1.0, **TERMS[kind](sizes)}
-
-
-def gpu_terms_of(kind: str, sizes: Mapping[str, float], phase: str) -> dict[str, float]:
-    """The terms of a launch on a GPU, those of `terms_of` among them."""
-    return terms_of(kind, sizes) | (GPU_TERMS[kind](sizes, phase) if kind in GPU_TERMS else {})
+def terms_of(kind: str, sizes: Mapping[str, float], *, gpu_phase: str = "") -> dict[str, float]:
+    """Every term of a launch of a kind in `TERMS`, the floor among them; on a GPU, in a phase, with those of GPUs alone."""
+    terms = {LAUNCH: 1.0, **TERMS[kind](sizes)}
+    return terms | GPU_TERMS[kind](sizes, gpu_phase) if gpu_phase and kind in GPU_TERMS else terms
 
 
 def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> float:
     """Seconds of one launch. Leaves out steps of tile sizes and changes of algorithm."""
     terms = terms_of(surface.kind, sizes)
     if not surface.seconds_per_term.keys() <= terms.keys():
-        terms = gpu_terms_of(surface.kind, sizes, surface.phase)
+        terms = terms_of(surface.kind, sizes, gpu_phase=surface.phase)
     return sum(seconds * terms[name] for name, seconds in surface.seconds_per_term.items())
 
 
@@ -186,8 +183,7 @@ def distances(wanted: NDArray[np.float64], known: NDArray[np.float64]) -> NDArra
     return nearest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Price(NamedTuple):
     """Seconds of a launch (all its occurrences), the surface's relative sigma, and the sigma added beyond its reach."""
 
     seconds: float
@@ -244,12 +240,8 @@ def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
 def stacked_terms(
     kind: str, shapes: Sequence[Mapping[str, float]], *, gpu_phase: str = ""
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Names of the terms, and their values for several launches: float64 [shapes, terms].
-
-    Args:
-        gpu_phase: of launches on a GPU, their phase; "": they are a CPU's.
-    """
-    rows = [gpu_terms_of(kind, shape, gpu_phase) if gpu_phase else terms_of(kind, shape) for shape in shapes]
+    """Names of the terms, and their values for several launches: float64 [shapes, terms]; arguments as of `terms_of`."""
+    rows = [terms_of(kind, shape, gpu_phase=gpu_phase) for shape in shapes]
     return list(rows[0]), np.array([list(row.values()) for row in rows], dtype=np.float64)
 
 
@@ -350,18 +342,6 @@ def moved_bytes(component: Component, samples: int) -> float:
     return float(
         sum(operator.count * operator.activation_bytes * operator_times(operator, samples) for operator in component.operators)
     )
-
-
-def composed_s(parts: Parts, composition: Composition | None) -> float:
-    """Seconds of the component; without a composition, of its launches alone.
-
-    Args:
-        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
-
-    Returns:
-        Seconds. Leaves out which model the component stands in.
-    """
-    return folded_s(composed_terms(parts, composition))
 
 
 def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
