@@ -34,15 +34,13 @@ from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, Opti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareScale:
-    """How many times as fast everything of a kind is, whatever the plan: "what if links were twice as fast"; 1 changes nothing.
+    """How many times as fast everything of a kind is, whatever the plan: "what if links were twice as fast"; 1 changes
+    nothing.
 
     Attributes:
         computation: components, optimizer steps and mixing. communication: collectives and transfers, latency included.
 
-    Leaves out: that algorithms would be chosen anew for other links. A price keeps its algorithm.
-
-    Raises:
-        CostError: a factor that is not a finite number above 0.
+    Leaves out: that algorithms would be chosen anew for other links. Raises CostError: a factor that is not finite and above 0.
     """
 
     computation: float = 1.0
@@ -154,12 +152,7 @@ def price_context(
     loading_is_current: bool = False,
     learnt: Learnt = NOTHING_LEARNT,
 ) -> PriceContext:
-    """Collect the numbers of the cluster's profile and of a running job that adjust every price.
-
-    Args:
-        ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
-        loading_is_current: loading was measured at the machine's present speed.
-    """
+    """Collect the numbers of the cluster's profile and of a running job that adjust every price; arguments as of `Costs`."""
     profile = cluster.profile
     host, speed = profile.host, speed_since(profile, ranks_active).mean
     on_gpu = cluster.devices[0].type.kind == "cuda"
@@ -201,9 +194,8 @@ class Adjustment(NamedTuple):
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
     """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`, to its price as the profile knows it.
 
-    Returns:
-        The estimate with one more term per adjustment; the same object if none applies. Leaves out what changes a whole step
-        and no single task (overlap, noise of ranks).
+    One more term per adjustment; the same object if none applies. Leaves out what changes a whole step and no single task
+    (overlap, noise of ranks).
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)

@@ -173,10 +173,10 @@ class OverlapFactors:
     Attributes:
         core_of_rank: the processor core each rank runs on; empty: a core each. Ranks on one core share it: k of them that
             compute at once take k times as long each, and what one communicates slows what another computes.
-        communications_share: operations that a rank communicates at once on several streams share its core. Each of k
-            operations takes k times as long, as in a library that works on the processor.
-        loads_ahead: a step's batch loads while the step before still runs, as the copy engine of a GPU does. If the
-            computing core also loads, loading waits for its turn.
+        communications_share: each of k operations that a rank communicates at once on several streams takes k times as long, as
+            in a library that works on the processor.
+        loads_ahead: a step's batch loads while the step before still runs, as the copy engine of a GPU does. If the computing
+            core also loads, loading waits for its turn.
     """
 
     compute: float = 1.0
@@ -260,15 +260,10 @@ def repeat_sigmas(estimates: Sequence[Estimate], unit: NDArray[np.int64]) -> NDA
 
 
 def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:
-    """Draw how slow ranks are in single steps: one log-normal factor per draw and rank, with mean 1.
+    """Draw how slow ranks are in single steps: one log-normal factor per draw and rank, with mean 1: float64 [draws, n].
 
-    Args:
-        ranks: int64 [n], of each task; of ranks that share a core, the core; -1 (communication) keeps factor 1.
-        sigma: relative spread of a rank's step against the others'.
-        draws: rows. seed: of the draws.
-
-    Returns:
-        float64 [draws, n].
+    `ranks`: int64 [n], of each task; of ranks that share a core, the core; -1 (communication) keeps factor 1. `sigma`: relative
+    spread of a rank's step against the others'.
     """
     world = 1 + int(ranks.max(initial=-1))
     shocks = np.random.default_rng(seed).standard_normal((draws, world))

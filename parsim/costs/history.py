@@ -117,10 +117,8 @@ def score(record: ValidationRecord) -> float:
 
 
 def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float | None:
-    """The ceil((n + 1) * level)-th smallest of n scores; None if there is none (n < level / (1 - level)).
-
-    Raises CostError for a level outside (0, 1).
-    """
+    """The ceil((n + 1) * level)-th smallest of n scores; None if there is none (n < level / (1 - level)). Raises CostError
+    for a level outside (0, 1)."""
     if not 0 < level < 1:
         raise CostError(f"the level of an interval must lie between 0 and 1, got {level}")
     rank = math.ceil((len(scores) + 1) * Fraction(level).limit_denominator(10_000))
@@ -198,9 +196,7 @@ class Coverage:
     """How often measured steps lay in their intervals.
 
     Attributes:
-        tested, covered, fraction: records, those inside, their share.
-        low, high: Clopper-Pearson 95% interval of the share.
-        mean_width: of the tested intervals, relative to their medians.
+        low, high: Clopper-Pearson 95% interval of the share. mean_width: of the tested intervals, relative to their medians.
         corrected: how many of them had enough other records for a correction; the others were tested as predicted.
         uncorrected_fraction, uncorrected_mean_width: of the intervals as predicted.
     """
@@ -286,10 +282,8 @@ class ShareAtLevel(NamedTuple):
 
 
 def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]) -> list[ShareAtLevel]:
-    """Empirical coverage of at least one record for several nominal levels, each in (0, 1).
-
-    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log scale.
-    """
+    """Empirical coverage of at least one record for several nominal levels, each in (0, 1). The predicted interval of a
+    level is the 90% one, its half-widths scaled as those of a normal distribution on the log scale."""
     normal = NormalDist()
     shares = []
     for level in levels:
@@ -356,7 +350,6 @@ class History:
 
     @cached_property
     def correction(self) -> ConformalCorrection:
-        """The correction of the profile's intervals."""
         return correction(self.records)
 
     @cached_property
@@ -412,10 +405,8 @@ def history_path(profile: str, history: str | None = None) -> Path | None:
 
 
 def read_history(path: Path | None, profile: Profile) -> History:
-    """The records of this version of the profile on its machine; none if there is no file.
-
-    Raises ProfileError if the file cannot be read.
-    """
+    """The records of this version of the profile on its machine; none if there is no file. Raises ProfileError if it cannot
+    be read."""
     if path is None or not path.exists():
         return History(path=path)
     read = history_lines(path, profile)

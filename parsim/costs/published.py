@@ -154,7 +154,6 @@ class Effects:
         return sum(self.mean.get(name, 0.0) for name in names), math.sqrt(variance)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         lower = self.covariance[np.tril_indices(len(self.names))]
         return {
             "effects": {name: [round(self.mean[name], 4), self.sources[name]] for name in self.names},
@@ -166,7 +165,6 @@ class Effects:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Effects:
-        """What `to_dict` gave."""
         names = tuple(document["effects"])
         covariance = np.zeros((len(names), len(names)))
         rows, columns = np.tril_indices(len(names))
@@ -184,11 +182,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """What published runs say of one run.
-
-    Attributes:
-        factor: of seconds. low, high: over the factored median, the ends of a 90% interval. text: for people.
-    """
+    """What published runs say of one run: a factor of seconds and, over the factored median, the ends of a 90% interval."""
 
     factor: float = 1.0
     low: float = 1.0
@@ -201,7 +195,6 @@ NOTHING_LEARNT = Learnt()
 
 @lru_cache(maxsize=1)
 def published_effects() -> Effects:
-    """Those that come with the package."""
     return Effects.from_dict(json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))["fit"])
 
 

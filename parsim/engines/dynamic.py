@@ -86,10 +86,8 @@ class Instants:
 
 
 class Counter:
-    """A resource that serves one task at a time, first come first served.
-
-    Those who come in one instant are lined up by rank, then step, then task.
-    """
+    """A resource that serves one task at a time, first come first served. Those who come in one instant are lined up by
+    rank, then step, then task."""
 
     def __init__(self, instants: Instants, serve: Callable[[tuple[int, int]], None]) -> None:
         self.served: list[tuple[int, int]] = []
@@ -100,13 +98,11 @@ class Counter:
         self._busy = False
 
     def ask(self, key: tuple[int, int], rank: int) -> None:
-        """The task (step, task) of `rank` has come."""
         if not self._come:
             self._instants.line_up(self._line_up)
         self._come.append((rank, key))
 
     def leave(self) -> None:
-        """The task that was served has ended."""
         self._busy = False
         self._next()
 
@@ -331,8 +327,7 @@ def simulate(
 
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
-        DeadlockError: issue orders that wait for one another.
-        StandstillError: a link that is down for good stops the step.
+        DeadlockError: issue orders that wait for one another. StandstillError: a link that is down for good stops the step.
     """
     columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
     durations = checked_durations_s(columns, durations_s, dimensions=1)
@@ -359,7 +354,6 @@ class ProgramRun:
 
     @property
     def makespan_s(self) -> float:
-        """To the end of the last task."""
         return float(self.step_end_s.max())
 
 
@@ -376,7 +370,7 @@ def run_program(
 
     Args:
         durations_s: what tasks take alone, asked once per part, unless `varying`: then for every step.
-        overlap, conditions: as `simulate` takes them. record: keep start and end of every task.
+        record: keep start and end of every task.
 
     Raises as `simulate`.
     """
@@ -422,8 +416,6 @@ class _Step:
 
 
 class _Run:
-    """One simulation of a program."""
-
     def __init__(
         self, program: Program, rows_s: list[Floats], slowdown: Slowdown, conditions: Conditions | None, record: bool
     ) -> None:

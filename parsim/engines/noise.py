@@ -83,10 +83,8 @@ class SlowestRanks(NamedTuple):
 def slowest_ranks(
     compiled: CompiledGraph, folding: Folding, timeline: Timeline, medians_s: Floats, sigma: Floats
 ) -> SlowestRanks:
-    """The slowest of the ranks that a folded program's ranks stand for.
-
-    `timeline`: of the medians. `medians_s`, `sigma`: float64 [n], per task: seconds, and the relative spread of its noise.
-    """
+    """The slowest of the ranks that a folded program's ranks stand for. `medians_s`, `sigma`: float64 [n], per task:
+    seconds, and the relative spread of its noise."""
     from parsim.engines import kernels
 
     columns, mesh = compiled.columns, folding.mesh
@@ -208,14 +206,12 @@ def noisy_steps_s(
     steps: int,
     together: Ints,
 ) -> Floats:
-    """The mean of several steps in a row of a folded program under noise of single ranks, for every draw.
+    """The mean of several steps in a row of a folded program under noise of single ranks: float64 [at most draws] seconds,
+    fewer where the program is large (`TASK_TIMES`). Leaves out overlap slowdown.
 
     Args:
         medians_s: float64 [n], seconds of tasks. sigma: relative noise of a rank; 0: none.
-        draws, seed: as `rank_noise` takes them. together: int64 [resources], as in `static.step_times_s`.
-
-    Returns:
-        float64 [at most draws] seconds: fewer where the program is large (`TASK_TIMES`). Leaves out overlap slowdown.
+        together: int64 [resources], as in `static.step_times_s`.
     """
     from parsim.engines import kernels
 
@@ -234,10 +230,8 @@ def noisy_steps_s(
 
 
 def _copies(folding: Folding) -> Ints:
-    """int64 [simulated ranks, rows, k]: the ranks for which each row of a simulated rank stands. It runs as their slowest does.
-
-    A simulated rank with fewer copies than others repeats one of them, which changes no maximum.
-    """
+    """int64 [simulated ranks, rows, k]: the ranks for which each row of a simulated rank stands. It runs as their slowest
+    does. A simulated rank with fewer copies than others repeats one of them, which changes no maximum."""
     mesh = folding.mesh
     members = {replica: [r for r, first in enumerate(folding.replica_of) if first == replica] for replica in folding.replicas}
     most = max(map(len, members.values()))

@@ -125,7 +125,6 @@ class Program:
 
     @property
     def rounds(self) -> int:
-        """Mixing rounds of the whole program."""
         return self.repeat * sum(part.repeat * part.rounds if isinstance(part, Part) else part.rounds for part in self.parts)
 
     def walk_once(self) -> Iterator[Part]:
@@ -180,8 +179,7 @@ def by_step(rows_s: Floats) -> DurationsOf:
 def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: bool = False) -> list[Floats]:
     """The checked durations of every step of a program: per step float64 [tasks of its part] seconds.
 
-    `durations_s` is called once per part, or (`varying`) for every step, in order. Raises GraphError for a row of another
-    shape, or a negative or non-finite entry.
+    `durations_s` is called once per part, or (`varying`) for every step. Raises GraphError as `checked_durations_s`.
     """
     by_part: dict[int, Floats] = {}
     rows: list[Floats] = []
@@ -198,10 +196,7 @@ def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: 
 def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
     """The whole run as one graph, task after task: for readers that know no repeats, and as the oracle of the tests.
 
-    Args:
-        served: the order that `dynamic.run_program` recorded, for a program with arrival resources.
-
-    Raises GraphError: no recorded order of an arrival resource.
+    `served`: the order that `dynamic.run_program` recorded; GraphError where that of an arrival resource is missing.
     """
     if missing := sorted(program.arrival - set(served or ())):
         raise GraphError(
@@ -258,11 +253,8 @@ def _check_repeat(repeat: int) -> None:
 def mean_step_s(
     compiled: CompiledGraph, durations_s: ArrayLike, overlap: OverlapFactors, *, steps: int, unit: Ints | None = None
 ) -> NDArray[np.float64]:
-    """The mean of several steps in a row, for every row of durations: float64 [S] seconds.
-
-    `durations_s`: float64 [S, n], or [S, units] with `unit`: int64 [n], the unit of each task. Leaves out failures and changes
-    of the machine between steps.
-    """
+    """The mean of several steps in a row, for every row of durations: float64 [S] seconds. Arguments as of `step_times_s`.
+    Leaves out failures and changes of the machine between steps."""
     together = waiting_together(compiled.columns, overlap)
     return static.step_times_s(compiled, durations_s, steps=steps, overlap=overlap, unit=unit, together=together)
 
@@ -296,6 +288,5 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried
 
 
 def steps_in_a_row(columns: Columns, overlap: OverlapFactors, *, steps: int) -> Program:
-    """Several steps of a graph as a Program."""
     makes, reads = carried_by_steps(columns, overlap)
     return Program(parts=(Part(graph=columns.graph, repeat=steps, makes=makes, reads=reads),))

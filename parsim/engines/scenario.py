@@ -96,10 +96,8 @@ class Flow:
 
 @lru_cache(maxsize=4096)
 def flow_of(work: Collective | SendRecv, cluster: Cluster) -> Flow | None:
-    """The flow of a piece of communication; None where it moves nothing over any link.
-
-    Raises CostError for a profile that prices communication without links (fits per group, as for gloo), or as its price does.
-    """
+    """The flow of a piece of communication; None where it moves nothing over any link. Raises CostError for a profile that
+    prices communication without links (fits per group, as for gloo), or as its price does."""
     loads = _collective_loads(work, cluster) if isinstance(work, Collective) else _transfer_loads(work, cluster)
     loads = {lane: load for lane, load in loads.items() if load[0] > 0}
     if not loads:
@@ -210,14 +208,11 @@ _TIE = 1e-12
 
 
 def max_min_rates(loads: ArrayLike, capacity: ArrayLike, limit: ArrayLike) -> Floats:
-    """The max-min fair rates.
+    """The max-min fair rates: float64 [F]. A flow on a link of capacity 0 has rate 0.
 
     Args:
         loads: float64 [L, F], >= 0: what one unit of a flow's rate puts on a link. 0 where it does not pass.
         capacity: float64 [L], >= 0, in the unit of loads times rates. limit: float64 [F], >= 0; inf for none.
-
-    Returns:
-        float64 [F]. A flow on a link of capacity 0 has rate 0.
 
     Raises:
         ScenarioError: shapes that do not fit, negative or NaN entries, infinite loads, or a flow that nothing limits.
@@ -544,9 +539,7 @@ class Conditions:
 
 
 def conditions_for(scenario: Scenario, columns: Columns, cluster: Cluster) -> Conditions | None:
-    """The scenario as this program meets it; None where it changes nothing.
-
-    Jitter is not a condition: see `jittered_s`.
+    """The scenario as this program meets it; None where it changes nothing. Jitter is not a condition: see `jittered_s`.
 
     Raises ScenarioError for ranks or links that are not there, and for links where the profile prices communication without;
     CostError where a price has no links.

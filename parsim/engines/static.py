@@ -70,17 +70,14 @@ class CompiledGraph:
 
     @property
     def size(self) -> int:
-        """Number of tasks."""
         return self.columns.size
 
     @property
     def graph(self) -> TaskGraph:
-        """The program as tasks, made when first asked for."""
         return self.columns.graph
 
     @property
     def dependencies(self) -> RaggedTable:
-        """Per task, without the issue orders."""
         return self.columns.dependencies
 
     def resources_of_cores(self, core: Ints) -> RaggedTable:
@@ -97,9 +94,8 @@ AnyGraph = TaskGraph | Columns | CompiledGraph
 def compile_graph(program: AnyGraph) -> CompiledGraph:
     """Arrays of a program; one that is already compiled is returned as it is.
 
-    Raises:
-        GraphError: the dependencies form a cycle (printed).
-        DeadlockError: the issue orders and dependencies together form one (the grid of resources is printed).
+    Raises GraphError: the dependencies form a cycle (printed). DeadlockError: the issue orders and dependencies together form
+    one (the grid of resources is printed).
     """
     if isinstance(program, CompiledGraph):
         return program
@@ -166,10 +162,8 @@ def _topological_order(columns: Columns, before: RaggedTable) -> Ints:
 def checked_durations_s(
     columns: Columns, durations_s: ArrayLike, *, dimensions: int, step: int | None = None
 ) -> NDArray[np.float64]:
-    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message.
-
-    Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
-    """
+    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message. Raises GraphError
+    for another shape, or for a negative or non-finite entry (which task, which value)."""
     array = np.ascontiguousarray(durations_s, dtype=np.float64)
     n = columns.size
     if array.ndim != dimensions or array.shape[-1] != n:
@@ -234,10 +228,8 @@ class Slowdown(NamedTuple):
 
 
 def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdown:
-    """Factors 1.0 and a core for every rank for None.
-
-    Raises GraphError unless both factors are finite and >= 1, and every rank has a core (if any has).
-    """
+    """Factors 1.0 and a core for every rank for None. Raises GraphError unless both factors are finite and >= 1, and every
+    rank has a core (if any has)."""
     own = np.arange(world_size, dtype=np.int64)
     if overlap is None:
         return Slowdown(1.0, 1.0, own)
@@ -286,8 +278,7 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
-        graph: compile it once (`compile_graph`) to simulate it often.
-        durations_s: float64 [n], seconds each task takes alone.
+        graph: compile it once (`compile_graph`) to simulate it often. durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
 
     Raises:
@@ -325,14 +316,10 @@ def step_times_s(
         together: int64 [resources], a number >= 0 for each: those of one number begin a repeat when all of them have ended the
             one before (`parsim.engines.program`); None: each by itself.
 
-    Memory: 64 n bytes at most beside the arguments and the compiled graph, whatever S and `steps` are.
-
-    All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
-    divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
-    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before, and for its
-    dependencies in its own repeat. So a resource that is done early begins the next repeat early. The fill and drain of
-    the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
-    frontiers are carried over.
+    All resources are free at 0. The result is the end of the very last task divided by `steps`; `steps=1` gives the makespan.
+    Nothing but its own queue (and those `together` with it) holds a resource back between repeats, so a resource that is done
+    early begins the next repeat early. The fill and drain of the whole run are divided among the steps. Nothing is unrolled:
+    only the resources' frontiers are carried over. Memory: 64 n bytes at most beside the arguments and the compiled graph.
 
     Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between tasks of
     different repeats. Also noise from step to step: a row holds for all its repeats.
@@ -369,12 +356,8 @@ _CYCLE_SHOWN = 12
 
 
 def stuck_error(graph: TaskGraph, finished: Set[int]) -> GraphError:
-    """The error for a run that ended with only `finished` done, since no further task can ever start.
-
-    Returns:
-        GraphError if dependencies alone form a cycle, else DeadlockError: the grid of resources and their head tasks,
-        what every blocked head waits for, and the cycle.
-    """
+    """The error for a run that ended with only `finished` done: GraphError if dependencies alone form a cycle, else
+    DeadlockError with the grid of resources and their head tasks, what every blocked head waits for, and the cycle."""
     dependencies = [list(task.dependencies) for task in graph.tasks]
     never = set(range(len(dependencies))) - set(in_order(dependencies))
     if never:
@@ -401,10 +384,7 @@ def describe_task(graph: TaskGraph, index: int) -> str:
 
 
 def _find_cycle(before: Sequence[Sequence[int]], stuck: Set[int]) -> list[int]:
-    """A cycle among `stuck`, in the order in which tasks wait: each one waits for the next, the last for the first.
-
-    Every stuck task has a stuck predecessor, so walking from one to the next must come back.
-    """
+    """A cycle among `stuck`, each of which has a stuck predecessor: each task waits for the next, the last for the first."""
     place: dict[int, int] = {}
     path: list[int] = []
     task = min(stuck)
@@ -423,7 +403,6 @@ def _cycle_text(graph: TaskGraph, cycle: Sequence[int]) -> str:
 
 
 def _heads(graph: TaskGraph, finished: Set[int]) -> dict[Resource, int | None]:
-    """Per resource the first task not finished."""
     return {
         resource: next((task for task in order if task not in finished), None) for resource, order in graph.issue_order.items()
     }

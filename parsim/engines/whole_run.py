@@ -63,11 +63,8 @@ def course_of(
 ) -> Course:
     """The blocks of `run` (one epoch where it names no number).
 
-    Args:
-        interval_steps: training steps between checkpoints, counted through epochs; None for no checkpoint. With them, the run
-            ends with one. checkpoint_s, evaluation_s: seconds of one.
-
-    Raises ScenarioError if a step count is below 1 or the blocks are too many.
+    `interval_steps`: between checkpoints, counted through epochs; None for none. With them, the run ends with one. Raises
+    ScenarioError if a step count is below 1 or the blocks are too many.
     """
     if steps_per_epoch < 1 or (interval_steps is not None and interval_steps < 1):
         raise ScenarioError(f"an epoch and a checkpoint interval hold >= 1 step, got {steps_per_epoch} and {interval_steps}")
@@ -212,16 +209,15 @@ class WholeRun:
         return np.asarray(self.total_s / 3600 * self.devices * costs.price_per_hour)
 
     def energy_j(self, costs: DeviceCosts) -> Floats:
-        """Energy of all devices. Leaves out hosts, switches and cooling."""
+        """Of all devices. Leaves out hosts, switches and cooling."""
         return np.asarray(self.devices * (costs.idle_w * self.total_s + (costs.busy_w - costs.idle_w) * self.busy_s))
 
 
 def simulate_run(course: Course, training: Training, failures: Failures, *, seed: int) -> WholeRun:
     """Simulate one run per row of `training.step_s`. The same arguments give the same bytes.
 
-    A draw's failures depend on the seed and its number alone, so that runs under different courses meet the same ones.
-
-    Raises ScenarioError for a run that does not get on.
+    A draw's failures depend on the seed and its number alone, so that runs under different courses meet the same ones. Raises
+    ScenarioError for a run that does not get on.
     """
     tables, last_row = None, b""
     outcomes = []
@@ -283,8 +279,6 @@ def _running(values: NDArray[Any]) -> Floats:
 
 
 class _Draw:
-    """One run. Where it stands: `block`, and the `part` of that block that is done (of its seconds, whatever the state)."""
-
     def __init__(self, tables: _Tables, training: Training, failures: Failures) -> None:
         self.now_s = self.lost_s = self.down_s = 0.0
         self.accounts = np.zeros(5)
@@ -297,7 +291,6 @@ class _Draw:
         self._since_resume_s = 0.0
 
     def run(self, rng: np.random.Generator) -> _Draw:
-        """To the end of the course."""
         training, ends = self._training, self._tables.ends
         failing = failure_times_s(self._plan, training.ranks, training.nodes, rng)
         patience_s = HOPELESS * (self._tables.quiet_s + training.start_s + self._plan.restart_s) + max(
@@ -425,10 +418,9 @@ def daly_interval_s(write_s: float, mtbf_s: float) -> float:
 
 
 def expected_run_s(work_s: float, interval_s: float, write_s: float, restart_s: float, mtbf_s: float) -> float:
-    """The expected seconds of `work_s` of training in equal intervals, each closed by a checkpoint, with exponential failures.
-
-    Exact, failures while writing and restarting included. `work_s` must be a multiple of `interval_s` for it to be a run.
-    """
+    """The expected seconds of `work_s` of training in equal intervals, each closed by a checkpoint, with exponential
+    failures. Exact, failures while writing and restarting included. `work_s` must be a multiple of `interval_s` for it to be a
+    run."""
     _check(write_s, mtbf_s)
     per_interval = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + write_s) / mtbf_s)
     return work_s / interval_s * per_interval
@@ -456,10 +448,8 @@ class IntervalTimes:
 
     @property
     def best_interval_s(self) -> float:
-        """Where a parabola through the best and its neighbours, over the logarithm of the interval, is lowest.
-
-        Just the best where nothing is random: with failures at known times the mean jumps, and no curve fits it.
-        """
+        """Where a parabola through the best and its neighbours, over the logarithm of the interval, is lowest. Just the best
+        where nothing is random: with failures at known times the mean jumps, and no curve fits it."""
         place = self.best
         if place in (0, len(self.mean_s) - 1) or not self.error_s.any():
             return float(self.interval_s[place])

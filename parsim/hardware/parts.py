@@ -42,18 +42,13 @@ host's PCIe switches alone."""
 
 class PartFit(KernelFit):
     """A fit for this GPU in several precisions; with the chip's own numbers it becomes an `OperatorFit` for each.
-
-    Attributes:
-        transferred_from: other GPUs, where this one has no rows of its own.
-    """
+    transferred_from: other GPUs, where this one has no rows of its own."""
 
     precisions: Annotated[list[str], Field(min_length=1)]
     transferred_from: list[str] = []
 
 
 class PartEfficiency(WholeModels):
-    """`WholeModels` on this GPU, in several precisions."""
-
     precisions: Annotated[list[str], Field(min_length=1)]
 
 
@@ -129,22 +124,17 @@ class LinkPart(LinkNumbers, SourcedFile):
 
 
 def shipped_gpus() -> list[str]:
-    """Names of the GPUs that come with the package."""
     return shipped("parts", "gpus")
 
 
 def shipped_links() -> list[str]:
-    """Names of the links that come with the package."""
     return shipped("parts", "links")
 
 
 @lru_cache(maxsize=64)
 def load_gpu(name_or_path: str) -> GpuPart:
-    """A GPU by name ("h100-sxm"), by alias ("h100"), by the driver's name ("NVIDIA H100 PCIe") or by the path of a JSON file.
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
-    """
+    """A GPU by name ("h100-sxm"), by alias ("h100"), by the driver's name ("NVIDIA H100 PCIe") or by the path of a JSON
+    file. Raises ProfileError as `load_record`."""
     try:
         return load_record(GpuPart, ("parts", "gpus"), "GPU", driver_name(name_or_path) or name_or_path, ALIASES["gpus"])
     except ProfileError:
@@ -154,7 +144,7 @@ def load_gpu(name_or_path: str) -> GpuPart:
 
 @lru_cache(maxsize=64)
 def load_link(name_or_path: str) -> LinkPart:
-    """A link by name ("nvswitch-4"), by alias or by path. Raises ProfileError as `load_gpu`."""
+    """A link by name ("nvswitch-4"), by alias or by path. Raises ProfileError as `load_record`."""
     return load_record(LinkPart, ("parts", "links"), "link", name_or_path, ALIASES["links"])
 
 
@@ -254,7 +244,6 @@ class Machines:
 
     @property
     def node(self) -> str:
-        """One of the nodes, as a shorthand."""
         if self.instance is not None:
             return self.instance.node
         return f"{self.gpus_per_node}x{self.gpu}" + (f"@{self.link}" if self.link else "")
@@ -267,7 +256,6 @@ def shorthand(text: str) -> tuple[int, str, str | None] | None:
 
 
 def is_shorthand(text: str) -> bool:
-    """Whether a text has the form COUNTxGPU, or names instances of a cloud."""
     return shorthand(text) is not None or instances_of(text) is not None
 
 
@@ -325,11 +313,8 @@ CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
 
 
 class Card(LinkNumbers):
-    """One network card (one rail): the bandwidth that a collective reaches, and the latency to its leaf.
-
-    Attributes:
-        per_node: cards per node; None: one in each slot of the profile.
-    """
+    """One network card (one rail): the bandwidth that a collective reaches, and the latency to its leaf. per_node: None: one
+    in each slot of the profile."""
 
     per_node: CardCount | None = None
 
@@ -411,21 +396,15 @@ class Network(SourcedFile):
 
 
 def shipped_networks() -> list[str]:
-    """Names of the networks that come with the package."""
     return shipped("networks")
 
 
 def load_network(name_or_path: str) -> Network:
-    """A network by shipped name or by path.
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
-    """
+    """A network by shipped name or by path. Raises ProfileError as `load_record`."""
     return load_record(Network, ("networks",), "network", name_or_path, {})
 
 
 def save_network(network: Network, path: Path) -> None:
-    """Write a network atomically: a stopped process leaves the old file or the new one."""
     write_text_atomically(path, to_text(network.model_dump(mode="json")))
 
 
@@ -507,7 +486,6 @@ class CloudInstance:
         return sizes.profile or f"{sizes.gpus}x{sizes.gpu}" + (f"@{sizes.link}" if sizes.link else "")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON, as `parsim profile prices` has it."""
         sizes = self.sizes
         return {
             "cloud": self.cloud,
@@ -559,7 +537,6 @@ def _by_key() -> Mapping[str, tuple[str, str]]:
 
 
 def instance_names() -> list[str]:
-    """Every type of every provider."""
     return [name for file in clouds().values() for name in file.instances]
 
 
@@ -629,11 +606,8 @@ def _refreshed() -> Mapping[str, RefreshedPrice]:
 
 
 def refresh() -> int:
-    """Ask gpuhunt for the prices of all types and keep them. Returns how many it had.
-
-    Raises:
-        MissingDependencyError: without gpuhunt. ProfileError: no answer from its catalogue.
-    """
+    """Ask gpuhunt for the prices of all types and keep them. Returns how many it had. Raises MissingDependencyError without
+    gpuhunt; ProfileError: no answer from its catalogue."""
     try:
         import gpuhunt  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:

@@ -46,16 +46,12 @@ class Link:
         return self.lanes * self.bandwidth_bytes_per_s
 
     def other(self, end: str) -> str:
-        """The end that is not `end`."""
         return self.b if end == self.a else self.a
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The link graph; device i is the endpoint `parsim.hardware.devices.device_name(i)`.
-
-    The links at each end and the hash are computed once per topology and cached.
-    """
+    """The link graph; device i is the endpoint `parsim.hardware.devices.device_name(i)`."""
 
     links: tuple[Link, ...]
 

@@ -97,7 +97,6 @@ class Explanation:
     tasks: tuple[ExplainedTask, ...]
 
     def of(self, category: str) -> tuple[ExplainedTask, ...]:
-        """The tasks of a category."""
         return tuple(task for task in self.tasks if task.what.category == category)
 
     def __repr__(self) -> str:
@@ -145,7 +144,6 @@ class Explanation:
         return pd.DataFrame(self.rows())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"title": self.title, "step_s": self.step_s, "categories": dict(self.categories), "rows": self.rows()}
 
 

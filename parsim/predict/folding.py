@@ -149,7 +149,6 @@ class InsideSeconds:
         return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
 
     def _operation(self, exchange: Exchange) -> str:
-        """The collective of an exchange."""
         if exchange.inside is not None:
             return exchange.inside[1]
         assert exchange.hop is not None
@@ -177,7 +176,6 @@ def _groups_of(layout: PlanIndex, exchange: Exchange, replica: int) -> list[tupl
 
 
 def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Collective | SendRecv:
-    """What a group of ranks does."""
     tp, size_bytes, hop = layout.plan.mesh.tp, exchange.size_bytes, exchange.hop
     if exchange.inside is not None:
         return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes, visits=exchange.visits)
@@ -192,7 +190,7 @@ def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Coll
 
 
 def ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
-    """Its ranks, stage by stage. Args: mesh: of the plan. replica: a copy."""
+    """Its ranks, stage by stage."""
     return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
 
 
@@ -334,10 +332,8 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Find the ranks that represent others under these prices. Raises CostError as `Costs.estimate`.
-
-    `seconds`: medians of communications, to share a cache of prices (None: asks `costs`).
-    """
+    """Find the ranks that represent others under these prices. `seconds`: medians of communications, to share a cache of
+    prices (None: asks `costs`). Raises CostError as `Costs.estimate`."""
     price = seconds or (lambda works: [costs.estimate(work, 0).median_s for work in works])
     mesh = layout.plan.mesh
     if costs.differ_by_rank:  # learnt per rank and link
@@ -378,7 +374,6 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
 
 
 def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
-    """The folding of replicas that gossip; not exact if they are alike but for the leaf switches."""
     plan, mesh = layout.plan, layout.plan.mesh
     exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
     step = nearly if exact == mesh.copies else exact
@@ -387,11 +382,9 @@ def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Fo
 
 
 def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Per replica its representative, where replicas meet in sharding groups and not all in one collective.
-
-    The first group stands for all, place by place, if they consist of replicas of the same kinds and pay the same; else every
-    replica stands for itself. Places of equal kinds are one where the sums over all groups cost the same too.
-    """
+    """Where replicas meet in sharding groups and not all in one collective, the first group stands for all, place by place,
+    if they consist of replicas of the same kinds and pay the same; else every replica stands for itself. Places of equal kinds
+    are one where the sums over all groups cost the same too."""
     mesh = layout.plan.mesh
     place = [replica % mesh.group_copies for replica in range(mesh.copies)]
     alike = all(kind == replica_of[first] for kind, first in zip(replica_of, place, strict=True))
@@ -425,7 +418,6 @@ def _rounded(seconds: float) -> float:
 
 
 def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool:
-    """Alone, every shard of a stage computes and loads as the first does."""
     mesh = layout.plan.mesh
     for stage in range(mesh.pp):
         ranks = [mesh.rank(stage=stage, replica=replica, shard=shard) for shard in range(mesh.tp)]
@@ -435,7 +427,7 @@ def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool
 
 
 def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
-    """Whether works that are done side by side cost the same, up to rounding."""
+    """Up to rounding."""
     return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
@@ -459,11 +451,8 @@ def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> b
 def _bucket_works(
     layout: PlanIndex, is_open: Callable[[str, Sequence[tuple[int, tuple[int, ...]]]], bool]
 ) -> Iterator[Sequence[Collective]]:
-    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself).
-
-    Args:
-        is_open: whether an operation may cost these groups of ranks different times; else its sums are left out.
-    """
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself), of
+    operations that may cost these groups of ranks different times."""
     seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
@@ -520,7 +509,6 @@ class Programs:
         return compiled
 
     def forget(self) -> None:
-        """Begin anew."""
         self._kept.clear()
 
     def __reduce__(self) -> tuple[type[Programs], tuple[()]]:
@@ -529,17 +517,13 @@ class Programs:
 
 
 def program_of(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> CompiledGraph:
-    """The program of one step under this folding."""
     resuming = bool(problem.costs(layout.plan.world_size).post_wait_s)
     return layout.model.remembered(Programs).of(layout, folding, resuming=resuming)
 
 
 def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
-    """The program of one replica with the highest prices of all, if that bounds the mean of `steps` to within `NEARLY`.
-
-    Returns:
-        Folding, program and the price of each of its units; None: replicas are one already, or differ by more.
-    """
+    """The program of one replica with the highest prices of all, if that bounds the mean of `steps` to within `NEARLY`, with
+    its folding and the price of each unit. None: replicas are one already, or differ by more."""
     mesh, costs = layout.plan.mesh, problem.costs(layout.plan.world_size)
     overlap = costs.overlap([], [])
     slowing = problem.cluster.profile.overlap is not None or overlap.communications_share

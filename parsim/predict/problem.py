@@ -129,7 +129,6 @@ class PlanningProblem(Remembering):
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that plans may have."""
         return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
 
     def zero_stages_on(self, mesh: Mesh) -> tuple[int, ...]:
@@ -151,7 +150,6 @@ class PlanningProblem(Remembering):
 
     @property
     def offloads(self) -> bool:
-        """Whether plans keep anything in the host's memory."""
         return self.optimizer_offload or bool(self.activation_offload)
 
     def device_bytes_per_element(self, optimizer: str = "") -> int:
@@ -217,13 +215,12 @@ class PlanningProblem(Remembering):
         return problem
 
     def knowing(self, learnt: Learnt) -> PlanningProblem:
-        """The problem of which published runs say something else. What does not depend on it is shared."""
+        """The problem of which published runs say something else; likewise."""
         problem = replace(self, learnt=learnt)
         problem.__dict__["_cache"] = self._cache
         return problem
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Peak memory of every rank of a plan."""
         memories = self._cache.memories
         if plan not in memories:
             memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))

@@ -96,11 +96,7 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
-    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks.
-
-    Args:
-        switches: of every plan.
-    """
+    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks."""
     if isinstance(work, Collective) and len(work.group) == tp and len({rank // tp for rank in work.group}) == 1:
         if switches.get("tensor_overlap") and work.operation in IN_PIECES:
             return 1 / tp
@@ -110,7 +106,6 @@ def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
 
 
 def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
-    """Whether it is one of these operations among the shards of one copy of a stage."""
     work, tp = unit.work, plan.mesh.tp
     if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
@@ -124,7 +119,6 @@ def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
 
 
 def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Sums over shards, as far as gradients of weights do not hide those of the backward."""
     by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
     weight_s = [
         by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
@@ -195,14 +189,11 @@ def step_program(
     local_steps: int | None = None,
     folding: Folding | None = None,
 ) -> Program:
-    """The steps of one cycle of a plan that mixes.
+    """The steps of one cycle of a plan that mixes, with W of round t as `parameters(t)`.
 
     Args:
         overlap: tells whether loading runs ahead.
         local_steps: before each round (None: as the plan says, less the step that the round follows).
-
-    Returns:
-        A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.program` says.
     """
     plan, rule = layout.plan, layout.plan.synchronisation
     cycle = rule.cycle(plan.mesh.dp)
@@ -217,7 +208,6 @@ def step_program(
 
 
 def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
-    """A step with round `number` behind it, or (local) without."""
     if folding is None or not folding.is_folded:
         return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
     return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
@@ -304,7 +294,6 @@ class MixingPeriod:
         return float(self.mean_s(np.array(cycle), np.array(local)))
 
     def breakdown(self) -> tuple[RankBreakdown, ...]:
-        """Where the mean step of each simulated rank goes."""
         medians = self.medians_s[0]
         timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
         parts = breakdown(self.cycle, timeline, ranks=self.ranks)
@@ -330,11 +319,8 @@ def mixing_period(
     folding: Folding | None = None,
     lowest: bool = False,
 ) -> MixingPeriod:
-    """The cycle of a plan that mixes, priced.
-
-    `folding`: which ranks stand for which, of a plan that `folds`;
-    `lowest`: as of `priced_units`. Raises CostError for a task without a price.
-    """
+    """The cycle of a plan that mixes, priced. `folding`: which ranks stand for which, of a plan that `folds`; `lowest`: as
+    of `priced_units`. Raises CostError for a task without a price."""
     plan, rule = layout.plan, layout.plan.synchronisation
     costs = problem.costs(plan.world_size)
     simulated = min(rule.round_steps, UNROLLED_STEPS)
@@ -405,11 +391,10 @@ def priced_units(
 
     Args:
         rounds: per unit the round that it belongs to; None: all to one.
-        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
-        lowest: take the lowest instead.
+        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken, or
+            (`lowest`) the lowest.
 
-    Returns:
-        One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
+    Leaves out, on machines without a link model, what messages of one round cost one another.
     """
     estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
     rule, cluster = plan.synchronisation, problem.cluster
@@ -452,7 +437,6 @@ def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
-    """All messages of a round, once for all of its buckets."""
     return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
 
 

@@ -68,8 +68,7 @@ class InsideChoice:
     """A collective inside the nodes: the protocol that the library's tuner takes, and the line it is priced on.
 
     Attributes:
-        line: of seconds over bytes, beside the groups that run at once. size_bytes: where on it; less than asked for where a
-            later protocol begins with less time (`line_at`).
+        size_bytes: where on the line; less than asked for where a later protocol begins with less time (`line_at`).
         rings: of the slowest node. contention: seconds per byte of its busiest link over those alone.
     """
 
@@ -93,8 +92,8 @@ def inside_choice(
 ) -> InsideChoice:
     """Price a collective among the members of a group (ascending) on each node, as the slowest node runs it.
 
-    The library's tuner does not know of the `concurrent` groups, which do the same: it chooses as if there were none. Raises
-    CostError if the profile has no link model, or no protocol prices the operation on these devices.
+    The library's tuner chooses as if there were no `concurrent` groups, which do the same. Raises CostError if the profile has
+    no link model, or no protocol prices the operation on these devices.
     """
     model = link_model_of(cluster)
     rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
@@ -135,8 +134,8 @@ class ProtocolLine:
 def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
     """One line of seconds over bytes per protocol, for rings with concurrent groups counted.
 
-    The tuner's lane rate is the profile's; on relayed rings it is the path's own, while nothing else runs (`alone`; None:
-    `rings`). Raises CostError if no protocol prices the operation on these rings.
+    The tuner's lane rate is the profile's; on relayed rings it is the path's own, while nothing else runs (`alone`). Raises
+    CostError if no protocol prices the operation on these rings.
     """
     n = len(rings.devices)
     steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
@@ -225,8 +224,7 @@ class AlgorithmChoice:
 
     Attributes:
         base_s, hops, seconds_per_byte: of a ring or a tree: seconds = base_s + hops + seconds_per_byte * size, with the count
-            and seconds of each kind of hop.
-        phases: of the hierarchical form, each with its seconds, one after the other.
+            and seconds of each kind of hop. phases: of the hierarchical form, each with its seconds, one after the other.
     """
 
     algorithm: str
@@ -281,10 +279,7 @@ def choices(
 ) -> list[AlgorithmChoice]:
     """Price every algorithm and protocol for a group (ascending) on several nodes, fastest first.
 
-    Leaves out switches that reduce and collisions of routes.
-
-    Raises:
-        CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
+    Raises CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
     """
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "through", concurrent)
@@ -305,10 +300,8 @@ def choices(
 
 
 def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
-    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts.
-
-    The array of the whole group has `size_bytes`, of which each member sends its part. Raises CostError as `choices`.
-    """
+    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts on
+    its part of an array of `size_bytes`. Raises CostError as `choices`."""
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "rails", concurrent)
     rails = _protocol_choices("ring", ring_form(operation, pace.nodes, pace), size_bytes, pace, network, model)
@@ -329,11 +322,8 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
 
 
 def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
-    """Fixed cost of a message between nodes, and its efficiency.
-
-    Returns:
-        Seconds without the latency of the links, and the share of the bandwidth that large messages reach.
-    """
+    """Of a message between nodes: seconds without the latency of the links, and the share of the bandwidth that large ones
+    reach."""
     best = max((entry for entry in network.protocols if entry.algorithm == "ring"), key=lambda entry: entry.efficiency)
     return model.point_to_point_base_s + best.hop_s, best.efficiency
 
@@ -401,7 +391,6 @@ def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: Lin
 
 
 def _levels(pace: LinkRates) -> int:
-    """The levels of a tree over the nodes."""
     return math.ceil(math.log2(pace.nodes))
 
 
@@ -433,10 +422,8 @@ def _hierarchical(
 def _protocols(
     algorithm: str, pace: LinkRates, network: Network, model: LinkModel
 ) -> Iterator[tuple[NetworkProtocol, LinkProtocol]]:
-    """The network's protocols of an algorithm, each with the ring of the same protocol inside a node.
-
-    A tree's chain inside a node is priced as that ring, at `inside_efficiency` of its rate.
-    """
+    """The network's protocols of an algorithm, each with the ring of the same protocol inside a node, as which a tree's
+    chain is priced too."""
     local = model.relay_protocols if pace.relayed and model.relay_protocols else model.protocols
     inside = {entry.protocol: entry for entry in local if entry.algorithm == "ring"}
     shares_one = False
@@ -455,18 +442,15 @@ def _protocols(
 
 
 def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> Floats:
-    """Time of each transfer of an exchange in which all transfers (source, destination) run at once, each once.
+    """Time of each transfer of an exchange in which all transfers (source, destination) run at once: float64 [pairs]
+    seconds.
 
     A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer that
-    uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once.
+    uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once. Leaves out
+    that a transfer speeds up once others have ended, collisions of routes in the network, and the arithmetic after an arrival.
 
-    Returns:
-        float64 [pairs] seconds. Leaves out that a transfer speeds up once others have ended, collisions of routes in the
-        network, and the arithmetic after an arrival.
-
-    Raises:
-        CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or links
-            between nodes without a network.
+    Raises CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or
+    links between nodes without a network.
     """
     if size_bytes < 0:
         raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
@@ -500,11 +484,8 @@ def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -
 
 
 def _latencies_between_nodes(far: Ints, cluster: Cluster, link_kind: str, total: dict[object, float]) -> tuple[Floats, Floats]:
-    """Latency and seconds per byte of transfers between nodes: by rank and by leaf, since a million of them use few links.
-
-    Args:
-        far: int64 [transfers, 2]. cluster, link_kind: the machine, its direct links. total: of links inside nodes; added to.
-    """
+    """Latency and seconds per byte of transfers between nodes, int64 [transfers, 2]: by rank and by leaf, since a million of
+    them use few links. `total`: of links inside nodes; added to."""
     nodes = cluster.nodes
     names = tuple(nodes.leaves)
     number = {name: place for place, name in enumerate(names)}

@@ -39,12 +39,9 @@ def fit_regimes(points: Sequence[CollectivePoint], *, source: str | None = None,
     """One fit per (operation, group size): seconds = latency + seconds_per_byte * size in 1 to `MAX_REGIMES` size ranges.
 
     Within a range, latency and slope are >= 0 and minimise the Huber loss of the relative error. The ends of the ranges are
-    searched exhaustively (each range holds >= 2 sizes); how many ranges are used is what predicts left-out points best.
-    Points of another machine (`measured_on`) are ignored.
-
-    Args:
-        source: key of the fit's source; None takes the points' own.
-        closest: as many ranges as come closest to the points themselves.
+    searched exhaustively (each range holds >= 2 sizes); how many ranges are used is what predicts left-out points best, or
+    (`closest`) comes closest to the points themselves. Points of another machine (`measured_on`) are ignored. `source`: key of
+    the fit's source; None takes the points' own.
 
     Raises:
         ProfileError: fewer than two sizes of an operation and group size.
@@ -88,8 +85,7 @@ def fit_linear(columns: Floats, seconds: Floats) -> Floats:
 def sigma_that_holds(sizes: Floats, error: Floats) -> float:
     """The relative spread whose 90% interval holds what was measured at every size, and nine of ten single timings.
 
-    Args:
-        sizes: of the timings, in bytes; equal ones count as their median. error: log(measured / predicted) of each.
+    `sizes`: of the timings, in bytes; equal ones count as their median. `error`: log(measured / predicted) of each.
     """
     by_size = [abs(float(np.median(error[sizes == size]))) for size in np.unique(sizes)]
     return max(*by_size, float(np.quantile(np.abs(error), 0.9))) / Z_90
@@ -243,13 +239,7 @@ def fits_of_points(
 ) -> list[CollectiveFit]:
     """One fit per operation and group size, or (`by_group`) per operation and group, since links join groups differently.
 
-    Its spread holds the points (`sigma_that_holds`).
-
-    Args:
-        source: key of the fits' source; None takes the points' own. closest: as of `fit_regimes`.
-
-    Raises:
-        ProfileError: fewer than two sizes of an operation and group.
+    Its spread holds the points (`sigma_that_holds`); other arguments and errors as of `fit_regimes`.
     """
     groups: dict[tuple[int, ...], list[CollectivePoint]] = {}
     for point in points:
@@ -274,10 +264,8 @@ def _spread(points: list[CollectivePoint], fit: CollectiveFit) -> float:
 
 @lru_cache(maxsize=64)
 def fits_of(cluster: Cluster) -> tuple[CollectiveFit, ...]:
-    """The fits of a cluster's profile, and those of points that it holds without one.
-
-    Raises CostError where such points are too few for a fit, with what is missing.
-    """
+    """The fits of a cluster's profile, and those of points that it holds without one. Raises CostError where these are too
+    few for a fit."""
     profile = cluster.profile
     points = unfitted_points(profile.communication)
     if not points:
@@ -294,11 +282,8 @@ def fits_of(cluster: Cluster) -> tuple[CollectiveFit, ...]:
 def measured_fit(
     cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...]
 ) -> tuple[CollectiveFit, float] | None:
-    """The fit of a group inside one node that was measured itself or is joined alike, and how many times as long its bytes take
-    beside the concurrent groups; None if there is none.
-
-    For a machine with a link model; `group` is ascending. Raises CostError as `fits_of`.
-    """
+    """The fit of a group (ascending) inside one node that was measured itself or is joined alike, and how many times as long
+    its bytes take beside the concurrent groups; None if there is none."""
     ((node, members),) = cluster.spread(group)
     link_kind = link_model_of(cluster).link_kind
     fit = _fit_for(cluster, operation, cluster.nodes.shapes[node], members, link_kind)

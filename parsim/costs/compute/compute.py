@@ -84,10 +84,8 @@ def compute_costs(cluster: Cluster, numerics: Numerics, ranks_active: int | None
 class ComputeCosts:
     """Prices computation by a profile.
 
-    Attributes:
-        numerics: whose precision is a key of DeviceType.peak_flop_per_s.
-        ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
-            those under the heaviest load (None: the heaviest).
+    ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else those
+    under the heaviest load (None: the heaviest).
     """
 
     profile: Profile
@@ -146,17 +144,14 @@ class ComputeCosts:
         return model.estimate(part)
 
     def part(self, work: Compute, component: Component, device: Device, whole: Estimate) -> Estimate:
-        """Seconds of a part of a component, between whose parts its ranks communicate (`Compute.part`): its operators' share.
+        """Seconds of a part of a component, between whose parts its ranks communicate (`Compute.part`): its operators'
+        share.
 
         Args:
             component: as a rank has it, not cut by `work.rule`. whole: the estimate of all of its parts.
 
-        Returns:
-            The share of the whole that the part's operators have by the operator model. Experts carry the assumed spread of
-            their imbalance, operators that run again an assumed spread of their share.
-
-        Raises:
-            CostError: nothing known prices the operators.
+        Experts carry the assumed spread of their imbalance, operators that run again an assumed spread of their share. Raises
+        CostError: nothing known prices the operators.
         """
         model, shard = self.operator_model(device.type), narrow(component, work.rule, work.ways)
         parts = _again_and_kept(shard) if work.part == BY_OPERATOR_PART else operators_by_part(shard)
@@ -182,16 +177,15 @@ class ComputeCosts:
     def optimizer(self, work: OptimizerStep, device: Device, *, calls: int = 1) -> Estimate:
         """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where the numerics do.
 
-        Averaging takes the share of the step that its accesses have. Nothing measures it by itself. `calls` of the optimizer's
+        Averaging takes the share of the step that its accesses have: nothing measures it by itself. `calls` of the optimizer's
         operations (2: for parameters with weight decay, and without) count where steps were measured.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
-        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. With a scaled
-        loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
-        with master weights the update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
+        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. With a scaled loss, one
+        more read and write of the gradients unscales them. Weights in half precision move half the bytes; with master weights
+        the update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
-        Raises:
-            ConfigError: unknown optimizer. CostError: nothing known for this device.
+        Raises ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
         step = self._step(work, device, calls)
         if not self.numerics.ema or not work.elements:
@@ -203,7 +197,6 @@ class ComputeCosts:
         return _multiple_of(step, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
 
     def _step(self, work: OptimizerStep, device: Device, calls: int = 1) -> Estimate:
-        """Seconds of one optimizer step without averages of the weights."""
         optimizer = work.optimizer or self.numerics.optimizer
         _ = OPTIMIZERS[optimizer]  # raises for an unknown one
         drift = drift_of(self.profile)
@@ -272,12 +265,10 @@ class ComputeCosts:
 
     def arithmetic(self, work: ClipGradients | Mix, device: Device) -> Estimate:
         """Seconds of clipping, or of mixing whose accesses are known: their share of an optimizer step over the same arrays.
+        Errors as of `optimizer`.
 
         All are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself. Clipping reads
         every element once for the norm, and twice accesses it for the scaling.
-
-        Raises:
-            ConfigError, CostError: as `optimizer`.
         """
         optimizer = self.numerics.optimizer
         step = self._step(OptimizerStep(elements=work.elements, tensors=work.tensors), device)
@@ -316,7 +307,7 @@ class ComputeCosts:
 
 
 def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
-    """The operators of a component by `Compute.part`: attention, experts, and the rest."""
+    """By `Compute.part`: attention, experts, and the rest."""
     experts = frozenset() if component.inside is None else frozenset(component.inside.experts)
     parts: dict[str, list[Operator]] = {"rest": [], "attention": [], "experts": []}
     for number, operator in enumerate(component.operators):
@@ -449,11 +440,9 @@ def measured_component(
 
     Args:
         ranks_active: ranks of the machine that compute at once; points under that load are preferred, else those under the
-            heaviest load.
-        drift: name and relative sigma of the cost parameter shared by all computation.
+            heaviest load. drift: name and relative sigma of the cost parameter shared by all computation.
 
-    Returns:
-        An Estimate. Leaves out that a library may change its algorithm between two measured sample counts.
+    Leaves out that a library may change its algorithm between two measured sample counts.
     """
     chosen = _in_range_under_load(points, request.samples, ranks_active)
     curve: dict[int, list[ComponentPoint]] = {}
@@ -493,12 +482,8 @@ def measured_optimizer(
 ) -> Estimate:
     """Price an optimizer step: seconds per step, element and tensor through the measured points of this optimizer.
 
-    Args:
-        calls: of the optimizer's operations, one for each kind of parameter; each takes what a step takes whatever it updates.
-        ranks_active, drift: as for `measured_component`.
-
-    Returns:
-        An Estimate. Leaves out effects that are not affine in elements and tensors, such as caches.
+    `calls`: of the optimizer's operations, one for each kind of parameter; each takes what a step takes whatever it updates.
+    Others as of `measured_component`. Leaves out effects that are not affine in elements and tensors, such as caches.
     """
     load = _loads(points, ranks_active)[0]
     points = [point for point in points if point.ranks_active == load]

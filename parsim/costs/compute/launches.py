@@ -601,8 +601,7 @@ def gpu_launches(
 
     Operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the additions
     that follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of
-    weights, biases, activations and gradients are launches of their own, priced as copies. Without them a loss over a
-    vocabulary came out at a third of its bytes, and a transformer block at half of its launches.
+    weights, biases, activations and gradients are launches of their own, priced as copies.
     """
     operators = [operator for operator in cuda_operators(component.operators) if operator.function != GRADIENT_SUM]
     uniform = UNIFORM.get(number_format(precision).autocast)

@@ -171,14 +171,8 @@ def log_sizes(sizes: Mapping[str, float]) -> NDArray[np.float64]:
 
 
 def distances(wanted: NDArray[np.float64], known: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Distance from each wanted launch to the nearest known one, by the size that differs most.
-
-    Args:
-        wanted: float64 [n, sizes], doublings. known: float64 [m, sizes].
-
-    Returns:
-        float64 [n] doublings.
-    """
+    """Distance from each wanted launch, float64 [n, sizes] in doublings, to the nearest known one, float64 [m, sizes], by
+    the size that differs most: float64 [n] doublings."""
     nearest: NDArray[np.float64] = np.abs(wanted[:, None, :] - known[None, :, :]).max(axis=2).min(axis=1)
     return nearest
 
@@ -272,8 +266,8 @@ class Parts:
 
     Attributes:
         components: 1, or 1/2 for half a backward. seconds: by kind, of its launches alone.
-        sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds.
-        outside_s: seconds of launches beyond the surfaces' reach. counts: of launches, by kind.
+        sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds. outside_s: seconds of
+            launches beyond it. counts: of launches, by kind.
     """
 
     components: float
@@ -302,12 +296,8 @@ def component_parts(
 ) -> Parts:
     """Split a component's forward or backward (or half of it) into launches, bytes and seconds.
 
-    Args:
-        model: surfaces that price the launches. launched: makes the launches (`launches_on`).
-        input_gradient: False if the component's inputs want no gradient.
-
-    Raises:
-        CostError: no surface covers a launch; the message names the first.
+    `model`: surfaces that price the launches. `launched`: makes the launches (`launches_on`). Raises CostError: no surface
+    covers a launch; the message names the first.
     """
     launches = launched(component, phase, samples, input_gradient=input_gradient)
     priced = [(launch, model.price(launch)) for launch in launches]
