@@ -517,14 +517,10 @@ def _record(line: str) -> ValidationRecord:
         record = ValidationRecord(**{name: value for name, value in document.items() if name in names})
     except OverflowError as error:
         raise CostError("a number that no float can hold") from error
-    if version == 1 and _counts_skew(record):
+    relaxed = any(word.split("/")[0] in KINDS[1:] for word in str(record.plan).split())
+    if version == 1 and relaxed and 2 * record.rounds > record.steps:  # of a training, step by step
         raise CostError("its steps contain the distance between ranks (`parsim validate FOLDER` measures the run again)")
     return record
-
-
-def _counts_skew(record: ValidationRecord) -> bool:
-    """Whether a record of version 1 is of a training, step by step, under a relaxed plan."""
-    return 2 * record.rounds > record.steps and any(word.split("/")[0] in KINDS[1:] for word in str(record.plan).split())
 
 
 def _machine(records: list[ValidationRecord], profile: Profile) -> str:

@@ -143,15 +143,11 @@ class Played:
             step_s=step_s,
             change_s=self.scenario.change_times_s,
             ranks=result.plan.world_size,
-            nodes=self._nodes,
+            nodes=len({device.node for device in self.problem.cluster.devices[: result.plan.world_size]}),
             computing_s=float(np.mean([rank.compute_s for rank in self.evaluation.breakdown])),
             warm_up_s=run.warm_up_steps * (run.warm_up_factor - 1) * result.step_s.median,
             start_s=run.start_s,
         )
-
-    @property
-    def _nodes(self) -> int:
-        return len({device.node for device in self.problem.cluster.devices[: self.evaluation.result.plan.world_size]})
 
     @property
     def write_s(self) -> float:

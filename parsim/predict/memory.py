@@ -419,15 +419,11 @@ def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[
         parameters += sum(held.size_bytes for held in whole)
     spared = 0.0
     if numerics.weight_dtype:
-        elements = sum(_low_elements(kept.component(name)) for name in layout.rank_components(rank))
+        parts = map(kept.component, layout.rank_components(rank))
+        products = (op for part in parts for op in part.operators if op.kind == "matmul" and op.function != NOT_LOW)
+        elements = sum(op.parameter_bytes * op.count for op in products) / FULL_BYTES
         spared = elements * (numerics.format.weight_bytes - numerics.format.element_bytes) / divided
     return {"parameters": parameters - spared, "gradients": numerics.gradient_bytes(gradients)}
-
-
-def _low_elements(component: Component) -> float:
-    """Weights of the products that a training in 8 bits runs in them (`parsim.model.component.NOT_LOW`)."""
-    products = (op for op in component.operators if op.kind == "matmul" and op.function != NOT_LOW)
-    return sum(op.parameter_bytes * op.count for op in products) / FULL_BYTES
 
 
 # --- the fullest moment -----------------------------------------------------------------------------------------------

@@ -204,19 +204,18 @@ class PlanningProblem(Remembering):
         """
         if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
 
     def corrected(self, corrections: RunCorrections) -> PlanningProblem:
         """The problem where the machine runs otherwise. What does not depend on it, layouts and memory, is shared."""
-        problem = replace(self, corrections=corrections)
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(corrections=corrections)
 
     def knowing(self, learnt: Learnt) -> PlanningProblem:
         """The problem of which published runs say something else; likewise."""
-        problem = replace(self, learnt=learnt)
+        return self._sharing(learnt=learnt)
+
+    def _sharing(self, **changes: Any) -> PlanningProblem:
+        problem = replace(self, **changes)
         problem.__dict__["_cache"] = self._cache
         return problem
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.communication.algorithms import choose_protocol, protocol_lines
+from parsim.costs.communication.algorithms import line_at, protocol_lines
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
 from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
@@ -279,9 +279,11 @@ def test_the_cheaper_algorithm_is_chosen() -> None:
     lines = protocol_lines("all_reduce", EIGHT, model)
     chosen = []
     for size in (0, 10**3, 10**5, 10**6, 10**7, 10**9):
-        seconds, name = choose_protocol(lines, size)
+        line, at_bytes, name = line_at(lines, size)
         chosen.append(name.algorithm)
-        assert seconds == pytest.approx(min(line.latency_s + line.seconds_per_byte * size for line in lines), rel=1e-12)
+        assert line.seconds_at(at_bytes) == pytest.approx(
+            min(line.latency_s + line.seconds_per_byte * size for line in lines), rel=1e-12
+        )
     assert chosen == ["tree", "tree", "tree", "ring", "ring", "ring"]
 
 
@@ -310,7 +312,8 @@ def test_the_choice_follows_the_tuner_and_stays_monotone(data: st.DataObject) ->
     lines = protocol_lines("all_reduce", EIGHT, model_of(*protocols))
     before = 0.0
     for size in (0, 10, 10**3, 10**4, 10**5, 3 * 10**5, 10**6, 10**7, 10**8, 10**10):
-        seconds, chosen = choose_protocol(lines, size)
+        line, at_bytes, chosen = line_at(lines, size)
+        seconds = line.seconds_at(at_bytes)
         tuner = {line.protocol.protocol: line.tuner_latency_s + line.tuner_seconds_per_byte * size for line in lines}
         assert tuner[chosen.protocol] == pytest.approx(min(tuner.values()), rel=1e-9)
         line = next(line for line in lines if line.protocol is chosen)

@@ -178,12 +178,6 @@ def nvls_traffic(n: int) -> float:
     return 1.0 + 1.0 / n
 
 
-def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:
-    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`)."""
-    line, at_bytes, protocol = line_at(lines, size_bytes)
-    return line.seconds_at(at_bytes), protocol
-
-
 def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolLine, float, LinkProtocol]:
     """Find the line that prices a collective, the size at which to read it, and the protocol with the least tuner time.
 
@@ -200,14 +194,11 @@ def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolL
         later = [line for line in lines if line.tuner_seconds_per_byte < current.tuner_seconds_per_byte]
         if not later:
             return *least, chosen.protocol
-        start, current = min(
-            ((_crossing(current, line), line) for line in later), key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte)
-        )
-
-
-def _crossing(slow: ProtocolLine, fast: ProtocolLine) -> float:
-    """The size from which the tuner prefers `fast`, which has the smaller slope."""
-    return (fast.tuner_latency_s - slow.tuner_latency_s) / (slow.tuner_seconds_per_byte - fast.tuner_seconds_per_byte)
+        crossings = []  # the size from which the tuner prefers a line with a smaller slope
+        for line in later:
+            slower = current.tuner_seconds_per_byte - line.tuner_seconds_per_byte
+            crossings.append(((line.tuner_latency_s - current.tuner_latency_s) / slower, line))
+        start, current = min(crossings, key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte))
 
 
 # --- between nodes ----------------------------------------------------------------------------------------------------
@@ -462,7 +453,14 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
 @lru_cache(maxsize=4)
 def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> tuple[Floats, Floats]:
     """float64 [pairs] seconds, and seconds per byte: a round sends its buckets over the same links, one size after another."""
-    _check(pairs, cluster)
+    if len(set(pairs)) != len(pairs):
+        raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
+    for source, destination in pairs:
+        if not (0 <= source < cluster.size and 0 <= destination < cluster.size) or source == destination:
+            raise CostError(
+                f"an exchange names the transfer {source} -> {destination}, but needs two of the cluster's ranks "
+                f"0 to {cluster.size - 1}"
+            )
     model = link_model_of(cluster)
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     node = np.array([place for place, _ in cluster.places], dtype=np.int64)[ends]
@@ -523,14 +521,3 @@ def _latencies_between_nodes(far: Ints, cluster: Cluster, link_kind: str, total:
         latency_s[crossing] += by_leaf[0, passed]
         pace[crossing] = np.maximum(pace[crossing], by_leaf[1, passed])
     return latency_s, pace
-
-
-def _check(pairs: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    if len(set(pairs)) != len(pairs):
-        raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
-    for source, destination in pairs:
-        if not (0 <= source < cluster.size and 0 <= destination < cluster.size) or source == destination:
-            raise CostError(
-                f"an exchange names the transfer {source} -> {destination}, but needs two of the cluster's ranks "
-                f"0 to {cluster.size - 1}"
-            )

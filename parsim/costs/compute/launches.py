@@ -530,7 +530,8 @@ def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     kept: list[Operator] = []
     for operator in operators:
         key = operator.function, dict(operator.shape).get("elements")
-        fused = min(operator.count, spare.get(key, 0)) if _is_part_of_dropout(operator) else 0
+        is_part = operator.function == "div_" or (operator.function == "mul" and _has_whole_operands(operator))
+        fused = min(operator.count, spare.get(key, 0)) if is_part else 0
         if fused:
             spare[key] -= fused
         if operator.count > fused:
@@ -707,8 +708,3 @@ def _has_whole_operands(operator: Operator) -> bool:
 
 def _elements(operator: Operator, samples: int) -> int:
     return operator_size(operator, "elements") * operator_times(operator, samples)
-
-
-def _is_part_of_dropout(operator: Operator) -> bool:
-    """The scaling of the mask, and its product with a whole array."""
-    return operator.function == "div_" or (operator.function == "mul" and _has_whole_operands(operator))
