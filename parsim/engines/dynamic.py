@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ import simpy
 from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.engines.program import DurationsOf, Part, Program, Served, durations_by_step_s, resources_of, waiting_tasks
+from parsim.engines.program import Part, Program, Served, waiting_tasks
 from parsim.engines.scenario import Conditions, Flow, Lane, max_min_rates
 from parsim.engines.static import (
     AnyGraph,
@@ -334,7 +334,7 @@ def simulate(
     if not columns.size:
         return simulated_timeline(columns, np.zeros(0), np.zeros(0))
     program = Program(parts=(Part(graph=columns.graph),))
-    done = run_program(program, lambda part, step: durations, overlap=overlap, conditions=conditions, record=True)
+    done = run_program(program, [durations], overlap=overlap, conditions=conditions, record=True)
     return simulated_timeline(columns, done.start_s, done.end_s)
 
 
@@ -359,9 +359,8 @@ class ProgramRun:
 
 def run_program(
     program: Program,
-    durations_s: DurationsOf,
+    durations_s: Sequence[ArrayLike],
     *,
-    varying: bool = False,
     overlap: OverlapFactors | None = None,
     conditions: Conditions | None = None,
     record: bool = False,
@@ -369,12 +368,15 @@ def run_program(
     """Simulate a program from 0, with every resource free.
 
     Args:
-        durations_s: what tasks take alone, asked once per part, unless `varying`: then for every step.
+        durations_s: of every step what its tasks take alone, float64 [tasks of its part].
         record: keep start and end of every task.
 
     Raises as `simulate`.
     """
-    rows_s = durations_by_step_s(program, durations_s, varying=varying)
+    rows_s = [
+        checked_durations_s(part.graph, row, dimensions=1, step=step)
+        for step, (part, row) in enumerate(zip(program.steps, durations_s, strict=True))
+    ]
     run = _Run(program, rows_s, checked_slowdown(overlap, program.world_size), conditions, record)
     run.to_the_end()
     return ProgramRun(
@@ -427,11 +429,11 @@ class _Run:
         self._record = record
         self._program = program
         self._rows_s = rows_s
-        self._shapes = {id(part): _Shape(part, program.arrival) for part in program.walk_once()}
+        self._shapes = {id(part): _Shape(part, program.arrival) for part in program.unlike_parts}
         self._steps: dict[int, _Step] = {}
         self._closed: set[int] = {number for number, part in enumerate(program.steps) if not part.graph.tasks}
         self._makers: dict[str, list[int]] = {}  # per value that some part reads, the steps that make it, in order
-        read = {value for part in program.walk_once() for value in part.reads}
+        read = {value for part in program.unlike_parts for value in part.reads}
         for number, part in enumerate(program.steps):
             for value in read.intersection(part.makes):
                 self._makers.setdefault(value, []).append(number)
@@ -439,10 +441,11 @@ class _Run:
         self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
         self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
-        resources = resources_of(program)
-        self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
+        self.counters = {
+            resource: Counter(self.instants, self._start) for resource in program.resources if resource in program.arrival
+        }
         # the tasks of each resource in issue order, step after step, behind the one that is at its head
-        self._queues = {resource: program.issued(resource) for resource in resources if resource not in program.arrival}
+        self._queues = {resource: program.issued(resource) for resource in program.resources if resource not in program.arrival}
         for queue in self._queues.values():
             self._unblock(next(queue, None))
 

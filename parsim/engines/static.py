@@ -160,47 +160,42 @@ def _topological_order(columns: Columns, before: RaggedTable) -> Ints:
 
 
 def checked_durations_s(
-    columns: Columns, durations_s: ArrayLike, *, dimensions: int, step: int | None = None
+    program: TaskGraph | Columns,
+    durations_s: ArrayLike,
+    *,
+    dimensions: int,
+    unit: Ints | None = None,
+    step: int | None = None,
 ) -> NDArray[np.float64]:
-    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message. Raises GraphError
-    for another shape, or for a negative or non-finite entry (which task, which value)."""
+    """`durations_s` as contiguous float64 of shape [n] or [S, n]; with `unit`, int64 [n], the column of each task, [S, units].
+
+    Raises GraphError for another shape, or for a negative or non-finite entry (of which task, which value, in which `step`).
+    """
     array = np.ascontiguousarray(durations_s, dtype=np.float64)
-    n = columns.size
-    if array.ndim != dimensions or array.shape[-1] != n:
+    n = len(program.tasks) if isinstance(program, TaskGraph) else program.size
+    if unit is not None:
+        if array.ndim != 2 or unit.shape != (n,):
+            raise GraphError(
+                f"durations_s must have shape [samples, units] and unit [{n}], got {list(array.shape)} and {list(unit.shape)}"
+            )
+        if n and not 0 <= int(unit.min()) <= int(unit.max()) < array.shape[1]:
+            raise GraphError(f"unit names columns {unit.min()} to {unit.max()}, durations_s has 0 to {array.shape[1] - 1}")
+    elif array.ndim != dimensions or array.shape[-1] != n:
         wanted = f"[{n}]" if dimensions == 1 else f"[samples, {n}]"
         raise GraphError(f"durations_s must have shape {wanted}, one entry per task, got {list(array.shape)}")
-    good = (array >= 0) & (array < np.inf)
-    if not good.all():
-        place = tuple(int(axis[0]) for axis in np.nonzero(~good))
-        sample = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
+    if bool(((array >= 0) & (array < np.inf)).all()):
+        return array
+    by_task = array if unit is None else array[:, unit]
+    bad = np.argwhere(~((by_task >= 0) & (by_task < np.inf)))
+    if len(bad):  # else of units that no task has
+        place = tuple(bad[0].tolist())
+        graph = program if isinstance(program, TaskGraph) else program.graph
+        where = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
         raise GraphError(
-            f"{describe_task(columns.graph, place[-1])} has duration {array[place]} s{sample}; "
+            f"{describe_task(graph, place[-1])} has duration {by_task[place]} s{where}; "
             "durations must be finite and >= 0: check the cost of this work"
         )
     return array
-
-
-def checked_unit_durations_s(
-    columns: Columns, durations_s: ArrayLike, unit: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`durations_s` as contiguous float64 [S, units], `unit` as int64 [n]. Raises GraphError as `checked_durations_s`."""
-    array, column = np.ascontiguousarray(durations_s, dtype=np.float64), np.ascontiguousarray(unit, dtype=np.int64)
-    if array.ndim != 2 or column.shape != (columns.size,):
-        raise GraphError(
-            f"durations_s must have shape [samples, units] and unit [{columns.size}], got {list(array.shape)} and "
-            f"{list(column.shape)}"
-        )
-    if columns.size and not 0 <= int(column.min()) <= int(column.max()) < array.shape[1]:
-        raise GraphError(f"unit names columns {column.min()} to {column.max()}, durations_s has 0 to {array.shape[1] - 1}")
-    good = (array >= 0) & (array < np.inf)
-    for sample, place in np.argwhere(~good):
-        tasks = np.flatnonzero(column == place)
-        if len(tasks):
-            raise GraphError(
-                f"{describe_task(columns.graph, int(tasks[0]))} has duration {array[sample, place]} s in sample {sample}; "
-                "durations must be finite and >= 0: check the cost of this work"
-            )
-    return array, column
 
 
 class Slowdown(NamedTuple):
@@ -330,10 +325,8 @@ def step_times_s(
         raise GraphError(f"steps must be >= 1, got {steps}")
     compiled = compile_graph(graph)
     slowdown = checked_slowdown(overlap, compiled.columns.world_size)
-    if unit is None:
-        durations, column = checked_durations_s(compiled.columns, durations_s, dimensions=2), np.empty(0, dtype=np.int64)
-    else:
-        durations, column = checked_unit_durations_s(compiled.columns, durations_s, unit)
+    column = np.empty(0, dtype=np.int64) if unit is None else np.ascontiguousarray(unit, dtype=np.int64)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=2, unit=None if unit is None else column)
     from parsim.engines import kernels
 
     on_core = compiled.resources_of_cores(slowdown.core)

@@ -10,7 +10,7 @@ import numpy as np
 from parsim.costs.estimate import OverlapFactors, medians_s
 from parsim.engines import dynamic
 from parsim.engines.dynamic import ProgramRun
-from parsim.engines.program import Part, Program, by_step, mean_step_s, steps_in_a_row
+from parsim.engines.program import Part, Program, mean_step_s, steps_in_a_row
 from parsim.engines.scenario import Run, Scenario, check_places, conditions_for, jittered_s, straggling
 from parsim.engines.whole_run import (
     IntervalTimes,
@@ -109,9 +109,7 @@ class Played:
         quiet_s = mean_step_s(compiled, self.durations_s[None, :], self._overlap, steps=steps)[0]
         if asynchronous is not None:
             program, rows = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
-            done = dynamic.run_program(
-                program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions, record=True
-            )
+            done = dynamic.run_program(program, list(rows), overlap=self._overlap, conditions=conditions, record=True)
             return float(columns.world_size / merges_per_s(program, done) / quiet_s)
         if conditions is None and not varied:
             return 1.0
@@ -121,7 +119,7 @@ class Played:
             return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
         program = steps_in_a_row(columns, self._overlap, steps=steps)
         try:
-            done = dynamic.run_program(program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions)
+            done = dynamic.run_program(program, list(rows), overlap=self._overlap, conditions=conditions)
         except StandstillError:
             if self.scenario.at(np.inf) == now:
                 raise
@@ -254,7 +252,7 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> tu
         merge_s: what a merge takes, the way there and back included.
 
     Returns:
-        The program, and float64 [steps, tasks]: what its tasks take in every step (`parsim.engines.program.by_step`).
+        The program, and float64 [steps, tasks]: what its tasks take in every step.
 
     Raises ScenarioError if ranks share other work than the sums of gradients: workers that need one another cannot go on alone.
     """

@@ -1,6 +1,6 @@
 """The steps of a plan that mixes weights in rounds, as a Program, and their mean.
 
-    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
+    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it
 
 A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
 drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
@@ -189,7 +189,7 @@ def step_program(
     local_steps: int | None = None,
     folding: Folding | None = None,
 ) -> Program:
-    """The steps of one cycle of a plan that mixes, with W of round t as `parameters(t)`.
+    """The steps of one cycle of a plan that mixes.
 
     Args:
         overlap: tells whether loading runs ahead.
@@ -202,9 +202,8 @@ def step_program(
     for number in cycle:
         if alone:
             parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
-        parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
-    replicas = plan.mesh.dp
-    return Program(parts=tuple(parts), parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+        parts.append(_part(_graph(layout, folding, number), overlap))
+    return Program(parts=tuple(parts))
 
 
 def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
@@ -213,9 +212,9 @@ def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bo
     return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
 
 
-def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
+def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1) -> Part:
     makes, reads = carried_by_steps(columns_of(graph), overlap)
-    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
+    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -142,11 +142,10 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
         return np.array([price[task.work, task.resources[0].rank] for task in some.tasks])
 
     plain = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
-    ran = run_program(program, lambda part, step: seconds(part.graph))
+    ran = run_program(program, [seconds(part.graph) for part in program.steps])
     assert ran.makespan_s == pytest.approx(plain, rel=1e-12)
     steps = len(program.steps)
     assert steps == plan.synchronisation.period_steps * len(plan.synchronisation.cycle(4))
-    assert program.rounds == len(plan.synchronisation.cycle(4))
     found = simulated_step(problem, plan).steady_s
     if plan.synchronisation.kind == "merge":
         assert found < plain / steps  # its first cycle, in which replicas come to their distance, is left out
@@ -163,7 +162,8 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
     plan = plan_of(problem, f"merge/{period}", dp=replicas)
     layout = problem.layout(plan)
     assert len(layout.buckets) == 1
-    program = replace(step_program(layout, mixing_period(problem, layout).overlap), repeat=5)
+    cycle = step_program(layout, mixing_period(problem, layout).overlap)
+    program = replace(cycle, parts=cycle.parts * 5)
     mix_s, paces = 0.5, [1.0, 1.3, 0.7, 1.1][:replicas]
 
     def seconds(graph: TaskGraph) -> np.ndarray:
@@ -175,7 +175,7 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
 
     graph = unrolled(program)
     ended = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
-    assert run_program(program, lambda part, step: seconds(part.graph)).makespan_s == pytest.approx(ended, rel=1e-12)
+    assert run_program(program, [seconds(part.graph) for part in program.steps]).makespan_s == pytest.approx(ended, rel=1e-12)
 
     updates = sum(isinstance(task.work, OptimizerStep) for task in program.steps[0].graph.tasks) // replicas
     free, handed = [0.0] * replicas, 0.0

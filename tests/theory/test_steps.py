@@ -12,7 +12,7 @@ from strategies import graph_of, timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic
-from parsim.engines.program import Part, Program, by_step, carried_by_steps, mean_step_s, steps_in_a_row
+from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.engines.static import compile_graph
 from parsim.program.columns import columns_of
 from parsim.program.task import COMPUTE, HOST, Resource
@@ -54,8 +54,7 @@ def test_a_rank_that_is_done_does_not_wait_for_the_others() -> None:
     assert step_s(graph, [3.0, 1.0], OverlapFactors(loads_ahead=False)) == 3.0
     makes, reads = carried_by_steps(columns_of(graph), OverlapFactors(loads_ahead=False))
     program = Program(parts=(Part(graph=graph, repeat=2, makes=makes, reads=reads),))
-    rows = by_step(np.array([[3.0, 1.0], [1.0, 3.0]]))
-    assert dynamic.run_program(program, rows, varying=True).makespan_s == 4.0
+    assert dynamic.run_program(program, [[3.0, 1.0], [1.0, 3.0]]).makespan_s == 4.0
 
 
 @given(timed_graphs(most_tasks=12), st.booleans())
@@ -64,7 +63,7 @@ def test_both_engines_agree(timed: tuple[TaskGraph, list[float]], loads_ahead: b
     graph, durations = timed
     overlap = OverlapFactors(loads_ahead=loads_ahead)
     program = steps_in_a_row(columns_of(graph), overlap, steps=4)
-    done = dynamic.run_program(program, lambda part, step: durations)
+    done = dynamic.run_program(program, [durations] * 4)
     assert done.makespan_s / 4 == step_s(graph, durations, overlap, steps=4)
 
 
