@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.program import Part, Program, Served, waiting_tasks
-from parsim.engines.scenario import Conditions, Flow, Lane, max_min_rates
+from parsim.engines.scenario import Conditions, Flow, Lane, Scenario, max_min_rates
 from parsim.engines.static import (
     AnyGraph,
     Slowdown,
@@ -209,7 +209,7 @@ class Paces:
     @property
     def _now_s(self) -> float:
         """In the scenario's time."""
-        return float(self._environment.now) + self._conditions.start_s
+        return float(self._environment.now) + self._conditions.scenario.start_s
 
     def _doubt_core(self, core: int) -> None:
         for side in self._active[core]:
@@ -248,7 +248,7 @@ class Paces:
                     on_core = self._active[core][True]
                     beside *= sum(on_core.values()) / on_core[key]
                 factor = max(factor, beside)
-        if not running.communicates and self._conditions.stragglers:
+        if not running.communicates and self._conditions.scenario.stragglers:
             factor *= max(self._conditions.slowness(rank, self._now_s) for rank in running.ranks)
         return factor
 
@@ -295,7 +295,7 @@ class Paces:
         for key, flow in self._moving.items():
             most = min(flow.room[lane] * room[lane] / share for lane, share in flow.loads.items())
             alone[key] = self._running[key].own * (flow.full_pace / most) if most > 0 else math.inf
-        if not conditions.share_links or max(users.values()) == 1:
+        if not conditions.scenario.share_links or max(users.values()) == 1:
             return alone
         lanes = {lane: number for number, lane in enumerate(users)}
         loads, capacity = np.zeros((len(lanes), len(self._moving))), np.zeros(len(lanes))
@@ -440,7 +440,7 @@ class _Run:
         self._carried: dict[StepTask, list[StepTask]] = {}
         self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
-        self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
+        self._paces = Paces(self, slowdown, conditions or Conditions(scenario=Scenario())) if needed else None
         self.counters = {
             resource: Counter(self.instants, self._start) for resource in program.resources if resource in program.arrival
         }

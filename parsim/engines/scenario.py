@@ -507,35 +507,28 @@ def _explain(problem: ErrorDetails) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conditions:
-    """Conditions of the machine that the dynamic engine takes in addition to durations.
+    """What the dynamic engine takes in addition to durations; flows: of every piece of communication that moves bytes over
+    links, empty where no link matters. Those that use a lane at once share it max-min fairly if the scenario says so."""
 
-    Attributes:
-        start_s: the scenario's time at which the simulation begins.
-        flows: of every piece of communication that moves bytes over links; empty where no link matters.
-        share_links: flows that use a lane at once share it max-min fairly.
-    """
-
-    start_s: float = 0.0
-    stragglers: tuple[Straggler, ...] = ()
-    links: tuple[LinkChange, ...] = ()
+    scenario: Scenario
     flows: Mapping[Collective | SendRecv, Flow] = field(default_factory=dict)
-    share_links: bool = False
 
     def slowness(self, rank: int, at_s: float) -> float:
         """How many times as long a rank's computation takes at a time of the scenario."""
-        return math.prod((each.factor for each in self.stragglers if each.rank == rank and each.holds(at_s)), start=1.0)
+        return math.prod(
+            (each.factor for each in self.scenario.stragglers if each.rank == rank and each.holds(at_s)), start=1.0
+        )
 
     def room(self, lane: Lane, at_s: float) -> float:
         """The share of its bandwidth that a lane has at a time of the scenario."""
-        changes = (change for change in self.links if change.between is None or lane.joins(*change.between))
+        changes = (change for change in self.scenario.links if change.between is None or lane.joins(*change.between))
         return math.prod((change.bandwidth_factor for change in changes if change.holds(at_s)), start=1.0)
 
     @property
     def change_times_s(self) -> tuple[float, ...]:
-        """When anything changes, counted from `start_s`, ascending, > 0."""
-        spells = (*self.stragglers, *self.links)
-        times = {time - self.start_s for entry in spells for time in (entry.from_s, entry.until_s) if time is not None}
-        return tuple(sorted(time for time in times if time > 0))
+        """When anything changes, counted from the scenario's start, ascending, > 0."""
+        start_s = self.scenario.start_s
+        return tuple(time - start_s for time in self.scenario.change_times_s if time > start_s)
 
 
 def conditions_for(scenario: Scenario, columns: Columns, cluster: Cluster) -> Conditions | None:
@@ -547,19 +540,13 @@ def conditions_for(scenario: Scenario, columns: Columns, cluster: Cluster) -> Co
     check_places(scenario, columns.world_size, cluster)
     if not (scenario.stragglers or scenario.links or scenario.share_links):
         return None
-    return Conditions(
-        start_s=scenario.start_s,
-        stragglers=scenario.stragglers,
-        links=scenario.links,
-        flows=_flows(columns, cluster) if scenario.links or scenario.share_links else {},
-        share_links=scenario.share_links,
-    )
+    return Conditions(scenario=scenario, flows=_flows(columns, cluster) if scenario.links or scenario.share_links else {})
 
 
 def straggling(columns: Columns, conditions: Conditions) -> Floats:
     """float64 [n]: how many times as long every task takes on the stragglers of the conditions' start: the slowest of its ranks
     for computation and loading, 1 for communication."""
-    slowness = np.array([conditions.slowness(rank, conditions.start_s) for rank in range(columns.world_size)])
+    slowness = np.array([conditions.slowness(rank, conditions.scenario.start_s) for rank in range(columns.world_size)])
     slowest = np.maximum.reduceat(slowness[columns.resource_rank[columns.uses.values]], columns.uses.offsets[:-1])
     factors: Floats = np.where(columns.communicates, 1.0, slowest)
     return factors

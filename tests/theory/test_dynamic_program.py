@@ -14,7 +14,7 @@ from experiments.relaxed.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.program import Part, Program, unrolled
-from parsim.engines.scenario import Conditions, Straggler
+from parsim.engines.scenario import Conditions, Scenario, Straggler
 from parsim.errors import GraphError
 from parsim.program.task import COMPUTE, Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
@@ -147,7 +147,7 @@ def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float
 
 def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
     program = Program(parts=(Part(graph=workers_graph(3), repeat=10),), arrival=frozenset({COUNTER}))
-    slow = Conditions(stragglers=(Straggler(rank=1, factor=4.0),))
+    slow = Conditions(scenario=Scenario(stragglers=(Straggler(rank=1, factor=4.0),)))
     done = dynamic.run_program(program, [np.array([1.0, 0.0] * 3)] * 10, conditions=slow, record=True)
     ends = done.end_s.reshape(10, 3, 2)[:, :, 1]
     np.testing.assert_array_equal(ends[:, 0], np.arange(1.0, 11.0))
