@@ -29,6 +29,7 @@ from parsim.execute.checkpoint.checkpoint import (
     has_checkpoints,
     latest_checkpoint,
     load_state,
+    read_manifest,
     restore_optimizer,
     restore_rng,
     restore_tensors,
@@ -36,7 +37,6 @@ from parsim.execute.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from parsim.execute.checkpoint.fragments import Fragment, join
-from parsim.execute.checkpoint.manifest import read_manifest
 from tests.execute.rank_states import newest
 
 

@@ -18,7 +18,7 @@ from parsim.model.spec import ModelSpec
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from tests.execute.interpreted import interpret
 from tests.execute.small_plans import GPT, MLP, RESNET, VIT, case
 from tests.quick import some_quick

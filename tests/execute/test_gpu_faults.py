@@ -28,8 +28,8 @@ from parsim.execute.cuda.faults import (
 )
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.execute.measurement import RankRecord
-from parsim.execute.processes.failure import Ended, raise_failure
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
+from parsim.execute.processes.launch import Ended, raise_failure
 from parsim.execute.processes.output import RankOutput
 from parsim.execute.rank_run import RankRun
 from parsim.plans.mesh import Mesh

@@ -26,8 +26,7 @@ from parsim.execute.runtime import launch_order
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, Task
-from parsim.program.taskgraph import rank_tasks
+from parsim.program.taskgraph import COMPUTE, Task, rank_tasks
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
 from tests.execute.interpreted import CPU, planned
 from tests.execute.small_plans import GPT, MLP, VIT, case

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ExecutionError
 from parsim.execute.loading import GatherThread, Loader, WorkerBatches

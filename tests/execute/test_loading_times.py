@@ -14,7 +14,7 @@ import torch
 
 from parsim.app.functions import open_run, plan, run
 from parsim.costs.loading import MeasuredLoading, UnmeasuredLoading, own_loading_from
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import Order, Samples, order_of
 from parsim.errors import DataError
 from parsim.execute.load_timing import BUDGET_S, ReaderRequest, merged, timed_loading

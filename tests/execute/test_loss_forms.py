@@ -14,7 +14,7 @@ from experiments.common.equality import even_plan
 from parsim.app.config import parse_config
 from parsim.app.launch import check_loss
 from parsim.app.training_checks import check_images_suit, steps_per_epoch
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.errors import PlanError, TraceError
 from parsim.model.coupling import loss_form
 from parsim.model.inputs import inputs_from

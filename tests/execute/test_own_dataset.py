@@ -13,7 +13,7 @@ import torch
 
 import parsim
 from experiments.common.equality import even_plan
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import MapSamples, Samples, StreamSamples, order_of
 from parsim.errors import DataError, FactoryError, NoSplitError
 from parsim.execute.loading import Loader, WorkerBatches, batch_to_score

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from numpy.typing import NDArray
 
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import order_of
 from parsim.execute import rank_run
 from parsim.execute.cuda.streams import CudaStreams

@@ -11,8 +11,7 @@ from torch.optim import lr_scheduler
 from parsim.data.samples import BatchOrder
 from parsim.errors import ConfigError
 from parsim.execute.job import Schedule, TrainingRecipe
-from parsim.execute.learning_rate import LearningRates, check_schedule
-from parsim.execute.optimizer import check_exempt, exempt_names
+from parsim.execute.optimizer import LearningRates, check_exempt, check_schedule, exempt_names
 from parsim.execute.stage import seeded_module
 from parsim.hardware.records import sorted_pairs
 from tests.execute.small_plans import VIT

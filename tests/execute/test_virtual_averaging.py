@@ -11,7 +11,7 @@ from experiments.relaxed.arrivals import merge_events, train_by_arrival
 from experiments.relaxed.sharded import Partition, train_averaged
 from parsim.errors import AlgorithmError, DataError
 from parsim.execute.mixing import restored, rounded
-from parsim.plans.averaging import MERGES, MergeRule
+from parsim.plans.mixing import MERGES, MergeRule
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, generated_problem, load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, steps_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from experiments.relaxed.arrivals import merge_events
 from parsim.errors import AlgorithmError
-from parsim.plans.averaging import (
+from parsim.plans.mixing import (
     MERGES,
     Arrival,
     Merged,

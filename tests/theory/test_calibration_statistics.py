@@ -47,7 +47,7 @@ from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.program.task import COMPUTE, Resource
+from parsim.program.taskgraph import COMPUTE, Resource
 from parsim.work import Collective, Compute, Phase
 from tests.strategies import graph_of
 

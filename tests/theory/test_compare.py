@@ -14,8 +14,7 @@ from parsim.costs.observed import task_durations_s
 from parsim.errors import GraphError, ParsimError
 from parsim.predict.compare import aa_floor, compare, drift, kind_intervals_s, relative_error
 from parsim.predict.result import Interval
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, Phase
 

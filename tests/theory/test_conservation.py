@@ -19,7 +19,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.breakdown import breakdown
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Resource
+from parsim.program.taskgraph import Resource
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.plans import MODEL, plans
 

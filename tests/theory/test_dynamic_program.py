@@ -16,8 +16,7 @@ from parsim.engines import dynamic, static
 from parsim.engines.program import DurationsOf, Part, Program, by_step, durations_by_step_s, unrolled
 from parsim.engines.scenario.scenario import Conditions, Straggler
 from parsim.errors import GraphError
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.work import Compute, OptimizerStep, Phase
 
 COUNTER = Resource(0, "merge")

@@ -19,8 +19,7 @@ from parsim.engines import dynamic, static
 from parsim.engines.static import compile_graph
 from parsim.errors import GraphError
 from parsim.predict.breakdown import critical_path, lower_bound_s
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import Collective, Compute, Phase, SendRecv, is_communication
 

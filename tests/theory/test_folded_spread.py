@@ -25,9 +25,8 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict import evaluate as prediction
 from parsim.predict.evaluate import DRAWS_AT_ONCE, Evaluation, evaluate, with_interval
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import Folding
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.columns import Folding
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase, is_communication
 from tests.plans import MODEL, NAMES
 

@@ -25,7 +25,7 @@ from parsim.predict import nearly_alike
 from parsim.predict.evaluate import evaluate
 from parsim.predict.folding import folding_of
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Folding, unfolded
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, SendRecv

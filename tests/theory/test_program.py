@@ -13,8 +13,7 @@ from strategies import graph_of, random_graph
 from parsim.engines import dynamic, static
 from parsim.engines.program import Part, Program, durations_by_step_s, unrolled
 from parsim.errors import GraphError
-from parsim.program.task import COMPUTE, Resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Resource, TaskGraph
 from parsim.work import Compute, Phase
 
 RANKS = 4

@@ -17,7 +17,7 @@ from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import HostOverhead
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.search.families import FAMILIES
 from parsim.work import Compute, Phase
 from tests.models import chain_model

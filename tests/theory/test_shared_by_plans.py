@@ -24,7 +24,7 @@ from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.memory import RankMemory, plan_memory, unlike_memory
 from parsim.predict.nearly_alike import Programs
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import unfolded
+from parsim.program.columns import unfolded
 from parsim.program.placed import MOST, Divisions, PlanIndex
 from parsim.program.templates import lower_columns
 from tests.models import deep_model

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import graph_of
 
 from parsim.engines.static import compile_graph, simulate
-from parsim.program.task import Resource
+from parsim.program.taskgraph import Resource
 from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase

@@ -15,8 +15,7 @@ from parsim.engines import dynamic
 from parsim.engines.program import Part, Program, by_step, carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.engines.static import compile_graph
 from parsim.program.columns import columns_of
-from parsim.program.task import COMPUTE, HOST, Resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, HOST, Resource, TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, Work
 
 LOAD_S, FORWARD_S, UPDATE_S, GATHER_S = 0.25, 2.0, 1.0, 0.5

@@ -25,7 +25,7 @@ from parsim.program.lifetimes import Room, bucket_rooms
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Task
+from parsim.program.taskgraph import Task
 from parsim.work import Collective, Compute, OptimizerStep, Phase
 from tests.models import chain_model
 from tests.plans import MODEL, grouped_plans, plans

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from report_samples import RESNET, durations_s, measured_steps, run_in_order, step_graph
 
 from parsim.errors import GraphError
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.report.trace import chrome_trace, save_chrome_trace
 from parsim.timeline import Span, Timeline
 from parsim.work import Compute, Phase

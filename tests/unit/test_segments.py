@@ -28,8 +28,7 @@ from parsim.program.columns import columns_of
 from parsim.program.lifetimes import KeptActivations
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Resource
-from parsim.program.taskgraph import TaskGraph, to_text
+from parsim.program.taskgraph import Resource, TaskGraph, to_text
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.execute.test_bad_run import cpu_profile

@@ -16,8 +16,7 @@ from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
-from parsim.relaxed.to_target import LearningCourse, course_to, learnt_steps
+from parsim.relaxed.replicas import LearningCourse, LocalOptimizer, LocalTraining, course_to, learnt_steps
 
 
 @pytest.fixture(scope="module")
