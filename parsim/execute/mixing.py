@@ -1,7 +1,7 @@
 """What a rank keeps from step to step where training is relaxed: its part of mixing rounds, and of decoupled stages.
 
-In a round its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a global model comes, takes
-some of the rank's weights, and goes on.
+In a round its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a global model comes,
+takes some of the rank's weights, and goes on.
 
 The rounds' tasks are those of `parsim.program.passes.rounds`. A bucket's weights are packed into the flat array of its
 gradients, which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.

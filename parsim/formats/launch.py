@@ -1,11 +1,11 @@
 """Trained weights, and files that start a training outside parsim's launcher: a script for torchrun, one for Slurm.
 
-Both scripts start the same ranks as `parsim run`, each under a guard that ends it if it hangs (`processes.launch`). They meet in
-a store that rank 0 binds to the address of the interface that is asked for, under the token of the file
-(`processes.rendezvous`). The communication goes over that interface too.
-All machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint.
-torchrun's agents meet in a store of the same kind, on the port behind that of the ranks (`rendezvous_of`). On one machine the
-agent restarts the ranks. Those of several machines do not agree on an attempt, so they restart none.
+Both scripts start the same ranks as `parsim run`, each under a guard that ends it if it hangs (`processes.launch`). They meet
+in a store that rank 0 binds to the address of the interface that is asked for, under the token of the file
+(`processes.rendezvous`). The communication goes over that interface too. All machines must see the run folder under the same
+path. A training that was ended goes on from its latest checkpoint. torchrun's agents meet in a store of the same kind, on the
+port behind that of the ranks (`rendezvous_of`). On one machine the agent restarts the ranks. Those of several machines do not
+agree on an attempt, so they restart none.
 """
 
 from __future__ import annotations

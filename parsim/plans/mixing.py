@@ -1,8 +1,9 @@
 """How workers mix their models: over graphs, in averages, or by merges in turn.
 
-A mixing graph gives the weight with which each worker sends to each other in round t, as a matrix W_t of n workers. Row i of W_t holds what worker i takes of each: x_i <- sum_j W_ij x_j. Worker j sends to the i with W_ij > 0. A new graph is a
-function of (n, t, settings) and a row of GRAPHS; it repeats after `period` rounds, so training never unrolls it. Every row is
-doubly stochastic, which keeps the mean of the workers; directed or failing links cannot be: `experiments/relaxed/graphs.py`.
+A mixing graph gives the weight with which each worker sends to each other in round t, as a matrix W_t of n workers. Row i of
+W_t holds what worker i takes of each: x_i <- sum_j W_ij x_j. Worker j sends to the i with W_ij > 0. A new graph is a function
+of (n, t, settings) and a row of GRAPHS; it repeats after `period` rounds, so training never unrolls it. Every row is doubly
+stochastic, which keeps the mean of the workers; directed or failing links cannot be: `experiments/relaxed/graphs.py`.
 
 Source: weights and offsets as this project's specification of the decentralised systems states them; Metropolis-Hastings
 weights, and the exponential graphs of D-PSGD, SGP and BlueFog, from general knowledge of those works.
