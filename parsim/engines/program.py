@@ -31,8 +31,7 @@ from parsim.engines.static import CompiledGraph
 from parsim.errors import GraphError
 from parsim.numeric import Ints
 from parsim.program.columns import Columns
-from parsim.program.task import HOST, Resource, Task, outlasts
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import HOST, Resource, Task, TaskGraph, outlasts
 
 Carried = Mapping[str, tuple[int, ...]]
 """Value -> numbers of tasks."""
@@ -177,7 +176,7 @@ def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
 #
 # So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
 # not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast a
-# step (`parsim.program.task.outlasts`).
+# step (`parsim.program.taskgraph.outlasts`).
 
 
 def mean_step_s(

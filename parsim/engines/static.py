@@ -18,8 +18,7 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.errors import DeadlockError, GraphError
 from parsim.numeric import Ints
 from parsim.program.columns import Columns, RaggedTable, columns_of
-from parsim.program.task import Resource
-from parsim.program.taskgraph import TaskGraph, in_order, work_text
+from parsim.program.taskgraph import Resource, TaskGraph, in_order, work_text
 from parsim.timeline import Timeline
 
 OTHER, COMPUTING, COMMUNICATING = 0, 1, 2

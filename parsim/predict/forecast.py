@@ -29,8 +29,7 @@ from parsim.numeric import Floats
 from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, sampled_steps_s
 from parsim.predict.problem import PlanningProblem
-from parsim.program.task import COMPUTE, Resource, Task
-from parsim.program.taskgraph import TaskGraph, in_order
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph, in_order
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase
 
 JITTERED_STEPS = 32

@@ -29,8 +29,7 @@ from parsim.errors import ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.program.columns import columns_of
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph, from_text
+from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph, from_text
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, Work, is_communication
 
@@ -260,9 +259,8 @@ def test_a_step_that_begins_later_meets_the_later_conditions() -> None:
 def test_stragglers_for_good_are_longer_durations() -> None:
     """Bitwise: a computation or a load takes the factor of the slowest rank it runs on, communication what it took."""
     factors = (1.0, 1.5, 2.0, 1.25, 3.0, 1.0)
-    conditions = Conditions(
-        scenario=Scenario(stragglers=tuple(Straggler(rank=rank, factor=factor) for rank, factor in enumerate(factors)))
-    )
+    stragglers = tuple(Straggler(rank=rank, factor=factor) for rank, factor in enumerate(factors))
+    conditions = Conditions(scenario=Scenario(stragglers=stragglers))
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random, most_ranks=6)
