@@ -341,19 +341,16 @@ LAUNCHES = {
         slow=False,
     ),
     "four processes": Launch(in_groups, steps=12, slow=False),
-    "two processes for a hundred steps": Launch(plans, steps=100),
-    "two processes for long": Launch(
-        lambda: [*zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=30
+    "every model on two processes": Launch(
+        lambda: [*zero(), *recomputed(), *every_model_on_two(), *mixed(MIXED_NAMES, 2, 2, "long")], steps=12
     ),
-    "four processes for long": Launch(
-        lambda: [*in_groups(), *every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=30
-    ),
-    "every model recomputed": Launch(lambda: [row for spec in MODELS for row in every_order_recomputed(spec)], steps=30),
-    "every model under ZeRO on four processes": Launch(lambda: [*zero_on_four()], steps=10),
+    "every model on four processes": Launch(lambda: [*every_model_on_four(), *mixed(MIXED_NAMES, 4, 2, "long")], steps=12),
+    "every model recomputed": Launch(lambda: [row for spec in MODELS for row in every_order_recomputed(spec)], steps=10),
+    "every model under ZeRO on four processes": Launch(lambda: [*zero_on_four()], steps=5),
     "drawn plans on two processes, clipped and averaged": Launch(
-        lambda: [*clipping(), *averages(), *clipped_and_averaged(2)], steps=30
+        lambda: [*clipping(), *averages(), *clipped_and_averaged(2)], steps=10
     ),
-    "drawn plans on four processes, clipped and averaged": Launch(lambda: clipped_and_averaged(4), steps=30),
+    "drawn plans on four processes, clipped and averaged": Launch(lambda: clipped_and_averaged(4), steps=10),
     "every described model": Launch(every_described, steps=5),
     "groups beside stages on eight processes": Launch(
         lambda: [

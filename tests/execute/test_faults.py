@@ -183,8 +183,8 @@ def test_stopped_ranks_are_named_and_the_training_goes_on_from_where_the_message
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(
     ("number", "every"),
-    [(signal.SIGINT, ()), (signal.SIGTERM, ("--checkpoint-every", "5")), (signal.SIGHUP, ("--checkpoint-every", "5"))],
-    ids=["SIGINT", "SIGTERM", "SIGHUP"],
+    [(signal.SIGINT, ()), (signal.SIGTERM, ("--checkpoint-every", "5"))],
+    ids=["SIGINT", "SIGTERM"],
 )
 def test_a_training_that_is_ended_says_where_it_goes_on(tmp_path: Path, number: signal.Signals, every: tuple[str, ...]) -> None:
     """Also where nobody says how often checkpoints are written: within seconds."""

@@ -524,6 +524,7 @@ def searched(memory_bytes: float, **keys: Any) -> ps.Answer:
     return ps.plan(MODEL, cluster=cluster, global_batch=BATCH, strategy="dp", settings=settings)
 
 
+@pytest.mark.slow
 def test_a_search_prefers_plans_that_surely_fit_and_shows_a_faster_risk_beside_them() -> None:
     """Of one search: with 95% what is asked for by default, and what `fit_probability` = 0.5 would choose."""
     frugal = asked(2**44, {**DP, "zero_stage": 3, "microbatches": 16, "recompute": "full", "bucket_bytes": 2**20}, DATASHEET)

@@ -135,7 +135,8 @@ def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("target", [0.0, 1.0, 95.0, -1.0])
-def test_a_target_that_is_no_accuracy_is_refused(answer: Answer, target: float) -> None:
+def test_a_target_that_is_no_accuracy_is_refused(target: float) -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(ConfigError, match="lies between 0 and 1"):
         answer.to_target(target)
 
@@ -159,7 +160,8 @@ def test_a_rule_that_is_given_twice_is_compared_once() -> None:
     assert [str(rule) for rule in rules] == ["average/4", "merge/4"]
 
 
-def test_bad_questions_are_refused(answer: Answer) -> None:
+def test_bad_questions_are_refused() -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(PlanError, match="unknown"):
         answer.to_target(0.9, rules=["gossip/1 rings"])
     relaxed = parsim.plan(
@@ -297,4 +299,5 @@ def test_what_is_not_known_is_told(rule: str, model: str, optimizer: str, words:
 
 
 def test_synchronous_training_is_told_nothing() -> None:
-    assert asked("all_reduce").step_size is None
+    found = parsim.simulate("mlp", cluster="dgx1-v100-32gb", devices=4, global_batch=64, args={"width": 16}, strategy="dp")
+    assert found.step_size is None
