@@ -147,46 +147,6 @@ def test_a_named_model_plans_like_any_other() -> None:
         parsim.run(answer)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"plan.mesh": {"tp": 8}, "model.args.heads": 4, "model.args.kv_heads": 4}, r"tp = 8 must divide the heads \(4\).*: 4"),
-        ({"plan.mesh": {"tp": 8}, "model.args.ffn": 100}, r"tp = 8 must divide the inside of the MLP \(100\).*: 5 or 10$"),
-        ({"plan.mesh": {"tp": 8}, "model.args.seq": 1001}, r"tp = 8 must divide the tokens of a sample \(1,001\).*: 7 or 11$"),
-        ({"plan.mesh": {"pp": 8}, "model.args.layers": 4}, r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4"),
-        ({"plan.mesh": {"cp": 3}, "model.args.seq": 1000}, r"cp = 3 must divide the tokens of a sample \(1,000\).*: 2 or 4"),
-        ({"plan.microbatches": 3}, r"global_batch \(8\) must be divisible by plan.microbatches \(3\); .* divide it: 2 or 4$"),
-        ({"plan.mesh": {"dp": 2, "tp": 4, "ep": 4}}, r"ep \(4\) must divide dp \(2\) \* cp \(1\) = 2: .*that does: 2$"),
-        ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
-        (
-            {"plan.strategy": "custom", "plan.mesh": {"pp": 8}, "plan.scatter_gather": True},
-            r"plan.scatter_gather = true belongs to plan.mesh with pp > 1 and tp > 1; drop it",
-        ),
-        (
-            {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True},
-            r"plan.blocking_transfers = true belongs to plan.mesh with pp > 1; drop it",
-        ),
-        ({"plan.tensor_overlap": True, "plan.mesh": {"tp": 1}}, r"plan.tensor_overlap = true belongs to .* tp > 1; drop it"),
-        (
-            {"plan.gather_ahead": True, "plan.zero_stage": 2},
-            r"gather_ahead = true belongs to zero_stage = 1, .*= 2;",
-        ),
-        ({"plan.backward_prefetch": False, "plan.zero_stage": 1}, r"backward_prefetch = false belongs to zero_stage = 3"),
-        (
-            {"plan.tensor_backward_overlap": True, "plan.mesh": {"tp": 2}, "software.framework": "megatron"},
-            r"tensor_backward_overlap = true and software.* 'megatron' has tensor_overlap.*set plan.tensor_overlap = false",
-        ),
-        ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
-        ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
-    ],
-)
-def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object], message: str) -> None:
-    given = {"training.global_batch": 8} | settings
-    batch = int(str(given.pop("training.global_batch")))
-    with pytest.raises(parsim.ParsimError, match=message):
-        parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
-
-
 def test_sequence_parallel_is_a_key_of_the_plan() -> None:
     """With it norms are components of their own, and what a rank keeps of them is divided."""
     held = {}

@@ -154,20 +154,6 @@ def test_cluster_table_of_a_run_file(tmp_path: Path) -> None:
     parse_config(RUN, ["plan.strategy=custom", "plan.mesh={dp=4}"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("cluster.nodes=0", r"cluster.nodes = 0: must be >= 1; for example nodes = 2"),
-        ("cluster.netwok=1", r"unknown key cluster.netwok .*did you mean network"),
-        ('cluster.network=""', r"cluster.network = ''"),
-        ("plan.mesh={dp=2}", r"must equal the devices \(4\)"),
-    ],
-)
-def test_wrong_cluster_tables(change: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(RUN, ["plan.strategy=custom", change])
-
-
 Said = Callable[..., tuple[int, str, str]]
 
 

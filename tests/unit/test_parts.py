@@ -571,25 +571,6 @@ def test_a_run_file_with_a_type_is_read_again_as_it_was_written() -> None:
     assert again == question.cluster
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("2xa3-highgpu-8g", "TCPX"),
-        ("2xgpu_8x_h100_sxm5", "infiniband-400g"),
-        ("p5.48xlrge", "did you mean p5.48xlarge"),
-        ("v5p-8", "TPUs of Google are not covered"),
-        ("8xv6e", "TPUs of Google are not covered"),
-        ("trn2.48xlarge", "Trainium"),
-        ("8xgaudi3", "Gaudi"),
-        ("m3-max", "Apple"),
-        ("Standard_ND128isr_NDR_GB200_v6", "72xgb200"),
-    ],
-)
-def test_what_is_not_covered_is_said_in_a_sentence(text: str, said: str) -> None:
-    with pytest.raises((ConfigError, ProfileError), match=said):
-        cluster_of(question_of("llama3-8b", cluster=text, global_batch=64).cluster)
-
-
 def test_one_machine_is_asked_for_where_two_cannot_be() -> None:
     with pytest.raises(ProfileError, match=r"2 machines.*p5\.48xlarge"):
         load_profile("2xp5.48xlarge")
