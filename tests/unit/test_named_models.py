@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import parsim
-from parsim.cli import main
 from parsim.errors import ModelError
 from parsim.model.catalogue.names import ALIASES, NAMED, config_path, described, named, normalised
 from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape, llama
@@ -19,6 +17,7 @@ from parsim.model.catalogue.zoo import ZOO
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, resolve
+from tests.commands import Told
 
 TRANSFORMERS = [name for name, row in NAMED.items() if row.shape is not None]
 
@@ -381,17 +380,12 @@ def test_ids_of_hugging_face_are_names_of_shapes_that_ship(identifier: str, name
     assert named(identifier) is not None
 
 
-def test_all_names_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_names_are_listed_with_their_sizes(told: Told) -> None:
     rows = described()
     assert set(rows) == set(NAMED)
     assert all(row["parameters"] > 0 for row in rows.values())
-    monkeypatch.setattr(sys, "argv", ["parsim", "models", "meta-llama/Llama-3.1-8B", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert json.loads(capsys.readouterr().out)["llama3-8b"]["parameters"] == 8_030_261_248
-    monkeypatch.setattr(sys, "argv", ["parsim", "models", "llama9"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert "did you mean" in capsys.readouterr().err
+    status, out, _ = told("models", "meta-llama/Llama-3.1-8B", "--json")
+    assert not status
+    assert json.loads(out)["llama3-8b"]["parameters"] == 8_030_261_248
+    status, _, err = told("models", "llama9")
+    assert (status, "did you mean" in err) == (1, True)

@@ -20,7 +20,6 @@ from parsim.app.config import parse_config
 from parsim.app.large import operation_of
 from parsim.app.load import cluster_of
 from parsim.app.question import question_of, taken_defaults
-from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
@@ -43,6 +42,7 @@ from parsim.model.model import Model
 from parsim.model.trace.trace import trace
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, Phase
+from tests.commands import Told
 
 GIB = 2**30
 
@@ -317,18 +317,13 @@ def test_a_written_profile_takes_own_numbers_with_a_source(tmp_path: Path) -> No
         load_profile(str(path))
 
 
-def test_commands_take_gpus_and_write_profiles(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_commands_take_gpus_and_write_profiles(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`parsim profile new`, and a plan on the file it wrote equal to one on the same GPUs by name."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[str, str, object]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        return captured.out, captured.err, ending.value.code
+        status, out, err = told(*arguments)
+        return out, err, status
 
     assert "h100-sxm" in call("profile", "list")[0]
     out, _, code = call("profile", "new", "--gpu", "h100", "--count", "4", "--out", "ours.toml")

@@ -13,13 +13,13 @@ import parsim
 from parsim.app.answer import Answer
 from parsim.app.prediction import Prediction
 from parsim.app.to_target import asked_rules
-from parsim.cli import main
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.convergence import step_condition
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LearningCourse, LocalOptimizer, LocalTraining, course_to, learnt_steps
+from tests.commands import status_of
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +149,9 @@ def test_a_bad_target_or_rule_ends_the_command_before_it_plans(
 
     monkeypatch.setattr("parsim.app.functions.plan", never)
     question = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
-    assert run_command([*question, "--target-accuracy", "95"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "95") == 1
     assert "give 0.95 for 95%" in capsys.readouterr().err
-    assert run_command([*question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring") == 1
     assert "did you mean gossip" in capsys.readouterr().err
 
 
@@ -199,13 +199,6 @@ def test_a_model_that_replicas_cannot_train_has_a_named_stand_in() -> None:
     assert "running statistics" in ranking.learner
 
 
-def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["parsim", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 def test_the_command_ranks_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,12 +217,12 @@ def test_the_command_ranks_and_draws(
     ]
     words += ["--set", "training.optimizer=sgd", "--set", "model.args.width=16"]
     asked = ["--target-accuracy", "0.4", "--rule", "average/4", "--curves", str(page), "--json"]
-    assert run_command([*words, *asked], monkeypatch) == 0
+    assert status_of(monkeypatch, *words, *asked) == 0
     found = json.loads(capsys.readouterr().out)["to_target"]
     assert found["target_accuracy"] == 0.4
     assert {entry["synchronisation"] for entry in found["contenders"]} == {"all_reduce", "average/4"}
     assert "plotly" in page.read_text(encoding="utf-8")
-    assert run_command([*words, "--rule", "average/4"], monkeypatch) == 2
+    assert status_of(monkeypatch, *words, "--rule", "average/4") == 2
 
 
 # The learning rate of a relaxed plan beside the step size that is known to converge, as answers tell it.
