@@ -112,7 +112,7 @@ def _one_stage(plan: Plan) -> tuple[Stage, ...]:
 FOLDED: list[bool] = []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=110, deadline=None)
 @given(questions())
 def test_folded_equals_unfolded(question: tuple[PlanningProblem, Plan]) -> None:
     problem, plan = question

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 
-from parsim.cli import main
 from parsim.costs.adjustments import HardwareScale
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute.compute import ComputeCosts
@@ -33,6 +32,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.stages import balanced_plan
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from parsim.work import Compute as ComputeWork
+from tests.commands import Told
 from tests.measured_points import component_point, optimizer_point, toy_profile
 from tests.models import chain_model
 
@@ -364,12 +364,6 @@ def test_pricing_tells_placements_apart_and_reports_the_unknown(v100: Cluster) -
         price([(FORWARD, 0), (ComputeWork(component="zz", phase=Phase.FORWARD, samples=1), 0)], costs)
 
 
-def test_estimates_are_plain_values(v100: Cluster) -> None:
-    estimate = Costs(MODEL, v100).estimate(FORWARD, 0)
-    assert estimate == Estimate(**{field.name: getattr(estimate, field.name) for field in dataclasses.fields(Estimate)})
-    assert hash(estimate) == hash(Costs(MODEL, v100).estimate(FORWARD, 1))
-
-
 def test_components_that_do_the_same_are_priced_once(v100: Cluster) -> None:
     """Equal to the last digit to every one by itself, and one object: 80 layers cost what one does."""
     model = transformer(SMALL, Software(flash=True), SamplePart(tokens=256, context=256), "sublayer")
@@ -502,15 +496,13 @@ Call = Callable[..., str]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(told: Told) -> Call:
     """What `parsim cost dgx1-v100-32gb ...` prints."""
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["parsim", "cost", "dgx1-v100-32gb", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        return capsys.readouterr().out
+        status, out, _ = told("cost", "dgx1-v100-32gb", *arguments)
+        assert status == 0
+        return out
 
     return run
 

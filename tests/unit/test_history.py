@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parsim.cli import main
 from parsim.commands.run import history
 from parsim.costs.history import (
     NO_HISTORY,
@@ -32,6 +30,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.report.coverage import coverage_figures
 from parsim.search.families import FAMILIES
+from tests.commands import Told
 from tests.models import chain_model
 
 PROFILE = load_profile("dgx1-v100-32gb")
@@ -255,19 +254,16 @@ class Ended(Exception):
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+def call(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Call `parsim ARGS` in a folder with RUN.toml; returns stdout, or raises Ended with stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        if ending.value.code:
-            raise Ended(captured.err)
-        return captured.out
+        status, out, err = told(*arguments)
+        if status:
+            raise Ended(err)
+        return out
 
     return run
 

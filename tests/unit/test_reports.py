@@ -36,7 +36,6 @@ from rich.console import Console
 
 import parsim as ps
 from parsim.app.write_folder import report_facts
-from parsim.cli import main
 from parsim.errors import ConfigError, GraphError, MissingDependencyError
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.cluster import cluster_from_profile
@@ -56,6 +55,7 @@ from parsim.report.trace import chrome_trace, save_chrome_trace
 from parsim.timeline import Span, Timeline
 from parsim.units import format_seconds
 from parsim.work import Compute, Phase
+from tests.commands import status_of
 from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -829,10 +829,7 @@ def test_a_wrong_ending_is_refused_before_anything_is_computed(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code
+    assert status_of(monkeypatch, *arguments)
     assert "and the ending decides" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -842,10 +839,7 @@ def test_a_command_draws_its_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ["simulate", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "cluster.devices=2", "--strategy", "dp"]
-    monkeypatch.setattr(sys, "argv", ["parsim", *asked, "--plot", "here/step.png"])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert not ending.value.code
+    assert not status_of(monkeypatch, *asked, "--plot", "here/step.png")
     assert capsys.readouterr().out.endswith("Picture: here/step.png\n")
     assert (tmp_path / "here" / "step.png").read_bytes().startswith(b"\x89PNG")
 
