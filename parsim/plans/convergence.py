@@ -67,9 +67,7 @@ class StepCondition:
 
     def gradient_bound(self, step: float, smoothness: float, steps: int, *, above_minimum: float, differing: float) -> float:
         """Of the mean over steps of |grad f|^2: 2 (f_0 - min f)/(eta T) + (drift zeta)^2; infinite for a step beyond safe.
-
-        Args: step: eta L. smoothness: L. above_minimum: f_0 - min f. differing: the largest zeta on the way.
-        """
+        step: eta L. smoothness: L. above_minimum: f_0 - min f. differing: the largest zeta."""
         if self.safe is None or step > (self.safe if self.delay else 1.0):
             return math.inf
         apart = self.drift(step) * differing if differing else 0.0

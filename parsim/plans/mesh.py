@@ -118,11 +118,7 @@ class Mesh:
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:
-    """Check that the axes multiply to the number of devices.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Raise PlanError unless the axes multiply to the number of devices."""
     if mesh.size != devices:
         context = f" * cp ({mesh.cp})" if mesh.cp > 1 else ""
         raise PlanError(

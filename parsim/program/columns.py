@@ -66,10 +66,8 @@ def _offsets(lengths: Ints) -> Ints:
 
 
 class Unit(NamedTuple):
-    """Work that some tasks have in common, and the first of the ranks that do it.
-
-    Attributes: resumes: it is computation that goes on after its rank has waited for communication (`Columns.resuming`).
-    """
+    """Work that some tasks have in common, and the first of the ranks that do it. resumes: it is computation that goes on after
+    its rank has waited for communication (`Columns.resuming`)."""
 
     work: Work
     rank: int
@@ -79,8 +77,7 @@ class Unit(NamedTuple):
 class Units(Sequence[Unit]):
     """The units of a program, in their order. Of many that differ by the name of a component alone each is made when asked for.
 
-    Args:
-        kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
+    kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
     """
 
     def __init__(self, kinds: tuple[Unit, ...], kind: Ints, make: Callable[[], tuple[Unit, ...]]) -> None:
@@ -221,12 +218,9 @@ def columns_of(graph: TaskGraph) -> Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """Attributes:
-    replica_of: per replica the one that stands for it (the first of its kind).
-    shards: the tp ranks that are simulated: all, or the first for all.
-    is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
-        program, and serve `parsim.predict.nearly_alike` alone. So do replicas that gossip where leaf switches differ.
-    """
+    """replica_of: per replica the one that stands for it (the first of its kind). shards: the tp ranks that are simulated: all,
+    or the first for all. is_exact: False where copies that communicate inside components (cp, ep) do not pay alike, or replicas
+    gossip where leaf switches differ: no program, and for `parsim.predict.nearly_alike` alone."""
 
     mesh: Mesh
     replica_of: tuple[int, ...]

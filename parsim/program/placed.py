@@ -73,11 +73,8 @@ class Divisions:
 
 
 def shared(part: FollowsFrom) -> Callable[[Callable[[Any], T]], SharedProperty[T]]:
-    """A property of an index that is worked out once for all plans of a Model that agree in a part.
-
-    Args:
-        part: from which it follows, and from the Model, and nothing else.
-    """
+    """A property of an index that is worked out once for all plans of a Model that agree in a part: from which it follows, and
+    from the Model, and nothing else."""
     return lambda work_out: SharedProperty(part, work_out)
 
 
@@ -537,11 +534,9 @@ class ComponentKinds:
 
 @dataclass(frozen=True)
 class PlanIndex(PlacedModel):
-    """A plan laid over its model. Raises PlanError if they do not match.
-
-    Attributes: offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's
-        forward, on a rank that runs it (`parsim.predict.memory`); None: nobody has said.
-    """
+    """A plan laid over its model. Raises PlanError if they do not match. offloaded: with `activation_offload`, bytes of a
+    microbatch that are copied to the host behind each component's forward, on a rank that runs it (`parsim.predict.memory`);
+    None: nobody has said."""
 
     offloaded: Mapping[str, int] | None = field(default=None, compare=False)
 
@@ -668,10 +663,9 @@ class PlanIndex(PlacedModel):
         return self.zero_stage(bucket.family, len(bucket.group))
 
     def zero_stage(self, family: BucketFamily, ranks: int) -> int:
-        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
-        bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
-        parameters. Frozen ones have only parameters to divide: stage 3, or 0.
-        """
+        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, but 0 if one rank holds the bucket alone, and at most 1 (the
+        optimizer state) if several stages of the plan, or no backward, use its parameters. Frozen ones have only parameters to
+        divide: stage 3, or 0."""
         frozen = not family.first[0].trainable
         if ranks == 1 or (frozen and self.plan.zero_stage < 3):
             return 0

@@ -102,10 +102,8 @@ def add_repeated_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
 
 
 def is_scattered(layout: PlanIndex, how: ValueLayout) -> bool:
-    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same.
-
-    Summands count too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does.
-    """
+    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same. Summands count
+    too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does."""
     return layout.plan.scatter_gather and how.form in ("full", "partial") and how.ways > 1
 
 
