@@ -103,9 +103,8 @@ def load_dataset(
             `synthetic` alone.
         inputs, targets: what the model takes and predicts, where `target.task` is "values".
 
-    Raises:
-        DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit.
-        MissingDependencyError: digits without scikit-learn.
+    Raises DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit;
+    MissingDependencyError: digits without scikit-learn.
     """
     source = DATASETS[name]
     if split not in SPLITS:

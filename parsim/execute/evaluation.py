@@ -48,10 +48,8 @@ Sums = dict[str, tuple[list[float], list[float]]]
 def score(
     run: RunSpec, state: checkpoint.RankState, data: Samples, device: torch.device, *, at_once: int = BATCH
 ) -> dict[str, float]:
-    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
-
-    state: whole; running statistics are those of the first replica. at_once: samples of a forward.
-    """
+    """Mean test loss, and for classes the share of right answers. state: whole; running statistics are those of the first
+    replica. at_once: samples of a forward."""
     metrics = (ACCURACY,) if interface_of(run.model).objective.row.targets == CLASSES else ()
     means = scores(run, state.weights, state.buffers, data, metrics, device=device, at_once=at_once, doing="scoring")
     result = {"test_loss": means[LOSS_NAME]}
@@ -73,9 +71,8 @@ def scores(
 ) -> dict[str, float]:
     """The mean loss and the metrics (rows of METRICS) over all samples, the same on all ranks, which call it at once.
 
-    Args:
-        weights, buffers: whole, by name. rank, ranks: each rank scores every ranks-th batch.
-        at_once: samples of a forward; None: those of a microbatch, at most BATCH. doing: for messages.
+    weights, buffers: whole, by name. rank, ranks: each rank scores every ranks-th batch. at_once: samples of a forward; None:
+    those of a microbatch, at most BATCH. doing: for messages.
     """
     random = checkpoint.rng_state(str(device))
     size = at_once or max(1, min(BATCH, run.plan.microbatch_samples))
@@ -170,12 +167,10 @@ class BestSoFar:
 
 @dataclass(slots=True)
 class Validation:
-    """The validation of one training on this rank.
+    """The validation of one training on this rank, every so many steps. The folder holds the best checkpoint, and those that
+    were the best when the last checkpoints of the training were written: it may go on from one of these.
 
-    The folder holds the best checkpoint, and those that were the best when the last checkpoints of the training were written:
-    it may go on from one of these.
-
-    Attributes: every: steps between two validations. steps: of the whole training. seen: the scores of this part of it.
+    steps: of the whole training. seen: the scores of this part of it.
     """
 
     rule: EvaluationRule

@@ -69,10 +69,8 @@ class _Places:
 
 
 class WorkerBatches:
-    """A rank's microbatches in the order of training, read by `workers` processes.
-
-    read: (step, microbatch) -> values, in the host's memory. microbatches: of a step. workers: at least one.
-    """
+    """A rank's microbatches in the order of training, read by `workers` processes. read: (step, microbatch) -> values, in the
+    host's memory. microbatches: of a step."""
 
     def __init__(self, read: Read, microbatches: int, workers: int) -> None:
         self._data, self._microbatches, self._count = _Microbatches(read), microbatches, workers
@@ -159,10 +157,8 @@ def prepare_worker() -> None:
 def host_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, epoch: int = 0
 ) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted, in the host's memory.
-
-    wanted: their names; None: all. dtype: of numbers that have no type of their own. epoch: the pass over the data.
-    """
+    """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted (None: all), in the host's
+    memory. dtype: of numbers that have no type of their own. epoch: the pass over the data."""
     arrays = data.values(indices, epoch)
     values = {}
     for name in arrays if wanted is None else wanted:
@@ -186,10 +182,8 @@ def batch_to_score(
     data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
 ) -> dict[str, Tensor]:
     """All values of some samples on the device, for a forward that scores. doing: what the rank is at then, for messages.
-
-    Reading them has more time than other work: of a dataset of one's own a sample may take seconds, in which the rank waits
-    and computes nothing.
-    """
+    Reading them has more time than other work: of a dataset of one's own a sample may take seconds, in which the rank waits and
+    computes nothing."""
     pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
     values = batch_values(data, indices, None, dtype, device)
     pulse().begin(Doing.WORKING, doing)
@@ -199,8 +193,7 @@ def batch_to_score(
 class GatherThread:
     """A thread that makes one call after the other, of which workers may be forked: first `begin`. Where it fails, so do all.
 
-    Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
-    ends with an error.
+    Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself.
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
@@ -254,13 +247,9 @@ class GatheredBatch:
 
 
 class Loader:
-    """The batches of `rank` under the plan of `layout`.
-
-    Args:
-        dtype: of inputs that are numbers. workers: processes that read ahead.
-        pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
-            reads in its turn.
-    """
+    """The batches of `rank` under the plan of `layout`. dtype: of inputs that are numbers. workers: processes that read ahead.
+    pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that reads in
+    its turn."""
 
     def __init__(
         self,

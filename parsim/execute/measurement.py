@@ -34,11 +34,10 @@ class RankRecord:
     """What one rank measured of one run, as it goes on; the worker writes it at the end.
 
     Attributes:
-        rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
+        rounds: per round (start_s, end_s, steps). steps: task times of each recorded step. cpu_s: of this process per round.
         losses: mean loss per training step, already divided by the global batch; None where other ranks count it.
-        cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
         pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty: nobody looked.
-        memory_lines: peak_bytes by line (`execute/records/memory_lines`), of a CPU rank alone. memory: what was counted.
+        peak_bytes: live tensors of one step. memory_lines: the same by line, of a CPU rank alone. memory: what was counted.
     """
 
     rank: int
@@ -118,10 +117,8 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run over all its ranks, each with its record.
-
-    left_out: of its first rounds, so many are no part of `step_s`. together: rounds that make one entry of it.
-    """
+    """One run over all its ranks, each with its record. left_out: of its first rounds, so many are no part of `step_s`.
+    together: rounds that make one entry of it."""
 
     ranks: tuple[RankRecord, ...]
     left_out: int = 0
@@ -130,10 +127,8 @@ class Measurement:
     @cached_property
     def step_s(self) -> NDArray[np.float64]:
         """float64 [rounds / together]: the mean step of each, by the clock of the rank that takes longest for all of them.
-
-        Nothing holds ranks together between two exchanges. From the first rank's begin to the last one's end every step would
-        contain their distance (`skew_s`) again.
-        """
+        Nothing holds ranks together between two exchanges: from the first rank's begin to the last one's end every step would
+        contain their distance (`skew_s`) again."""
         spans = np.array(self._rounds[self.left_out :], dtype=np.float64).reshape(-1, self.together, len(self.ranks), 3)
         own_s = (spans[..., 1] - spans[..., 0]).sum(1)
         steps = spans[..., 0, 2].sum(1)
@@ -163,10 +158,8 @@ class Measurement:
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """Mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
-
-        Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
-        """
+        """Mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so. Steps
+        without a loss are left out: the first of decoupled stages, before a batch has come through all of them."""
         by_step = zip(*(record.losses for record in self.ranks), strict=True)
         steps = ([loss for loss in losses if loss is not None] for losses in by_step)
         return tuple(float(sum(losses)) for losses in steps if losses)
@@ -223,10 +216,8 @@ def _table(content: bytes) -> NDArray[np.float64]:
 
 
 def merge_times(per_rank: Sequence[Sequence[TaskTime]]) -> Timeline:
-    """The measured Timeline of one step, seconds from its first start.
-
-    A task that spans ranks starts when its last rank is ready; what a rank spent before that is wait, not work.
-    """
+    """The measured Timeline of one step, seconds from its first start. A task that spans ranks starts when its last rank is
+    ready; what a rank spent before that is wait, not work."""
     ready: dict[int, float] = {}
     for times in per_rank:
         for entry in times:
@@ -251,12 +242,8 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve:
-    """The losses of a training.
-
-    Attributes:
-        first_step: that the first loss belongs to, from 1. losses: one per step.
-        validation: scores, each with its step; None where the file lacks earlier parts.
-    """
+    """The losses of a training, one per step from `first_step` (1 at least) on. validation: scores, each with its step; None
+    where the file lacks earlier parts."""
 
     first_step: int
     losses: tuple[float, ...]
@@ -264,10 +251,8 @@ class LossCurve:
 
 
 def loss_curve(folder: Path, last: Sequence[float], steps: int) -> LossCurve:
-    """All losses of a training that may have gone on several times; only those of its last part where the file lacks others.
-
-    folder: of the run. last: losses that the ranks of the last part recorded. steps: that were made in all.
-    """
+    """All losses of a training that may have gone on several times; only those of its last part (`last`, as ranks recorded
+    them) where the file in the run's folder lacks others. steps: that were made in all."""
     lines = lines_of(folder)
     counted = [line for line in lines if "loss" in line]
     whole = tuple(float(line["loss"]) for line in counted)

@@ -26,8 +26,8 @@ class Metric:
 
     Attributes:
         sums: (output, target, dim of the classes) -> (numerators, denominators) of a batch, of equal shape.
-        value: of their sums over all batches: a list of each. Entries without a denominator are left out by `mean_ratio`.
-        larger_is_better: None: nobody knows, and whoever follows it says so.
+        value: of their sums over all batches: a list of each. larger_is_better: None: nobody knows, and whoever follows it says
+            so.
     """
 
     sums: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]

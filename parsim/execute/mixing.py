@@ -49,27 +49,24 @@ def mean_groups(layout: PlanIndex) -> list[Stream]:
 
 
 def is_message(stream: Stream) -> bool:
-    """Whether a stream carries the messages of one link of gossip, or of merging in turn.
-
-    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
-    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
-    """
+    """Whether a stream carries the messages of one link of gossip, or of merging in turn. Under gloo all links share one group,
+    where tags tell messages apart. A group per link would have a thread per link: on a machine of two cores, four ranks with
+    twelve links each way sometimes stood still for minutes."""
     return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
 
 
 class MixingRounds:
     """What a rank keeps from round to round, and how it does the tasks of one.
 
-    Args:
-        stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
-        used: `Streams.used`: computation reads what a communication's stream has allocated.
+    received: called with every buffer for what arrives. used: `Streams.used`: computation reads what a communication's stream
+    has allocated.
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
             the model behind the last round; and of gossip that combines first, the weights that the step began with.
-        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
-            of them. Of a buffered merge `starts` is the model that a replica began with.
+        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed of
+            them. Of a buffered merge `starts` is the model that a replica began with.
         taken, place: of a closed loop, by bucket what mixing took from n D since the lattice was chosen and in how many rounds,
             float64 [2]; and under 0 the place of that lattice, int64 [1].
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
@@ -154,10 +151,8 @@ class MixingRounds:
         return int(self.place[0])
 
     def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do.
-
-        graph: of the step that the round follows, or of a step before it (local), which packs where a plan combines first.
-        """
+        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows, or of a
+        step before it (local), which packs where a plan combines first."""
         operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
         merges = self._rule.kind == "merge"
@@ -271,11 +266,9 @@ class MixingRounds:
         return receive
 
     def _handing_on(self, task: Task) -> Callable[[], None]:
-        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
-
-        One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
-        sent has arrived by then.
-        """
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait. One
+        array is enough at each end: a replica is handed the model again only after all others have had it, so what it sent has
+        arrived."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -443,9 +436,7 @@ class MixingRounds:
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Go on where this very rank stopped; from another plan's checkpoint with what that holds, and a new outer optimizer.
-
-        Raises ExecutionError where a part of the own state is missing.
-        """
+        Raises ExecutionError where a part of the own state is missing."""
         if state.get(PLAN) != self.marker or state.get(HELD, self.held) != self.held:
             self._begin()
             return
@@ -551,10 +542,9 @@ def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
 class WaitingBatch:
     """A batch between its forward and its backward on this stage.
 
-    Attributes:
-        runnables: by component, on the weights of the forward. inputs: what came for it from other stages, by task.
-        records: by component and microbatch, for the backward. kept: likewise for the second forward, where it is replayed.
-        draw: of the random numbers of its forward.
+    runnables: by component, on the weights of the forward. inputs: what came for it from other stages, by task. records, kept:
+    by component and microbatch, for the backward, and for the second forward, where it is replayed. draw: of the random numbers
+    of its forward.
     """
 
     runnables: Mapping[str, Runnable]
@@ -567,11 +557,9 @@ class WaitingBatch:
 class StaleStage:
     """What a rank of a decoupled plan keeps from step to step.
 
-    Attributes:
-        filling: steps until every stage runs a forward and a backward in every step.
-        began: the step in which the first stage ran its first forward.
-        forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
-        arrived: what the step before has received, by task.
+    filling: steps until every stage runs a forward and a backward in every step. began: the step in which the first stage ran
+    its first forward. forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
+    arrived: what the step before has received, by task.
     """
 
     def __init__(self, stage: StageReplica) -> None:
@@ -684,11 +672,8 @@ class StaleStage:
     ) -> None:
         """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
 
-        Args:
-            state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number.
-            run_forward: of a batch, with the number that its random draws follow from.
-
-        Raises ExecutionError: a part of the state is missing.
+        state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number. run_forward:
+        of a batch, with the number that its random draws follow from. Raises ExecutionError: a part of the state is missing.
         """
         self.restart(step)
         if state.get(PLAN) != self.marker or not self._is_resumable:

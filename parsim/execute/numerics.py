@@ -157,10 +157,8 @@ class LossScale:
 
 
 def overflow_flag(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A tensor of one number, above 0 if an entry of the gradients is infinite or no number.
-
-    By the largest magnitude of each array, which needs no memory: `isfinite` of all entries takes as much again as they do.
-    """
+    """A tensor of one number, above 0 if an entry of the gradients is infinite or no number. By the largest magnitude of each
+    array, which needs no memory: `isfinite` of all entries takes as much again as they do."""
     flag = torch.zeros(1, dtype=torch.float32, device=device)
     for gradient in gradients:
         if gradient.numel():
@@ -182,11 +180,9 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchNumerics:
-    """Attributes:
-    weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
-    tf32: matmuls and convolutions of a GPU may use it.
-    master_weights: the optimizer updates copies in fp32. loss_scale: at the beginning; None: the loss is not scaled.
-    """
+    """weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
+    tf32: matmuls and convolutions of a GPU may use it. master_weights: the optimizer updates copies in fp32. loss_scale: at the
+    beginning; None: the loss is not scaled."""
 
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -209,11 +205,8 @@ def numerics_of(run: RunSpec, device: torch.device) -> TorchNumerics:
 def numerics_in(
     precision: str, *, dtype: str = "float32", master_weights: bool = True, loss_scale: LossScale | None = None
 ) -> TorchNumerics:
-    """The numbers that a precision means.
-
-    dtype: of the weights where the precision does not halve them. master_weights: where it does. loss_scale: at the beginning,
-    where the precision scales the loss; None: the usual one.
-    """
+    """The numbers that a precision means. dtype: of the weights where the precision does not halve them. master_weights: where
+    it does. loss_scale: at the beginning, where the precision scales the loss; None: the usual one."""
     kind = number_format(precision)
     halved = kind.weight_bytes == 2
     return TorchNumerics(
@@ -226,11 +219,9 @@ def numerics_in(
 
 
 def set_switches(*, tf32: bool) -> None:
-    """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result
-    differs from run to run. Algorithms need not be deterministic, as in the calibration.
-
-    Raises ExecutionError: the environment overrides the switch in NVIDIA's libraries.
-    """
+    """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result differs from
+    run to run. Algorithms need not be deterministic, as in the calibration. Raises ExecutionError: the environment overrides
+    the switch."""
     forced = os.environ.get(OVERRIDE_VARIABLE)
     if torch.version.cuda is not None and forced == ("0" if tf32 else "1"):
         raise ExecutionError(

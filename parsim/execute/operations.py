@@ -73,8 +73,6 @@ class Store:
 
     What the computation has put here is its memory, or a view of something that it has taken: then the allocator knows of the
     computation. So a communication can borrow it (`lends`).
-
-    Attributes: shard, tp: the rank's place on the tp axis and its length.
     """
 
     def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Streams) -> None:
@@ -117,10 +115,8 @@ class Store:
             self._pieces.setdefault((instance, microbatch), {})[shard] = tensor
 
     def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor | None:
-        """One read. None for a gradient that nobody has made here.
-
-        lends: to a communication, behind which the computation comes before it gives the memory up.
-        """
+        """One read. None for a gradient that nobody has made here. lends: to a communication, behind which the computation
+        comes before it gives the memory up."""
         place = (instance, microbatch)
         with self._lock:
             if place not in self._there:
@@ -294,12 +290,8 @@ def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> 
 
 
 def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """One collective hop on one rank: from what it holds in `hop.source` to what it holds in `hop.target`.
-
-    Args:
-        tensor: in `hop.source`; for a broadcast on the other ranks, room for the result.
-        ranks: the ranks of `group`, ascending, which is the order of their pieces.
-    """
+    """One collective hop on one rank: from what it holds in `hop.source` (for a broadcast on the other ranks, room for the
+    result) to what it holds in `hop.target`. ranks: of `group`, ascending, which is the order of their pieces."""
     count = len(ranks)
     match hop.operation:
         case "all_gather_batch":
@@ -362,10 +354,8 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class StepValues:
-    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks.
-
-    Attributes: watch: receives the events of a step, for tools that count memory.
-    """
+    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks. watch: receives
+    the events of a step, for tools that count memory."""
 
     def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
         self.stage, self.store, self.streams = stage, store, streams
@@ -417,12 +407,8 @@ class _Instances:
 
 
 class Computing:
-    """The computations of one rank, and what lies between them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps.
-
-    Attributes: losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
-    """
+    """The computations of one rank, and what lies between them in a step. stale: where stages are decoupled, what waits on this
+    one between steps. losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded."""
 
     def __init__(self, values: StepValues, stale: StaleStage | None) -> None:
         self._values, self._stage, self._stale = values, values.stage, stale
@@ -627,11 +613,8 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 class Communicating:
-    """The communications of one rank, and the room for them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps. awaited: by number the sends to other stages that a
-    computation waits for before it gives up what they send.
-    """
+    """The communications of one rank, and the room for them in a step. awaited: by number the sends to other stages that a
+    computation waits for before it gives up what they send."""
 
     def __init__(
         self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None, awaited: frozenset[int] = frozenset()

@@ -34,14 +34,11 @@ FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
 def make_optimizer(
     name: str, parameters: Iterable[Tensor], lr: float, *, recipe: TrainingRecipe = PLAIN, exempt: Iterable[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
-
-    A tensor that occurs twice (tied weights) is updated once.
+    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters. A tensor
+    that occurs twice (tied weights) is updated once.
 
     recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
-
-    Raises:
-        ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
+    Raises ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
     """
     check_states(name, recipe)
     without = {id(tensor) for tensor in exempt}
@@ -117,12 +114,9 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device).
-
-    Autograd accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying, and
-    `.zero_()` on it zeroes all its gradients in one pass. Zero with that, never with `optimizer.zero_grad()`, which drops
-    the views.
-    """
+    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device). Autograd
+    accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying. Zero it with
+    `.zero_()`, never with `optimizer.zero_grad()`, which drops the views."""
     first = parameters[0]
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
     offset = 0
@@ -140,10 +134,8 @@ overflowing gradient skips is not counted."""
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy.
-
-    The optimizer has stepped: Adam takes an empty state for that of a first step.
-    """
+    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy. The optimizer has stepped: Adam takes
+    an empty state for that of a first step."""
     averaged: list[Tensor] = []
     weights: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -171,10 +163,8 @@ def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
 
 
 def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
-    """The parameters of a module without weight decay, by every name they have.
-
-    exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
-    """
+    """The parameters of a module without weight decay, by every name they have. exclude: "norm" (parameters of normalisations),
+    "bias" (names that end so), or patterns of names."""
     if not exclude:
         return frozenset()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -210,10 +200,8 @@ MASTER = "master"
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer knows alone: small updates add up in them.
-
-    Attributes: copies: in the order of the parameters.
-    """
+    """fp32 copies of half-precision parameters, in their order, which the optimizer knows alone: small updates add up in
+    them."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -242,14 +230,10 @@ class Stepped(NamedTuple):
 
 
 class GroupUpdates:
-    """What a rank updates, by group of parameters; "" is the group of those that the recipe names in none.
+    """What a rank updates, and its optimizers, by group of parameters; "" is the group of those that the recipe names in none.
 
-    Args:
-        optimizer, learning_rate: of the parameters in no group. recipe: of the groups, and what goes with their updates.
-        stepped: by group, in the order in which groups are updated; a rank without parameters has none.
-        master_weights: the optimizers update copies in fp32.
-
-    Attributes: optimizers: by group.
+    stepped: by group, in the order in which groups are updated; a rank without parameters has none. master_weights: the
+    optimizers update copies in fp32.
     """
 
     def __init__(
@@ -301,10 +285,8 @@ class GroupUpdates:
         return {**state, MASTER: updated.data} if group in self._masters else state
 
     def restore(self, group: str, named: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]) -> None:
-        """Give the optimizer of a group the states of its parameters and parts of buckets; one without state starts anew.
-
-        Both by the same names; fp32 copies are taken out of `states`.
-        """
+        """Give the optimizer of a group the states of its parameters and parts of buckets, both by name; one without state
+        starts anew. fp32 copies are taken out of `states`."""
         updated = {name: self._updated(tensor, group) for name, tensor in named.items()}
         with torch.no_grad():
             for name, tensor in updated.items():
@@ -325,11 +307,9 @@ HALF_BITS = 16
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32.
-
-    torch's clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and
-    finite gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank.
-    """
+    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32. torch's
+    clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and finite
+    gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
         wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype
@@ -338,11 +318,9 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
-    """Multiply by most / norm where the norm is above `most`; else by 1.
-
-    A norm that is not finite makes all of them NaN, so the divergence is seen. torch's clip_grad_norm_ sets finite gradients to
-    0 there (torch 2.13: an fp32 norm of 1e20 is inf), and the training would stand still without a word.
-    """
+    """Multiply by most / norm where the norm is above `most`; else by 1. A norm that is not finite makes all of them NaN, so
+    the divergence is seen. torch's clip_grad_norm_ sets finite gradients to 0 there (torch 2.13: an fp32 norm of 1e20 is inf),
+    and the training would stand still without a word."""
     factor = torch.where(norm.isfinite(), torch.clamp(most / (norm + EPSILON), max=1.0), torch.nan)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
@@ -361,14 +339,9 @@ _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class LearningRates:
-    """What the optimizers of all groups of parameters have in each step: each follows the schedule from its own rate.
-
-    Args:
-        optimizer, learning_rate: of parameters in no group: a row of OPTIMIZERS, and the highest or first rate.
-        recipe: with a schedule. steps: of the whole training. order: of the samples, which says what an epoch is.
-
-    Raises ConfigError: torch refuses the arguments of the schedule.
-    """
+    """What the optimizers of all groups of parameters have in each step: each follows the schedule from its own rate;
+    `learning_rate` is that of parameters in no group. steps: of the whole training. order: of the samples, which says what an
+    epoch is. Raises ConfigError: torch refuses the arguments of the schedule."""
 
     def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
         assert recipe.schedule is not None
@@ -459,11 +432,7 @@ class LearningRates:
 
 def scheduler(optimizer: Optimizer, schedule: Schedule, learning_rate: float, length: int) -> LRScheduler:
     """torch's scheduler of an optimizer: the schedule, behind its warm-up. ReduceLROnPlateau has none: its caller warms up.
-
-    learning_rate: of the run file. length: updates of the rate in the whole training, without the warm-up.
-
-    Raises ConfigError: torch refuses the arguments.
-    """
+    length: updates of the rate in the whole training, without the warm-up. Raises ConfigError: torch refuses the arguments."""
     row, arguments = SCHEDULES[schedule.name], dict(schedule.arguments)
     if row.length:
         arguments.setdefault(row.length, length)

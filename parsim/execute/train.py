@@ -53,11 +53,9 @@ NORMS = 256
 
 
 class TrainingLog:
-    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
-
-    The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
-    more than its graph says. A resumed training first drops the lines behind its checkpoint.
-    """
+    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step. The losses of ranks
+    are added up where ranks meet anyway: at validations, checkpoints and the end. A resumed training first drops the lines
+    behind its checkpoint."""
 
     def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
         self._path, self._steps = folder / FILE, steps
@@ -179,10 +177,8 @@ def _cut(path: Path, steps: int) -> None:
 
 class CheckpointTimes:
     """After which steps a checkpoint is written where nobody says: so often that at most a minute or a quarter of the training
-    is lost, and never so often that writing takes more than 2% of the time.
-
-    Every rank asks after every step. All of them come to the same steps, by what they measured at the one before.
-    """
+    is lost, and never so often that writing takes more than 2% of the time. Every rank asks after every step. All of them come
+    to the same steps, by what they measured at the one before."""
 
     MOST_S, LEAST_S, LOST, SHARE = 60.0, 5.0, 0.25, 0.02
     FIRST_STEPS = 5
@@ -227,13 +223,9 @@ FEWER = 4
 def train(
     job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None
 ) -> RankRun | None:
-    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples.
-
-    Before and after the steps, ranks with a `probe` measure the speed of their cores.
-
-    Returns:
-        The run as it ended, perhaps under another plan; None: an earlier launch has done all that.
-    """
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples. Before and
+    after the steps, ranks with a `probe` measure the speed of their cores. Returns the run as it ended, perhaps under another
+    plan; None: an earlier launch has done all that."""
     folder = Path(job.output) / "checkpoints"
     entry.checkpoints = folder
     if job.resume:
@@ -361,10 +353,8 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
 
 
 def _has_ended(job: Job, entry: RankRun) -> bool:
-    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part.
-
-    A launch file may be run again. `parsim run` looks for itself, before it starts any process.
-    """
+    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part. A launch
+    file may be run again. `parsim run` looks for itself, before it starts any process."""
     output = Path(job.output)
     records, result = output / entry.run.name, output / SCORE
     try:
@@ -398,11 +388,9 @@ def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | Non
 
 
 def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samples) -> dict[str, Any]:
-    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with.
-
-    A model that is trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are
-    in the checkpoint.
-    """
+    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with. A model that is
+    trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are in the
+    checkpoint."""
     at_once = BATCH
     while at_once:
         try:
@@ -435,10 +423,8 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
-    """Mean seconds of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
-
-    rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
-    """
+    """Mean seconds of the last `steps` of (begin, end, steps) rounds, a step each; 0 without any. What passes between them (a
+    decision, a planning) is not a part of it."""
     last = rounds[len(rounds) - steps :]
     return sum(end - start for start, end, _ in last) / len(last) if last else 0.0
 

@@ -41,10 +41,8 @@ WATCHED_S = 86_400.0
 
 
 def main(job_path: Path) -> None:
-    """Run one rank of the job in that JSON file: join the group, build every run, train or measure, write the records.
-
-    Raises ExecutionError: another training holds the folder of this one.
-    """
+    """Run one rank of the job in that JSON file: join the group, build every run, train or measure, write the records. Raises
+    ExecutionError: another training holds the folder of this one."""
     pulse().begin(Doing.PREPARING, "starting")
     warnings.showwarning = _tell_warning
     job = Job.load(job_path)

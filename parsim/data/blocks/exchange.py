@@ -44,9 +44,7 @@ BlockPlace = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
     """The sizes of the pieces along every dim; block (i, j, ...) has the i-th piece of dim 0, the j-th of dim 1, and so on.
-
-    Blocks are numbered row by row. Every piece has at least one element, except that a dim of size 0 is one piece of size 0.
-    """
+    Blocks are numbered row by row. Every piece has at least one element, except that a dim of size 0 is one piece of size 0."""
 
     sizes: tuple[tuple[int, ...], ...]
 
@@ -57,11 +55,8 @@ class BlockGrid:
 
     @classmethod
     def even(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
-        """Equal blocks, `counts` of them along each dim; dims that `counts` leaves out are not cut.
-
-        Raises:
-            DataError: a count that does not divide its dim.
-        """
+        """Equal blocks, `counts` of them along each dim; dims that `counts` leaves out are not cut. Raises DataError: a count
+        that does not divide its dim."""
         counts = _one_per_dim(shape, counts)
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if count < 1 or size % count:
@@ -78,10 +73,7 @@ class BlockGrid:
     @classmethod
     def balanced(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
         """Blocks whose sizes differ by one at most, `counts` of them along each dim; the first of a dim are the larger ones.
-
-        Raises:
-            DataError: more blocks than elements along a dim.
-        """
+        Raises DataError: more blocks than elements along a dim."""
         counts = _one_per_dim(shape, counts)
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if not 1 <= count <= max(1, size):
@@ -178,11 +170,8 @@ def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize:
 
 
 def shared_owners(count: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Neighbouring blocks on one rank, in numbers proportional to the shares; rank r gets shares[r] / sum(shares) of them.
-
-    Raises:
-        DataError: a share below 0, or none above 0.
-    """
+    """Neighbouring blocks on one rank, in numbers proportional to the shares. Raises DataError: one is below 0, or none
+    above."""
     if not shares or min(shares) < 0 or sum(shares) <= 0:
         raise DataError(f"shares must be at least 0, and one of them above; got {list(shares)}")
     edges = [round(count * part / sum(shares)) for part in itertools.accumulate(shares)]
@@ -236,11 +225,8 @@ def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
 
 
 def on_process_group(group: ProcessGroup | None = None, *, device: str = "cpu") -> Processes:
-    """One rank per process of a torch.distributed group; left out, the default group.
-
-    Raises:
-        DataError: no process group, or one that this process is not in.
-    """
+    """One rank per process of a torch.distributed group; left out, the default group. Raises DataError: there is none, or this
+    process is not in it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise DataError("no process group; call torch.distributed.init_process_group first, or use in_one_process()")
     rank = dist.get_rank(group)
@@ -284,13 +270,8 @@ def exchange(
     dtype: torch.dtype,
     room_bytes: int = ROOM_BYTES,
 ) -> None:
-    """Write the parts that `moves` name into `targets`, which this rank has allocated. Every rank passes the same moves.
-
-    All blocks and targets have type `dtype`.
-
-    Raises:
-        DataError: room for less than one element.
-    """
+    """Write the parts that `moves` name into `targets`, which this rank has allocated. Every rank passes the same moves; all
+    blocks and targets have type `dtype`. Raises DataError: room for less than one element."""
     for move in moves:
         if processes.rank is None or move.sender == move.receiver == processes.rank:
             targets[move.target][move.write] = blocks[move.source][move.read]
@@ -301,11 +282,9 @@ def exchange(
 
 
 def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[list[Move]]:
-    """The moves between different ranks in rounds; what is larger than the room is sent in parts.
-
-    Moves are taken in turns, one per receiver, so that all ranks are busy. A move goes to the first round, from the last one of
-    its two ranks on, in which both have room for it.
-    """
+    """The moves between different ranks in rounds; what is larger than the room is sent in parts. Moves are taken in turns, one
+    per receiver, so that all ranks are busy. A move goes to the first round, from the last one of its two ranks on, in which
+    both have room for it."""
     if room_bytes < itemsize:
         raise DataError(f"room_bytes must hold at least one element of {itemsize} bytes, got {room_bytes}")
     rounds: list[list[Move]] = []
@@ -327,10 +306,8 @@ def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[lis
 
 
 def _in_turns(moves: Sequence[Move]) -> list[Move]:
-    """The moves between different ranks: the first of every pair of ranks, then the second of every pair, and so on.
-
-    Pairs follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction.
-    """
+    """The moves between different ranks: the first of every pair of ranks, then the second of every pair, and so on. Pairs
+    follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction."""
     turns: Counter[tuple[int, int]] = Counter()
     keyed = []
     for move in moves:
@@ -368,10 +345,8 @@ def _parts(move: Move, elements: int) -> list[Move]:
 def _send_and_receive(
     messages: list[Move], blocks: Mapping[int, Tensor], targets: Mapping[int, Tensor], processes: Processes, dtype: torch.dtype
 ) -> None:
-    """One message per pair of ranks. Its parts lie in the order of the moves, which both ends know.
-
-    Sent as bytes, since backends lack some dtypes.
-    """
+    """One message per pair of ranks, its parts in the order of the moves, which both ends know. Bytes, since backends lack some
+    dtypes."""
     outgoing: dict[int, list[Move]] = {}
     incoming: dict[int, list[Move]] = {}
     for move in messages:
@@ -430,11 +405,8 @@ def check_room(what: str, grid: BlockGrid, owners: Sequence[int], itemsize: int,
 
 
 def check_bytes(what: str, needed: Sequence[int], processes: Processes, *, rows: int | None = None) -> None:
-    """Raise DataError, on every rank, if what the ranks of a host (or a GPU) need is more than its free memory.
-
-    Args:
-        needed: bytes by rank. rows: of the array, to tell how many would fit.
-    """
+    """Raise DataError, on every rank, if what the ranks of a host (or a GPU) need is more than its free memory. needed: bytes
+    by rank. rows: of the array, to tell how many would fit."""
     if sum(needed) <= UNCHECKED_BYTES:
         return
     memory = socket.gethostname() if processes.device == "cpu" else f"{socket.gethostname()} {processes.device}"

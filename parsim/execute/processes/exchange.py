@@ -64,10 +64,8 @@ def value_of_rank_0(value: Any) -> Any:
 
 
 def done_by_rank_0(place: ProcessPlace, work: Callable[[], T]) -> T | None:
-    """Rank 0 does the work, and returns its result; the others wait for it, however long it takes, and return None.
-
-    Every rank calls it. Where there is no store, the others wait in a barrier.
-    """
+    """Rank 0 does the work, and returns its result; the others wait for it, however long it takes, and return None. Every rank
+    calls it. Where there is no store, the others wait in a barrier."""
     _calls[place.attempt] += 1  # the same number on every rank
     key = f"done by rank 0/{_calls[place.attempt]}"
     result = work() if dist.get_rank() == 0 else None

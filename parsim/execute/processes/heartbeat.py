@@ -149,10 +149,8 @@ def process_state(pid: int) -> ProcessState | None:
 @dataclass(slots=True, kw_only=True)
 class _Seen:
     """A rank: seconds that it has been stopped, or a zombie that cannot be reaped, and since its last beat, number `count`.
-
     `calm_s`: of these, the last ones in which it has computed nothing yet: since it had `cpu_s` processor seconds. ran: it was
-    seen running, or waiting for a core, in them.
-    """
+    seen running, or waiting for a core, in them."""
 
     stopped_s: float = 0.0
     ended_s: float = 0.0
@@ -169,10 +167,8 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that do not move, and why that is known, in words that follow the names of the ranks.
-
-    together: they all wait for one another.
-    """
+    """Ranks that do not move, and why that is known, in words that follow their names. together: they all wait for one
+    another."""
 
     ranks: tuple[int, ...]
     text: str
@@ -181,13 +177,11 @@ class Hang:
 
 @dataclass(slots=True, kw_only=True)
 class RankWatch:
-    """Looks at all ranks now and then, and says which one hangs.
+    """Looks at all ranks now and then, and says which one hangs. Time counts by looks, each of at most a second: a launcher
+    that was stopped itself blames nobody for it.
 
-    Time counts by looks, each of at most a second: a launcher that was stopped itself blames nobody for it.
-
-    Attributes:
-        limit_s: a rank that is stopped, or does nothing, for longer hangs.
-        sees_all: no rank is watched by somebody else, which these may wait for.
+    limit_s: a rank that is stopped, or does nothing, for longer hangs. sees_all: no rank is watched by somebody else, which
+    these may wait for.
     """
 
     limit_s: float

@@ -77,10 +77,9 @@ SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Ended:
     """How an attempt ended.
 
-    Attributes:
-        statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n.
-        hang: ranks that did not move. places: where in the code they were. out_of_time: the launch took too long.
-        left: processes that could not be killed.
+    statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n. hang: ranks
+    that did not move. places: where in the code they were. out_of_time: the launch took too long. left: processes that could
+    not be killed.
     """
 
     attempt: int
@@ -108,11 +107,8 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
 
 
 def failure_of(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
-    """The error about a launch that failed.
-
-    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
-    Then a rank that hangs, the time limit, a lost peer.
-    """
+    """The error about a launch that failed, in this order: a rank killed by a signal, the earliest error that is not about a
+    lost peer, an exit status without a record, a rank that hangs, the time limit, a lost peer."""
     read = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
     records = sorted(
         (record for record in read if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
@@ -200,23 +196,20 @@ def launch(
 ) -> None:
     """Run `python -m MODULE JOB.json` as `nproc` ranks on this machine and wait for all of them.
 
-    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and
-    NCCL talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
+    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and NCCL
+    talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
     Args:
         job_path: handed to the module, whose main function is `group.worker_main`; ranks leave `error-rank{r}.json` beside it.
-        nproc: number of ranks, may exceed the cores.
         timeout_s: of the whole launch, including the start (about 2.5 s for a rank that imports torch).
         hang_s: a rank that is stopped, or does nothing, for longer ends the launch (see `heartbeat`).
-        on_line: called in this thread with each line a rank writes to stdout or stderr.
-        env: variables added to this process's environment for the ranks.
+        on_line: called in this thread with each line a rank writes to stdout or stderr. env: variables added for the ranks.
         max_restarts: how often all ranks are started anew after a failure. A start that is disturbed (`_Ranks.lost_at_start`)
             is made a second time in any case.
 
-    Raises:
-        ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a GPU's
-            memory was too small, a DivergedError if a loss or weight was not finite.
-        MissingDependencyError: torch is not installed.
+    Raises ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a
+    GPU's memory was too small, a DivergedError if a loss or weight was not finite. MissingDependencyError: torch is not
+    installed.
     """
     if nproc < 1:
         raise ExecutionError(f"a launch needs at least 1 process, got {nproc}")

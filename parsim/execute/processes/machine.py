@@ -38,10 +38,8 @@ PROC_STAT, CPU_INFO, CPUS = Path("/proc/stat"), Path("/proc/cpuinfo"), Path("/sy
 
 def describe_environment() -> dict[str, Any]:
     """Plain JSON: system, processor, cores, memory_bytes, affinity, whether communication may come first
-    (`parsim.execute.processes.setup`), threads, versions, and GPUs if torch is loaded.
-
-    Names no host, user or path, so that it can be published with a profile.
-    """
+    (`parsim.execute.processes.setup`), threads, versions, and GPUs if torch is loaded. Names no host, user or path, so that it
+    can be published with a profile."""
     torch = sys.modules.get("torch")
     torch_state: dict[str, Any] = {"loaded": torch is not None}
     if torch is not None:
@@ -155,11 +153,8 @@ def is_from_here(profile: Profile) -> bool:
 
 def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: Sequence[str] | None = None) -> tuple[str, ...]:
     """What of this machine is not as it was when the profile was measured, one warning each; none for published profiles.
-
-    Leaves out clocks, memory and other programs: `parsim calibrate` says what they were.
-
-    environment: of this machine, see `describe_environment`. gpus: their names (None: not asked).
-    """
+    Leaves out clocks, memory and other programs: `parsim calibrate` says what they were. gpus: their names (None: not
+    asked)."""
     if not is_measured(profile):
         return ()
     then, again = profile.provenance, "predictions are for another machine, calibrate again"

@@ -36,10 +36,8 @@ _POLL_S = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed (SIGKILL) as soon as process `parent` ends; at once if it has ended already.
-
-    Must be called in a child whose parent started it from its main thread: the kernel's signal follows the thread.
-    """
+    """Have this process killed (SIGKILL) as soon as process `parent` ends; at once if it has ended already. Must be called in a
+    child whose parent started it from its main thread: the kernel's signal follows the thread."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -108,11 +106,8 @@ def _living() -> dict[int, int]:
 
 
 def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> set[int]:
-    """SIGKILL the processes `roots`, their groups, their descendants and everything marked; return what is still alive
-    after that.
-
-    Every root must be a child of this process that leads its own process group; the caller reaps it.
-    """
+    """SIGKILL the processes `roots`, their groups, their descendants and everything marked; return what is still alive after
+    that. Every root must be a child of this process that leads its own process group; the caller reaps it."""
     deadline = time.monotonic() + within_s
     while True:
         targets = descendants(roots) | marked(mark)
@@ -360,9 +355,7 @@ def progress_text(progress: Progress) -> str:
 
 def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | None = None) -> Callable[[str], None]:
     """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines.
-
-    `on_warning` receives every warning once, whichever ranks gave it; left out: warnings are progress.
-    """
+    `on_warning` receives every warning once, whichever ranks gave it; left out: warnings are progress."""
     warned: set[str] = set()
 
     def on_line(line: str) -> None:

@@ -34,10 +34,8 @@ def main() -> None:
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Sockets of this process's DataLoader workers go where they are removed with the launch, however the rank ends.
-
-    Where the folder's name is so long that a socket in it could have none, Python's own choice remains.
-    """
+    """Sockets of this process's DataLoader workers go where they are removed with the launch, however the rank ends. Where the
+    folder's name is so long that a socket in it could have none, Python's own choice remains."""
     if len(os.fsencode(folder / "listener-12345678")) < LONGEST_SOCKET:
         process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
 
