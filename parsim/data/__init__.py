@@ -57,7 +57,6 @@ SPLITS = ("train", "validation", "test")
 
 
 def _from_factory(row: Any) -> Any:
-    """A factory of the user's own as a DataSource; anything else as it is."""
     is_factory = callable(row) and not isinstance(row, DataSource)
     return DataSource(load=partial(load_own, row), is_own=True) if is_factory else row
 
@@ -150,7 +149,6 @@ def target_of(spec: ModelSpec) -> Target:
 
 
 def dataset_for(spec: ModelSpec, name: str, *, root: str | None, split: str = "train", seed: int = 0) -> Samples:
-    """Load `name` for the model. Raises DataError as `load_dataset`."""
     interface = interface_of(spec)
     described = interface.target
     binary = interface.objective.row.targets == BINARY

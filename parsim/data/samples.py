@@ -48,7 +48,6 @@ class Described:
 
     @property
     def form(self) -> str:
-        """A sample in words."""
         names = [*(entry.name for entry in self.inputs), *(() if self.target is None else ("target",))]
         return f"({', '.join(names)})" if len(names) > 1 else names[0]
 
@@ -386,7 +385,6 @@ class RandomStates:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Go on from where the last use ended. Other threads that draw from them wait."""
         with alone():
             others = _states()
             if self._last is not None:
@@ -436,7 +434,6 @@ class MapSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.described.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -472,7 +469,6 @@ class StreamSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.described.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -543,7 +539,6 @@ class ChosenSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.base.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> dict[str, NDArray[np.generic]]:
@@ -701,7 +696,6 @@ def load_own(factory: Callable[..., Any], ask: DataRequest) -> OwnSamples:
 
 
 def _taken(factory: Callable[..., Any], name: str) -> list[str]:
-    """Which arguments the factory takes."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

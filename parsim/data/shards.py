@@ -197,7 +197,6 @@ class ShardedOrder:
         return step // self.steps_per_epoch
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """The sample numbers of a step: int64 [global_batch]."""
         each = self.global_batch // len(self.shards)
         return np.concatenate([self._next(replica, step * each, each) for replica in range(len(self.shards))])
 

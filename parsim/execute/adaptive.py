@@ -88,11 +88,9 @@ class Steering:
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
     def due(self, step: int) -> bool:
-        """Whether a look is due after `step` steps, and training goes on."""
         return 0 < step < self._steps and (step == self._early or self.ends(step))
 
     def ends(self, step: int) -> bool:
-        """Whether a window or an epoch ends after `step` steps."""
         return step % self._spec.window_steps == 0 or step % self._spec.epoch_steps == 0
 
     def decide(self, plan: Plan, model: Model, step: int, times: Sequence[Sequence[TaskTime]], step_s: float) -> Plan | None:

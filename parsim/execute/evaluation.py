@@ -95,7 +95,6 @@ def scores(
 
 @torch.no_grad()
 def _batch_sums(run: RunSpec, module: nn.Module, values: dict[str, Tensor], count: int, metrics: Sequence[str]) -> Sums:
-    """The sums over one batch of `count` samples."""
     interface = interface_of(run.model)
     objective = interface.objective
     target = values.pop(TARGET, None)
@@ -115,8 +114,6 @@ def _batch_sums(run: RunSpec, module: nn.Module, values: dict[str, Tensor], coun
 
 
 def _joined(batches: Sequence[Sums]) -> dict[str, float]:
-    """The mean loss and every metric over all batches."""
-
     def added(parts: Sequence[Sequence[float]]) -> list[float]:
         return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
 
@@ -151,16 +148,13 @@ class BestSoFar:
         return BestSoFar(score=self.score, step=self.step, since=self.since + 1)
 
     def stops(self, rule: EvaluationRule) -> bool:
-        """Whether the training ends here."""
         return rule.patience > 0 and self.since >= rule.patience
 
     def to_tensor(self) -> Tensor:
-        """For a checkpoint."""
         return torch.tensor([self.score, self.step, self.since], dtype=torch.float64)
 
     @classmethod
     def from_tensor(cls, saved: Tensor) -> BestSoFar:
-        """Inverse of `to_tensor`."""
         score, step, since = saved.tolist()
         return cls(score=score, step=int(step), since=int(since))
 
@@ -210,7 +204,6 @@ class Validation:
             keep_only(self.folder, self._known)
 
     def due(self, done: int) -> bool:
-        """Whether to validate after `done` steps."""
         return done % self.every == 0 or done == self.steps
 
     def look(self, entry: RankRun, place: ProcessPlace) -> bool:

@@ -164,7 +164,6 @@ class Schedule:
         return {**{key: table[key] for key in table if key in keys}, "arguments": arguments}
 
     def to_table(self) -> dict[str, Any]:
-        """Inverse of `from_table`."""
         table = {key: value for key, value in asdict(self).items() if key != "arguments" and value is not None}
         return {**table, **dict(self.arguments)}
 
@@ -207,7 +206,6 @@ class EvaluationRule:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger value of `monitor` is better."""
         if self.mode is not None:
             return self.mode == "max"
         return self.monitor != LOSS_NAME and bool(METRICS[self.monitor].larger_is_better)
@@ -258,7 +256,6 @@ class UpdateGroup:
 
 
 def _by_name(groups: Any) -> Any:
-    """Groups that were given in a sequence, by their names."""
     return {group.name: group for group in groups} if isinstance(groups, tuple) else groups
 
 
@@ -415,8 +412,6 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """After `step` steps training goes on under another plan of the same world size and batch."""
-
     step: int
     plan: Plan
 
@@ -533,7 +528,6 @@ class Job:
 
 
 def _run_from(document: dict[str, Any]) -> RunSpec:
-    """Inverse of what `Job.save` writes of a run."""
     with reading("the training recipe of the job cannot be read", ExecutionError, "run again"):
         try:
             recipe = TrainingRecipe.model_validate(document.get("recipe", {}))

@@ -160,7 +160,6 @@ def _quiet(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Standard error of the mean, relative to it."""
     mean = float(np.mean(seconds))
     return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds)) / mean if len(seconds) > 1 and mean > 0 else FEW_SIGMA
 

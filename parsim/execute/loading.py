@@ -127,7 +127,6 @@ class WorkerBatches:
 
 
 def _about_killed(number: int) -> str:
-    """Why a worker may have been killed by a signal, and what to do."""
     event = f"a process that reads samples was killed by {signal_name(number)}"
     if number != signal.SIGBUS or not SHARED.is_dir():
         return f"{event}; set training.workers = 0 to read them in the rank itself"
@@ -174,7 +173,6 @@ def host_values(
 def batch_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """`host_values` on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
 
 

@@ -143,17 +143,14 @@ class Measurement:
 
     @property
     def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:
-        """The spans of all ranks, round by round."""
         return list(zip(*(record.rounds for record in self.ranks), strict=False))
 
     @property
     def steps(self) -> int:
-        """Steps of all rounds together."""
         return sum(spans[0][2] for spans in self._rounds)
 
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
-        """One per recorded step."""
         return tuple(merge_times(times) for times in zip(*(record.steps for record in self.ranks), strict=False))
 
     @cached_property
@@ -166,7 +163,6 @@ class Measurement:
 
     @property
     def cpu_s(self) -> tuple[float, ...]:
-        """CPU seconds of all rounds, per rank."""
         return tuple(float(np.sum(record.cpu_s)) for record in self.ranks)
 
     @property
@@ -179,7 +175,6 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Live tensors, per rank."""
         return tuple(record.peak_bytes for record in self.ranks)
 
     @property

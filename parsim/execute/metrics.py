@@ -36,7 +36,6 @@ class Metric:
 
 
 def mean_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The mean of the ratios over entries that have a denominator."""
     ratios = [above / below for above, below in zip(numerators, denominators, strict=True) if below]
     return sum(ratios) / len(ratios) if ratios else float("nan")
 

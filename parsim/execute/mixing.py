@@ -125,12 +125,10 @@ class MixingRounds:
         return self._stage.layout.rank_buckets(self._stage.rank)
 
     def _packed(self, bucket: Bucket) -> Tensor:
-        """A copy of a bucket's parameters, one after another."""
         with torch.no_grad():
             return torch.cat([self._stage.parameters[held.name].detach().flatten() for held in bucket.parameters])
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive between steps."""
         return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
     def round_of(self, step: int) -> int:
@@ -218,7 +216,6 @@ class MixingRounds:
         return self.means.get(bucket, self._stage.buckets[bucket])
 
     def _mass(self, bucket: int) -> float:
-        """Of this replica."""
         return float(self.masses[bucket][self._replica])
 
     def _parameters(self, bucket: int) -> list[Tensor]:
@@ -236,7 +233,6 @@ class MixingRounds:
         return run
 
     def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
-        """The group and the tag of a message."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -328,7 +324,6 @@ class MixingRounds:
                 handed.wait()
 
     def settle(self) -> None:
-        """Wait until no global model is on its way to or from this rank."""
         for bucket in {bucket for bucket, _ in self._handed}:
             self._settle(bucket)
 
@@ -409,7 +404,6 @@ class MixingRounds:
 
     @property
     def marker(self) -> str:
-        """What a checkpoint's own part must have been written by."""
         return own_marker(self._stage.layout.plan)
 
     @property
@@ -418,7 +412,6 @@ class MixingRounds:
         return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
 
     def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
-        """By name what a checkpoint keeps of rounds."""
         kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
         return tuple({**kept, "taken": self.taken, "place": self.place}.items())
 
@@ -499,7 +492,6 @@ HELD = "held"
 
 
 def lacking(error: KeyError, rank: int) -> ExecutionError:
-    """What a checkpoint says whose own part of a rank lacks something."""
     return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
 
 
@@ -644,12 +636,10 @@ class StaleStage:
 
     @property
     def _is_resumable(self) -> bool:
-        """Whether what waits can be made again, on all stages alike."""
         return self._plan.synchronisation.backward != "fresh"
 
     @property
     def marker(self) -> str:
-        """What a checkpoint's own part must have been written by."""
         return own_marker(self._plan)
 
     def own_state(self) -> dict[str, Any]:

@@ -66,12 +66,10 @@ class ComponentRandomness:
         return self._generator.get_state()
 
     def go_on(self, state: Tensor) -> None:
-        """From a `state`."""
         self._generator.set_state(state)
 
     @property
     def draw(self) -> int:
-        """The number that the step at hand has drawn."""
         return self._step
 
     @contextlib.contextmanager
@@ -87,7 +85,6 @@ class ComponentRandomness:
                 torch.set_rng_state(state)
 
     def draws(self, component: str) -> bool:
-        """Whether a forward of the component draws random numbers."""
         return component in self._samples
 
     def draws_on_host(self, component: str) -> bool:
@@ -138,7 +135,6 @@ class LossScale:
     growth_steps: int = GROWTH_STEPS
 
     def after(self, overflowed: bool) -> LossScale:
-        """The scale of the next step."""
         if overflowed:
             return replace(self, scale=self.scale * BACKOFF, good_steps=0)
         if self.good_steps + 1 < self.growth_steps:
@@ -147,7 +143,6 @@ class LossScale:
         return replace(self, scale=grown if math.isfinite(torch.tensor(grown).item()) else self.scale, good_steps=0)
 
     def to_tensor(self) -> Tensor:
-        """For a checkpoint."""
         return torch.tensor([self.scale, float(self.good_steps)], dtype=torch.float64)
 
     def from_tensor(self, saved: Tensor) -> LossScale:
@@ -196,7 +191,6 @@ class TorchNumerics:
 
 
 def numerics_of(run: RunSpec, device: torch.device) -> TorchNumerics:
-    """What the run asks for. Raises ExecutionError where the device cannot."""
     check_executable(run.precision, run.dtype, device.type)
     scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps)
     return numerics_in(run.precision, dtype=run.dtype, master_weights=run.master_weights, loss_scale=scale)

@@ -51,8 +51,6 @@ class ValueKey(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """An item in one layout."""
-
     item: ValueKey
     layout: ValueLayout
 
@@ -62,7 +60,6 @@ Place = tuple[Instance, int]
 
 
 def batch_piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
-    """Piece `number` of `pieces` along dim 0, a view."""
     size = tensor.shape[0] // pieces
     return tensor.narrow(0, number * size, size)
 
@@ -92,7 +89,6 @@ class Store:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: a new step begins."""
         self._there: dict[Place, Tensor] = {}
         self._left: dict[Place, int] = {}
         self._pieces: dict[Place, dict[int, Tensor]] = {}
@@ -164,7 +160,6 @@ class Store:
     # --- counted once -------------------------------------------------------------------------------------------------
 
     def _read_by(self, task: Task) -> Sequence[Instance]:
-        """What the task takes from the store of this rank."""
         origin, layout = task.origin, self._layout
         match task.work:
             case Compute(phase=Phase.FORWARD, component=name):
@@ -188,7 +183,6 @@ class Store:
         return [Instance(ValueKey(value, reading), summed_in) for reading in readings if self._has_backward(reading)]
 
     def item(self, task: Task) -> ValueKey:
-        """What a communication moves."""
         origin = task.origin
         assert origin.value is not None
         if not origin.gradient:
@@ -203,12 +197,10 @@ class Store:
         return any(name in self._layout.differentiable for name in reading.components)
 
     def before(self, task: Task) -> Instance:
-        """What a hop's task starts from."""
         assert task.origin.hop is not None
         return Instance(self.item(task), task.origin.hop.source)
 
     def after(self, task: Task) -> Instance:
-        """What a hop's task leaves."""
         assert task.origin.hop is not None
         return Instance(self.item(task), task.origin.hop.target)
 
@@ -323,7 +315,6 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
 
 
 def _gathered(piece: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of all ranks, one after the other."""
     parts = piece.new_empty((count, *piece.shape))
     all_gather_flat(parts.view(-1), piece.view(-1), group)
     return parts
@@ -335,7 +326,6 @@ def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
 
 
 def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
-    """The whole of pieces that lie one after the other."""
     return tensor.narrow(layout.dim, 0, layout.size).contiguous() if layout.size else tensor
 
 
@@ -378,7 +368,6 @@ class StepValues:
 
 
 def component_of(task: Task) -> tuple[str, int]:
-    """The component and the microbatch of a computation."""
     component, microbatch = task.origin.component, task.origin.microbatch
     assert component is not None
     assert microbatch is not None
@@ -442,7 +431,6 @@ class Computing:
         )
 
     def reset(self) -> None:
-        """A new step begins."""
         self._records: dict[_Key, Saved] = {}
         self._kept: dict[_Key, RecomputeInputs] = {}
         self._made, self._keeping = self._records, self._kept
@@ -457,7 +445,6 @@ class Computing:
         self.losses: list[Tensor] = []
 
     def operation(self, task: Task) -> Operation:
-        """What a task of loading or computing runs."""
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return self._forward(task)
@@ -474,7 +461,6 @@ class Computing:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def read(self, batch: BatchSource) -> list[Mapping[str, Tensor]]:
-        """The values of all microbatches."""
         return [batch(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
 
     def _load(self) -> None:
@@ -484,7 +470,6 @@ class Computing:
             self.keep(microbatch, batch(microbatch))
 
     def keep(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """The values of one microbatch are there."""
         for value, tensor in values.items():
             self._values.watch.loaded(tensor)
             self._values.store.put(Instance(ValueKey(value), self._batch_layout), microbatch, tensor)
@@ -608,7 +593,6 @@ def _unless(value: Tensor | Like, remade: bool) -> Tensor | Like:
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Equal entries for tensors that share memory."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
@@ -625,17 +609,14 @@ class Communicating:
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins."""
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
 
     def ended(self) -> None:
-        """All communication of the step has ended."""
         self._leaving.clear()
 
     def operation(self, task: Task) -> Operation:
-        """What a task that communicates, or clips gradients, runs."""
         match task.work:
             case ClipGradients(part=part):
                 return self._begin_norm if part == NORM else self._scale_gradients
@@ -721,7 +702,6 @@ class Communicating:
         raise AssertionError(f"no gradient bucket is synchronised by {task.work.operation}")
 
     def _begin_norm(self) -> None:
-        """This rank's share of the squared norm of all gradients."""
         self._norm = self._stage.squared_norm()
 
     def _sum_norm(self, work: Collective) -> None:
@@ -736,7 +716,6 @@ class Communicating:
     # --- conversions on the tp axis -----------------------------------------------------------------------------------
 
     def _hop(self, task: Task) -> None:
-        """One step of a conversion on the tp axis."""
         origin, store = task.origin, self._store
         assert origin.hop is not None
         assert origin.microbatch is not None

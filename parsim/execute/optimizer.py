@@ -109,7 +109,6 @@ def _check_settings(name: str, optimizer: torch.optim.Optimizer, settings: dict[
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Every tensor once, in first-seen order."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
@@ -269,7 +268,6 @@ class GroupUpdates:
         return self._masters[group].of(tensor) if group in self._masters else tensor
 
     def step(self, group: str) -> None:
-        """One update of a group."""
         optimizer = self.optimizers[group]
         if group in self._masters:
             self._masters[group].step(optimizer)
@@ -295,7 +293,6 @@ class GroupUpdates:
         restore_optimizer(self.optimizers[group], updated, {name: states[name] for name in updated if states.get(name)})
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive of all groups between steps."""
         held = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
         tensors = [entry for state in held for entry in state.values() if isinstance(entry, Tensor)]
         return [*tensors, *(copy for masters in self._masters.values() for copy in masters.copies)]
@@ -354,7 +351,6 @@ class LearningRates:
         self._begin()
 
     def _begin(self) -> None:
-        """Everything as it is in the first step."""
         self._at = 0
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: list[LRScheduler] = []
@@ -369,7 +365,6 @@ class LearningRates:
 
     @property
     def _followers(self) -> list[ReduceLROnPlateau]:
-        """The schedulers, if they follow the validation score."""
         return [entry for entry in self._schedulers if isinstance(entry, ReduceLROnPlateau)]
 
     def settings(self, step: int) -> dict[str, dict[str, Any]]:
@@ -400,7 +395,6 @@ class LearningRates:
         return {name: float(values["lr"]) for name, values in self.settings(step).items()}
 
     def apply(self, step: int, optimizers: Mapping[str, Optimizer]) -> None:
-        """Give optimizers, by group of parameters, what they have in that step."""
         settings = self.settings(step)
         for name, optimizer in optimizers.items():
             for group in optimizer.param_groups:
@@ -420,7 +414,6 @@ class LearningRates:
         return torch.tensor([float(value) for value in values], dtype=torch.float64) if values else None
 
     def load(self, state: Tensor | None) -> None:
-        """Inverse of `state`."""
         if state is None or not self._followers:
             return
         for follower, values in zip(self._followers, state.chunk(len(self._followers)), strict=True):

@@ -337,7 +337,6 @@ class RankRun:
         return again.built_s
 
     def close(self) -> None:
-        """End what runs beside the rank's own thread."""
         self.loader.close()
         self.streams.close()
         if self.mixing is not None:
@@ -389,7 +388,6 @@ class RankRun:
             self._every *= 2
 
     def forget_times(self) -> None:
-        """Forget the task times so far: those that follow are sampled anew."""
         self.record.steps.clear()
         self._seen, self._every = 0, 1
 
@@ -449,7 +447,6 @@ class RankRun:
         )
 
     def timed(self, steps: int) -> None:
-        """`steps` steps as one round."""
         cpu, start = time.process_time(), time.perf_counter()
         for _ in range(steps):
             self.step(keep=True)
@@ -478,7 +475,6 @@ class RankRun:
             )
 
     def state(self) -> checkpoint.RankState:
-        """What this rank contributes to a checkpoint."""
         state = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
         progress = {**state.progress, **self.notes, **({} if rate is None else {RATE: rate})}
@@ -524,7 +520,6 @@ def run_dataset(run: RunSpec, split: str) -> Samples:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a rank that computes on `device`."""
     if device.type != "cuda" or sharing() == STAGED:  # staged communication blocks whoever asks for it
         return ThreadStreams()
     return CudaStreams(TorchCudaDriver(device))

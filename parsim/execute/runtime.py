@@ -29,7 +29,6 @@ from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Optimizer
 
 
 def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    """The graph of a step in which all replicas compute."""
     plan, rule = layout.plan, layout.plan.synchronisation
     if rule.participation == 1.0:
         return graph
@@ -229,7 +228,6 @@ class RankProgram:
 
     @property
     def watch(self) -> StepWatch:
-        """Receives the events of a step, for tools that count memory."""
         return self._values.watch
 
     @watch.setter
@@ -266,7 +264,6 @@ class RankProgram:
         self._reset()
 
     def script(self, number: int) -> StepScript:
-        """What this rank does in training step `number`."""
         return self._steps.of_step(number)
 
     def step(
@@ -377,7 +374,6 @@ class RankProgram:
             self._computing.keep(microbatch, values)
 
     def _load_ahead(self, load: _Bound, following: BatchSource | None) -> None:
-        """Load the next step's batch, if it is known."""
         if following is not None:
             self._streams.load_ahead(load.task.index, load.stream, lambda: self._read_ahead(following))
 

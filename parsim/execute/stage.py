@@ -152,7 +152,6 @@ class DividedBucket:
         return gradients
 
     def run_of(self, name: str) -> int:
-        """The number of the run in which this rank's part of a parameter lies."""
         first = self.parts[name][1].start
         return next(number for number, run in enumerate(self.runs) if run.start <= first < run.stop)
 
@@ -161,7 +160,6 @@ class DividedBucket:
         return run, slice(place.start - run.start, place.stop - run.start)
 
     def _show(self, gradients: Tensor) -> None:
-        """Make views of a flat array the gradients of the parameters."""
         for entry, offset in self._offsets():
             parameter = self._held[entry.name]
             parameter.grad = gradients[offset : offset + parameter.numel()].view_as(parameter)
@@ -186,7 +184,6 @@ class DividedBucket:
         return self.parameters
 
     def end_parameters(self) -> None:
-        """Let go of all but this rank's part."""
         self.parameters.untyped_storage().resize_(0)
 
     def load_weight(self, name: str, weight: Tensor) -> None:
@@ -440,7 +437,6 @@ class StageReplica:
         return skipped
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that this stage's components read or update, by qualified name."""
         names = {name for entry in self.runnables.values() for name in entry.buffer_names}
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
@@ -521,14 +517,12 @@ class StageReplica:
             divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
             buffers[name] = piece(buffers[name], fragment.part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
     def finish_loading(self) -> None:
-        """Give the optimizer the states that `load_parameter` has collected."""
         states, self._loaded = self._loaded, {}
         for group in self.updates.optimizers:
             named = self._undivided(group)
@@ -555,7 +549,6 @@ class StageReplica:
         return fragments
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
-        """What is alive between steps, by the line of memory it belongs to."""
         parts = [divided.chunk for divided in self.divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],

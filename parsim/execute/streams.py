@@ -214,7 +214,6 @@ class ThreadStreams:
             thread.join(timeout=1.0)
 
     def _wait_for(self, task: int) -> None:
-        """Until a communication has ended."""
         running = self._running[task]
         if running.locked():
             with self._pulse.waiting(), running:

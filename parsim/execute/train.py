@@ -72,12 +72,10 @@ class TrainingLog:
                 self._board = _board(folder / BOARD, self._first)
 
     def begin_step(self, entry: RankRun) -> None:
-        """Before a step: its rate, and the time from here on."""
         self._rates.append(entry.learning_rates)
         self._last = time.perf_counter()
 
     def end_step(self, entry: RankRun) -> None:
-        """After a step."""
         self._seconds.append(time.perf_counter() - self._last)
         self._norms.append(entry.stage.gradient_norm)
         if len(self._norms) - self._read >= NORMS:
@@ -124,7 +122,6 @@ class TrainingLog:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of the last steps."""
         recent = self._seconds[-RECENT:]
         return sum(recent) / len(recent)
 
@@ -311,13 +308,11 @@ def train(
 
 
 def _state_bytes(entry: RankRun) -> int:
-    """What a rank writes into a checkpoint: parameters and the optimizer's state."""
     held = entry.stage.resident_tensors()
     return sum(tensor.nbytes for line in ("parameters", "optimizer_state") for tensor in held[line])
 
 
 def _looks(probe: SpeedProbe | None) -> list[float]:
-    """One look at the speed of the cores, by all ranks at once."""
     meet()
     seconds = [] if probe is None else [probe.seconds()]
     meet()
@@ -370,7 +365,6 @@ def _has_ended(job: Job, entry: RankRun) -> bool:
 
 
 def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
-    """Score the weights of the last checkpoint, and write down what the controller decided."""
     pulse().begin(Doing.PREPARING, "scoring")
     last = checkpoint.latest_checkpoint(folder)
     if last is None:

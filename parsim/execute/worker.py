@@ -60,7 +60,6 @@ def main(job_path: Path) -> None:
 
 
 def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
-    """Build every run, train or measure, write the records."""
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))

@@ -56,7 +56,6 @@ class PlanConstraints:
     framework: str = ""
 
     def allow(self, mesh: Mesh) -> bool:
-        """Whether a mesh has the axes that are given."""
         axes = all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in ("pp", "dp", "tp", "cp", "ep"))
         return axes and self.dp_shard in (None, mesh.dp_shard or mesh.dp)
 

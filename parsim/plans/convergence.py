@@ -86,7 +86,6 @@ class StepCondition:
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; `safe` and `limit` in units of 1/L."""
         return {
             "safe_step_times_curvature": self.safe,
             "limit_step_times_curvature": self.limit,

@@ -56,7 +56,6 @@ class Placement(NamedTuple):
         return {"batch": 1, "shard": self.ways}.get(self.kind, tp)
 
     def runs_on(self, shard: int) -> bool:
-        """Whether tp rank `shard` has the component."""
         return self.kind != "place" or shard == self.shard
 
 

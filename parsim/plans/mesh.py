@@ -85,7 +85,6 @@ class Mesh:
         return 1 if self.dp_shard else 0
 
     def undivided(self) -> Mesh:
-        """The mesh without sharding groups."""
         return replace(self, dp_shard=0) if self.dp_shard else self
 
     @property

@@ -322,7 +322,6 @@ def check_connected(graph: Callable[[int], Matrix], *, period: int = 1) -> None:
 
 
 def _reached(links: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Workers that worker 0's weights reach along links[to, from]."""
     reached = np.zeros(len(links), dtype=bool)
     reached[0] = True
     frontier = reached.copy()
@@ -384,7 +383,6 @@ class Ada:
 
     @property
     def first(self) -> int:
-        """k_0."""
         return self.n - 1 if self.start is None else self.start
 
     @property
@@ -409,7 +407,6 @@ class Ada:
         return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch), self.n, self.least)
 
     def graph(self, epoch: int) -> MixingGraph:
-        """The ring lattice of `neighbours`."""
         return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch))
 
 

@@ -82,7 +82,6 @@ class PipelineOrder:
             )
 
     def takes(self, chunks: int) -> bool:
-        """Whether it runs with so many stages per rank."""
         return self.fewest_chunks <= chunks and (self.most_chunks is None or chunks <= self.most_chunks)
 
     @property
@@ -377,7 +376,6 @@ def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=1024)
 def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Per stage the rank of the pipeline that runs it."""
     found = [0] * (ranks * chunks)
     for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
         for stage in stages:
@@ -431,7 +429,6 @@ def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
 
 
 def _missing(action: Action, stages: int, done: set[Action]) -> list[Action]:
-    """What the action waits for."""
     stage, phase, microbatch = action
     match phase:
         case Phase.FORWARD:
@@ -488,7 +485,6 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
 
 
 def _moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """`moments`, action by action."""
     alive = [0] * chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
     seen: dict[tuple[int, ...], None] = {}

@@ -228,7 +228,6 @@ class Stage:
             object.__setattr__(self, "placements", ())
 
     def placed(self) -> tuple[tuple[str, Placement], ...]:
-        """Every component with its placement."""
         return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
 
 
@@ -399,7 +398,6 @@ class Plan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """All of them, in execution order."""
         return tuple(name for stage in self.stages for name in stage.components)
 
     @property
@@ -424,7 +422,6 @@ class Plan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any component is recomputed."""
         return self.recompute != NONE or bool(self.repeated)
 
     @property
@@ -440,12 +437,10 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything lies in the host's memory."""
         return self.optimizer_offload or bool(self.activation_offload)
 
     @property
     def executable(self) -> bool:
-        """Whether the executor can run the plan; other plans are simulated only."""
         return not self.not_executable
 
     @property
@@ -482,12 +477,10 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Stages per rank."""
         return len(self.stages) // self.mesh.pp
 
     @property
     def stage_places(self) -> tuple[int, ...]:
-        """Per stage its place on the pp axis."""
         return rank_of_stage(self.pipeline_order, self.mesh.pp, self.chunks)
 
     def place_stages(self, place: int) -> tuple[int, ...]:
@@ -503,12 +496,10 @@ class Plan:
         return rank // self.mesh.tp % self.mesh.copies
 
     def shard_of_rank(self, rank: int) -> int:
-        """Place on the tp axis."""
         return rank % self.mesh.tp
 
     @property
     def is_mixed(self) -> bool:
-        """Whether any component is placed otherwise than batch-sharded."""
         return any(stage.placements for stage in self.stages)
 
     def summary(self) -> str:
@@ -661,7 +652,6 @@ def check_plan(plan: Plan, model: Model) -> None:
 
 
 def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) -> None:
-    """The rule exists, its sizes divide, and so do the samples."""
     if placement.kind == "shard":
         try:
             check_ways(name, model.component(name).sharding(placement.rule), placement.ways)

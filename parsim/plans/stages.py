@@ -129,7 +129,6 @@ def _shifts_of_several(members: tuple[int, ...], size: int) -> Groups:
 
 
 def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:
-    """Stage, replica, shard."""
     above, shard = divmod(rank, mesh.tp)
     return (*divmod(above, mesh.copies), shard)
 

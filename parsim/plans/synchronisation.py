@@ -139,7 +139,6 @@ class MixingSchedule:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether its graphs follow from what replicas measure."""
         return self.name == ADA and self._of("kind", "linear") == CLOSED_LOOP
 
     def chooses(self, number: int) -> bool:
@@ -151,7 +150,6 @@ class MixingSchedule:
         return LoopState(self._ada(replicas).place(loop.taken / loop.rounds)) if loop.rounds else loop
 
     def matrix(self, number: int, replicas: int) -> Matrix:
-        """W of round `number`: float64 [replicas, replicas]."""
         return self.graph(number, replicas)(number)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
@@ -369,7 +367,6 @@ class Synchronisation:
         self._check_stages()
 
     def _given(self) -> list[str]:
-        """Keys that differ from their defaults, in order; `kind` apart."""
         return [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
 
     def _check_outer(self) -> None:
@@ -478,7 +475,6 @@ class Synchronisation:
 
     @property
     def is_stale(self) -> bool:
-        """Whether stages are decoupled."""
         return self.kind == "stale" or bool(self.schedule or self.delays)
 
     @property
@@ -503,7 +499,6 @@ class Synchronisation:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether the graph follows from what replicas measure."""
         return bool(self.graph) and self.mixing.is_closed_loop
 
     @property
@@ -639,7 +634,6 @@ class Synchronisation:
         return turn_weight(self.merge_rule(replicas), number, replica)
 
     def merge_rule(self, replicas: int) -> MergeRule:
-        """The merge of so many replicas. Raises AlgorithmError: a buffer of more arrivals than there are replicas."""
         rate, exponent, buffer = self.merge_rate, self.merge_exponent, self.merge_buffer
         return MergeRule(kind=self.merge, workers=replicas, rate=rate, exponent=exponent, buffer=buffer)
 
@@ -684,7 +678,6 @@ class Synchronisation:
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """The kind, and what differs from the default."""
         document = {"kind": self.kind, **{key: getattr(self, key) for key in self._given()}}
         if self.weights:
             document["weights"] = [list(row) for row in self.weights]

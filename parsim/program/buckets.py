@@ -57,7 +57,6 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """What every shard holds, the same for all."""
         return self.family.elements
 
     @property
@@ -76,12 +75,10 @@ class Bucket:
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of all these parts."""
         return self.family.padded_bytes(len(self.group))
 
     @cached_property
     def parameters(self) -> tuple[HeldParameter, ...]:
-        """What the first rank of the group holds."""
         return tuple(held if held.part is None else held._replace(shard=self.shard % held.ways) for held in self.first)
 
 
@@ -123,7 +120,6 @@ class Buckets(Sequence[Bucket]):
         self._made: dict[int, Bucket] = {}
 
     def of(self, family: BucketFamily, place: int) -> Bucket:
-        """The bucket of a family at a place among its groups."""
         number = family.begin + place
         if number not in self._made:
             self._made[number] = Bucket(number, family, *family.groups[place])
@@ -204,7 +200,6 @@ class _Held(NamedTuple):
 
 @once
 def _held_by(model: Model, name: str, placement: Placement) -> Mapping[str, _Held]:
-    """How a component holds each of its parameters under a placement."""
     component, by_name = model.component(name), dict[str, _Held]()
     for parameter in component.parameters:
         first = hold(component, placement, parameter, 0)

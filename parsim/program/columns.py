@@ -87,12 +87,10 @@ class Units(Sequence[Unit]):
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> Units:
-        """Units of which each is a kind of its own."""
         every = tuple(units)
         return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
 
     def each(self, of_kinds: Sequence[T]) -> list[T]:
-        """The kinds' entries, repeated for every unit."""
         return [of_kinds[number] for number in self.kind.tolist()]
 
     @cached_property
@@ -132,12 +130,10 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Number of tasks."""
         return len(self.unit)
 
     @cached_property
     def graph(self) -> TaskGraph:
-        """The program as tasks."""
         return self.view()
 
     @cached_property
@@ -192,12 +188,10 @@ class Columns:
 
     @cached_property
     def first_rank(self) -> Ints:
-        """int64 [n]: the rank of each task's first resource."""
         return self.resource_rank[self.uses.values[self.uses.offsets[:-1]]]
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of the graph of one step that exists as tasks."""
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]
@@ -238,7 +232,6 @@ class Folding:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The simulated ones, ascending."""
         return tuple(
             self.mesh.rank(stage=stage, replica=replica, shard=shard)
             for stage in range(self.mesh.pp)
@@ -267,5 +260,4 @@ class Folding:
 
 
 def unfolded(mesh: Mesh) -> Folding:
-    """Every rank stands for itself."""
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))

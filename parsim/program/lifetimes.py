@@ -254,7 +254,6 @@ class KeptActivations:
         )
 
     def _alone(self, name: str) -> Component:
-        """What a rank has of the component, as if nothing were recomputed."""
         placement, samples = self.layout.placement[name], self.layout.local_samples(name)
         return component_alone(self.layout.model, name, self.precision, placement.rule, placement.ways, samples)
 
@@ -363,7 +362,6 @@ class RankValues:
 
     @cached_property
     def batch_layout(self) -> ValueLayout:
-        """The layout of the batch as the rank loads it."""
         return ValueLayout("full", self.layout.batch_ways(self.rank))
 
     def _bytes_here(self, value: Value, how: ValueLayout) -> float:
@@ -372,7 +370,6 @@ class RankValues:
 
     @cached_property
     def _values_here(self) -> list[Value]:
-        """The values that the rank's components read or make."""
         here = map(self.layout.model.component, self.names)
         return [self.values[name] for name in dict.fromkeys(n for part in here for n in (*part.inputs, *part.outputs))]
 
@@ -524,7 +521,6 @@ class RankValues:
         return lifetimes
 
     def gradients_of(self, name: str) -> GradientSizes:
-        """The sizes at a component of the rank."""
         if not self.kept.kinds:
             return self._gradients_of(name)
         return self.once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
@@ -731,7 +727,6 @@ class RankValues:
         return [Lifetime(value.name, life.born + move, life.freed + move, life.size_bytes) for life in lifetimes]
 
     def once(self, key: tuple[str, int], count: Callable[[], T]) -> T:
-        """What is counted once for all of a kind."""
         counted: dict[Hashable, T] = self.kept.counted
         if key not in counted:
             counted[key] = count()
@@ -795,7 +790,6 @@ class Pipeline:
 
     @property
     def backward(self) -> Phase:
-        """The phase that hands on gradients."""
         return PIPELINE_ORDERS[self.order].phases[1]
 
     def links_of(self, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
@@ -1178,7 +1172,6 @@ class BucketRooms:
     first_parameters: list[int] = field(default_factory=list)
 
     def at(self, task: int) -> Room:
-        """Around the computation `task`."""
         return self.around.setdefault(task, Room())
 
 

@@ -64,7 +64,6 @@ class Divisions:
         }
 
     def forget(self) -> None:
-        """Begin anew, as if no plan had been indexed."""
         self._results.clear()
 
     def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
@@ -135,7 +134,6 @@ class PlacedModel:
         return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
 
     def runs_on(self, rank: int, component: str) -> bool:
-        """Whether the rank runs the component."""
         if self.stage_of[component] != self.plan.stage_of_rank(rank):
             return False
         return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
@@ -146,7 +144,6 @@ class PlacedModel:
         return all(placement.kind != "place" for placement in self.placement.values())
 
     def runners(self, component: str, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica that run the component."""
         stage, tp = self.stage_of[component], self.plan.mesh.tp
         return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
 
@@ -164,7 +161,6 @@ class PlacedModel:
         }
 
     def rank_components(self, rank: int) -> tuple[str, ...]:
-        """What the rank runs, in execution order."""
         return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
 
     def inside(self, component: str) -> InnerExchange | None:
@@ -187,7 +183,6 @@ class PlacedModel:
 
     @cached_property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch on one replica."""
         return self.plan.microbatch_samples
 
     def local_share(self, how: ValueLayout) -> float:
@@ -213,7 +208,6 @@ class PlacedModel:
 
     @shared("division")
     def chunk_of(self) -> dict[str, int]:
-        """Number in `Plan.stages` by component."""
         return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
 
     def gradient_phase(self, component: str) -> Phase:
@@ -245,7 +239,6 @@ class PlacedModel:
         return component in self._recomputed or component in self._by_operator
 
     def recomputes_by_operator(self, component: str) -> bool:
-        """Whether only some of its operators run again."""
         return component in self._by_operator
 
     @shared("recomputed")
@@ -288,12 +281,10 @@ class PlacedModel:
 
     @property
     def consumers(self) -> Mapping[str, tuple[str, ...]]:
-        """Components that read a value, in execution order."""
         return self.model.readers
 
     @property
     def differentiable(self) -> frozenset[str]:
-        """Components that have a backward."""
         return self.model.differentiable_components
 
     @shared("division")
@@ -610,7 +601,6 @@ class PlanIndex(PlacedModel):
 
     @shared("buckets")
     def buckets(self) -> Buckets:
-        """The buckets of the plan's gradients, by number."""
         return gradient_buckets(self.plan, self.model, self.placement, self.holders)
 
     @shared("zero")
@@ -633,7 +623,6 @@ class PlanIndex(PlacedModel):
         return {}
 
     def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
-        """The buckets that hold the gradients of a rank's parameters."""
         return self._of_rank(self.buckets, self._rank_buckets, rank)
 
     @shared("zero")
@@ -659,7 +648,6 @@ class PlanIndex(PlacedModel):
         return self.zero_stage_of(bucket) >= 1
 
     def zero_stage_of(self, bucket: Bucket) -> int:
-        """The ZeRO stage of a bucket, as `zero_stage` of its family."""
         return self.zero_stage(bucket.family, len(bucket.group))
 
     def zero_stage(self, family: BucketFamily, ranks: int) -> int:
@@ -687,12 +675,10 @@ class PlanIndex(PlacedModel):
 
     @shared("zero")
     def _zero_stages(self) -> dict[int, int]:
-        """By the first bucket of families that were asked for."""
         return {}
 
     @shared("zero")
     def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
-        """What ranks that were asked for update."""
         return {}
 
     @shared("zero")
@@ -739,14 +725,11 @@ class PlanIndex(PlacedModel):
 
     @shared("buckets")
     def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """By the first bucket and the stage of families that were asked for."""
         return {}
 
     def users_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """The components that use a bucket's parameters, each once."""
         return tuple(dict.fromkeys(name for parameter in bucket.first for name in self._users[parameter.name]))
 
     @property
     def _users(self) -> Mapping[str, tuple[str, ...]]:
-        """Components that use a parameter, in execution order."""
         return self.model.parameter_users

@@ -40,7 +40,6 @@ class Resource(NamedTuple):
 
 
 def parse_resource(text: str) -> Resource:
-    """Inverse of `str(resource)`."""
     rank, _, stream = text.partition(".")
     return Resource(int(rank[1:]), stream)
 
@@ -363,17 +362,14 @@ class Draft:
         return self.ranks is None or rank in self.ranks
 
     def keeps_any(self, group: Sequence[int]) -> bool:
-        """Whether some rank of a group is kept."""
         return bool(group) if self.ranks is None else not self.ranks.isdisjoint(group)
 
     def kept(self, group: Sequence[int]) -> list[int]:
-        """The ranks of a group that are kept, in its order."""
         if self.ranks is None:
             return list(group)
         return [] if self.ranks.isdisjoint(group) else [rank for rank in group if rank in self.ranks]
 
     def kept_ranks(self) -> Sequence[int]:
-        """Ascending."""
         return range(self.world_size) if self.ranks is None else sorted(self.ranks)
 
     def __contains__(self, key: TaskKey) -> bool:
@@ -387,11 +383,9 @@ class Draft:
 
     @property
     def numbers(self) -> Mapping[TaskKey, int]:
-        """The numbers of all tasks, in the order they were added."""
         return self._number
 
     def entries(self) -> Sequence[DraftEntry]:
-        """What was added, in its order."""
         return self._entries
 
     def origins(self) -> Iterator[Origin]:

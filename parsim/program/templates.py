@@ -274,8 +274,6 @@ class _Copies(NamedTuple):
 
 
 class _Expansion:
-    """Copies of the pieces, put together."""
-
     def __init__(self, layout: PlanIndex, folding: Folding, pieces: Pieces, end: Draft) -> None:
         self._layout = layout
         self._plan = layout.plan
@@ -299,7 +297,6 @@ class _Expansion:
         self._replica_row = {replica: row for row, replica in enumerate(folding.replicas)}
 
     def columns(self, view: Callable[[], TaskGraph] | None) -> Columns:
-        """`view`: makes the task graph; None: these columns as tasks."""
         for place, draft in self._pieces.loads.items():
             if len(draft):
                 self._copy(draft, None, (place,), (place,), self._numbers.loads[place][None, :, None])
@@ -454,7 +451,6 @@ class _Expansion:
         return [Unit(moved_work(work, move, name), rank + move) for move in moves for work, rank in entries]
 
     def _graph(self, columns: Columns) -> TaskGraph:
-        """The program as tasks, for people."""
         origins: dict[int, Origin] = {}
         for copies in self._copies:
             for number, component in enumerate(copies.components):

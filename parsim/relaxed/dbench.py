@@ -142,7 +142,6 @@ class BenchRun:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What the ways are compared within."""
         return {"model": self.model, "n": self.n, "sharding": self.sharding}
 
     def spread(self, metric: str) -> float:
@@ -203,7 +202,6 @@ def rule_of(graph: str, replicas: int, steps: int, epochs: int) -> Synchronisati
 def _trained(
     training: LocalTraining, rule: Synchronisation, order: ShardedOrder, n: int, epochs: int, every: int
 ) -> dict[str, Any]:
-    """The fields of a BenchRun that training gives."""
     if rule.kind == "gossip" and rule.graph:
         rule.mixing.check(n)
     mixing = n if rule.mixes else 1
@@ -340,7 +338,6 @@ def _by_way(runs: Iterable[BenchRun]) -> list[tuple[str, list[BenchRun]]]:
 
 
 def _grouped(runs: Iterable[BenchRun], key: Callable[[BenchRun], Any]) -> list[list[BenchRun]]:
-    """Runs of equal key together, in the order in which the keys first came."""
     groups: dict[Any, list[BenchRun]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)

@@ -51,7 +51,6 @@ class LearningProblem:
         return (outputs - targets).square().flatten(1).mean(1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean of `losses` over the batch."""
         return self.losses(outputs, targets).mean()
 
     def score(self, outputs: Tensor) -> float:

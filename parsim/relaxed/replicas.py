@@ -68,7 +68,6 @@ class Workers:
         return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
 
     def take(self, rows: Sequence[int]) -> Workers:
-        """The workers of these rows."""
         index = torch.tensor(list(rows))
         moments, buffers = (tuple(each[index] for each in held) for held in (self.moments, self.buffers))
         return Workers(weights=self.weights[index], moments=moments, buffers=buffers, steps=self.steps[index])
@@ -125,7 +124,6 @@ class LocalTraining:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the module has running statistics."""
         return bool(self._buffers)
 
     def outputs(self, weights: Tensor, inputs: Tensor, buffers: Sequence[Tensor] = ()) -> Tensor:
@@ -265,7 +263,6 @@ class _WholeGradients:
             self._gradients[batch] = self._training.gradient(self._weights.pop(batch), samples)
 
     def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
-        """The gradient [replicas, D of the stage] of a batch."""
         whole = self._gradients[batch] if stage else self._gradients.pop(batch)
         return whole[:, self._places[stage]] * self._shrunk[stage]
 

@@ -101,25 +101,21 @@ class BlockGrid:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Blocks along every dim."""
         return tuple(map(len, self.sizes))
 
     def __len__(self) -> int:
         return math.prod(self.counts)
 
     def places(self) -> Iterator[BlockPlace]:
-        """The places of all blocks, in the order of their numbers."""
         return itertools.product(*map(range, self.counts))
 
     def number(self, place: Sequence[int]) -> int:
-        """The number of the block at a place."""
         number = 0
         for count, piece in zip(self.counts, place, strict=True):
             number = number * count + piece
         return number
 
     def place(self, number: int) -> BlockPlace:
-        """The place of a block."""
         pieces: list[int] = []
         for count in reversed(self.counts):
             number, piece = divmod(number, count)
@@ -162,7 +158,6 @@ def round_robin_owners(count: int, ranks: int) -> tuple[int, ...]:
 
 
 def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize: int) -> list[int]:
-    """What the blocks of each rank take."""
     sizes = [0] * ranks
     for place, owner in zip(grid.places(), owners, strict=True):
         sizes[owner] += math.prod(grid.block_shape(place)) * itemsize
@@ -198,7 +193,6 @@ class Processes:
             raise DataError(f"blocks need at least 1 rank to own them, got {self.ranks}")
 
     def holds(self, owner: int) -> bool:
-        """Whether the blocks of rank `owner` are in this process."""
         return self.rank is None or owner == self.rank
 
     def gather(self, value: Any) -> list[Any]:

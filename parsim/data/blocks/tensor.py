@@ -123,7 +123,6 @@ class BlockTensor:
         return bool(self.equal(value).any())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """The whole array for NumPy, on every rank."""
         array = self.collect().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -137,11 +136,9 @@ class BlockTensor:
         return self.blocks[number]
 
     def to(self, dtype: torch.dtype) -> BlockTensor:
-        """The values as another type."""
         return replace(self, dtype=dtype, blocks={number: block.to(dtype) for number, block in self.blocks.items()})
 
     def item(self) -> Any:
-        """The only element, on every rank."""
         if math.prod(self.shape) != 1:
             raise DataError(f"item() needs exactly one element, and the shape is {list(self.shape)}; reduce or index first")
         return self.collect().item()
@@ -197,7 +194,6 @@ class BlockTensor:
 
 
 def _owners(grid: BlockGrid, owners: Owners, processes: Processes) -> tuple[int, ...]:
-    """The owners asked for, checked, or neighbouring blocks on one rank."""
     if owners is None:
         return contiguous_owners(len(grid), processes.ranks)
     if len(owners) != len(grid) or not all(0 <= owner < processes.ranks for owner in owners):
@@ -568,11 +564,9 @@ class _Aligned:
         self._blocks = [self._fetched(operand) if isinstance(operand, BlockTensor) else {} for operand in self.operands]
 
     def owned(self) -> list[int]:
-        """The blocks of the result that this process computes."""
         return [number for number, owner in enumerate(self.owners) if self.processes.holds(owner)]
 
     def inputs(self, number: int) -> list[Any]:
-        """The operands' parts for one block of the result."""
         place = self.grid.place(number)
         parts = []
         for operand, blocks in zip(self.operands, self._blocks, strict=True):
@@ -835,7 +829,6 @@ def _row_moves(tensor: BlockTensor, grid: BlockGrid, owners: Sequence[int], rows
 
 
 def full_order(sizes: Sequence[int], seed: int) -> Ints:
-    """A uniformly random permutation of the rows."""
     return permutation(sum(sizes), seed)
 
 

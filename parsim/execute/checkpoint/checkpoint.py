@@ -95,7 +95,6 @@ class Manifest:
 
     @property
     def checkpoint(self) -> tuple[str, int, int, int]:
-        """What the parts of one checkpoint have in common."""
         return self.writer, self.world_size, self.step, self.seed
 
 
@@ -105,7 +104,6 @@ def _reader() -> TypeAdapter[Manifest]:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The file, with its digest."""
     return _with_digest(asdict(manifest))
 
 
@@ -252,7 +250,6 @@ def discard_unfinished(folder: Path) -> list[Path]:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there is any, complete or not."""
     return bool(step_folders(folder))
 
 
@@ -496,7 +493,6 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
-    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing)."""
     entries: list[Manifest] = []
     for path in sorted(place.glob("rank-*.json")):
         try:

@@ -35,12 +35,10 @@ class Fragment(NamedTuple):
 
     @property
     def part(self) -> ParameterShard:
-        """How the whole is cut."""
         return ParameterShard(name="", dim=self.dim, blocks=self.blocks, runs=self.runs, size=self.size)
 
 
 def fragment_from(entries: Sequence[Any]) -> Fragment:
-    """From a fragment as a plain list."""
     values: Any = (tuple(entry) if isinstance(entry, list | tuple) else entry for entry in entries)
     return Fragment(*values)
 
@@ -49,7 +47,6 @@ WHOLE = Fragment()
 
 
 def fragment_of(held: HeldParameter) -> Fragment:
-    """What a rank holds of a parameter."""
     if held.part is None:
         return WHOLE
     return piece_of(held.part, held.shard, held.ways)

@@ -157,7 +157,6 @@ def _collect(holders: Mapping[Fragment, _Holder], held: Any, device: torch.devic
 
 
 def _sent(kind: _Kind, source: Tensor | None, rank: int, device: torch.device) -> Tensor:
-    """A copy on every rank of what `rank` has."""
     if source is None:
         tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
     else:

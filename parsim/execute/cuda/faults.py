@@ -170,7 +170,6 @@ def failed_assertion(rank: int, where: str, error: BaseException, kept: str = ""
 
 
 def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
-    """The message for a rank whose device is lost."""
     return RankLostError(
         f"rank {rank} lost {device} in step {step}: {_reason(error)}. {kept} `nvidia-smi` and the system log (Xid) say whether "
         "the GPU is well",
@@ -180,7 +179,6 @@ def lost_device(rank: int, device: str, step: int, error: BaseException, kept: s
 
 
 def checkpoint_text(step: int | None) -> str:
-    """What is left of the training."""
     if step is None:
         return "No checkpoint was written yet: the training starts again."
     return f"The checkpoint of step {step} is kept: `parsim run --resume` continues from there."

@@ -36,8 +36,6 @@ class MemoryUse:
 
 
 class MemoryCounters:
-    """The counters of torch.cuda."""
-
     def __init__(self, device: torch.device) -> None:
         import torch
 
@@ -66,7 +64,6 @@ class MemoryCounters:
 
 
 def counters_of(device: torch.device) -> MemoryCounters | None:
-    """None for a CPU."""
     return MemoryCounters(device) if device.type == "cuda" else None
 
 

@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 
 def meet() -> None:
-    """A barrier of all ranks."""
     with pulse().waiting():
         dist.barrier()
 
@@ -95,7 +94,6 @@ def _value(content: Tensor) -> Any:
 
 
 def default_device() -> torch.device:
-    """Where the default group's tensors must lie."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -144,7 +142,6 @@ def on_rank_0(before: ClockLook, after: ClockLook) -> Callable[[float], float]:
 
 
 def _now_s() -> float:
-    """The clock of `TaskTime` and of rounds."""
     return time.perf_counter()
 
 

@@ -76,11 +76,9 @@ class Pulse:
 
     @property
     def doing(self) -> str:
-        """In words, as far as it was told."""
         return self._text.decode(errors="replace")
 
     def beat(self) -> None:
-        """It has moved on."""
         if self._map is not None:
             self._count += 1
             _ENTRY.pack_into(self._map, self._at, time.monotonic(), self._count, self._step, self._doing, self._text)
@@ -107,7 +105,6 @@ _pulses: list[Pulse] = []
 
 
 def pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
-    """The entry of this process."""
     if not _pulses:
         path = environment.get(BEATS_VARIABLE)
         _pulses.append(Pulse(Path(path), int(environment.get("RANK", 0))) if path else Pulse())
@@ -115,12 +112,10 @@ def pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
 
 
 def create_beats(path: Path, nproc: int) -> None:
-    """The file in which `nproc` ranks beat."""
     path.write_bytes(bytes(nproc * _ENTRY.size))
 
 
 def read_beats(path: Path, nproc: int) -> list[Beat]:
-    """The entries of all ranks."""
     beats = []
     for time_s, count, step, number, text in _ENTRY.iter_unpack(path.read_bytes()[: nproc * _ENTRY.size]):
         doing = Doing(number) if number in _DOINGS else Doing.NOTHING

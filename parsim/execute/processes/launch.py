@@ -91,7 +91,6 @@ class Ended:
 
 
 def still_there(processes: Sequence[int]) -> str:
-    """About processes that could not be killed."""
     return f"processes {', '.join(map(str, processes))} of the launch could not be killed; they wait in the kernel"
 
 
@@ -239,12 +238,10 @@ def launch(
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The command of a process that runs `rank.main` with these arguments."""
     return [sys.executable, "-m", "parsim.execute.processes.rank", *arguments]
 
 
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session and runs `rank.main` with these arguments."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
         return subprocess.Popen(
             rank_command(arguments),
@@ -258,8 +255,6 @@ def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout:
 
 @dataclass(slots=True, kw_only=True)
 class _Ranks:
-    """The processes of one attempt."""
-
     job: Path
     nproc: int
     module: str
@@ -368,7 +363,6 @@ class _Ranks:
         )
 
     def _statuses(self) -> dict[int, int]:
-        """Exit status of every rank that has ended."""
         found = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: status for rank, status in found.items() if status is not None}
 

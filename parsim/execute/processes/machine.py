@@ -129,7 +129,6 @@ def machine_line(environment: dict[str, Any]) -> str:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that torch sees, in its order."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -173,7 +173,6 @@ def sole_user(folder: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned() -> None:
-    """Folders of this user whose launcher was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -224,18 +223,15 @@ class LastWords:
 
 
 def last_words(environment: Mapping[str, str] = os.environ) -> LastWords:
-    """The room of this process."""
     path = environment.get(WORDS_VARIABLE)
     return LastWords(Path(path), int(environment.get("RANK", 0))) if path else LastWords()
 
 
 def create_last_words(path: Path, nproc: int) -> None:
-    """The room of `nproc` ranks, whose bytes are written and not left as a hole."""
     path.write_bytes(bytes(nproc * ROOM_BYTES))
 
 
 def read_last_words(path: Path, rank: int) -> str:
-    """What a rank has said; "" where it said nothing."""
     try:
         content = path.read_bytes()[rank * ROOM_BYTES : (rank + 1) * ROOM_BYTES]
         (length,) = _LENGTH.unpack_from(content)
@@ -259,20 +255,16 @@ class RankOutput:
     read_bytes: dict[Path, int] = field(default_factory=dict)
 
     def paths(self, rank: int) -> tuple[Path, Path]:
-        """The files of a rank's stdout and stderr."""
         return self.folder / str(rank) / "stdout.log", self.folder / str(rank) / "stderr.log"
 
     @property
     def words(self) -> Path:
-        """The file of all ranks' last words."""
         return self.folder / "last-words"
 
     def last_words(self, rank: int) -> str:
-        """What the rank said when it failed; "" if nothing."""
         return read_last_words(self.words, rank)
 
     def relay(self) -> None:
-        """Hand over the complete lines that are new."""
         if self.on_line is None:
             return
         for path in sorted(self.folder.glob("*/std*.log")):
@@ -309,7 +301,6 @@ class RankOutput:
 
 
 def _text(path: Path) -> str:
-    """What a file holds; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -331,12 +322,10 @@ Progress = str | Mapping[str, Any]
 
 
 def write_progress(progress: Progress) -> None:
-    """Print one line of progress for the parent."""
     print(progress_line(progress), flush=True)
 
 
 def progress_line(progress: Progress) -> str:
-    """The line that carries it."""
     return MARK + json.dumps(progress)
 
 

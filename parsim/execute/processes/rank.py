@@ -21,7 +21,6 @@ LONGEST_SOCKET = 100
 
 
 def main() -> None:
-    """Run the module that the first argument names, with the rest as its arguments."""
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     if hasattr(faulthandler, "register"):

@@ -393,7 +393,6 @@ def rendezvous_of(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main() -> None:
-    """torchrun, with the rendezvous "parsim" beside its own."""
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 

@@ -129,7 +129,6 @@ def take_priority() -> bool:
 
 
 def is_granted() -> bool:
-    """Whether threads of this process may have it."""
     with threads_with_priority() as has_priority:
         return has_priority
 

@@ -42,7 +42,6 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
 
 
 def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
-    """The tp ranks of a replica load what they read of the batch."""
     plan = layout.plan
     for rank in filter(draft.keeps, (layout.rank(stage, replica, shard) for shard in range(plan.mesh.tp))):
         values = layout.batch_layouts(rank)

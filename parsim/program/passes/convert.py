@@ -193,7 +193,6 @@ def _arrived(layout: PlanIndex, moving: Moving) -> _Base:
 
 
 def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[TaskKey]:
-    """The backwards on this tp rank that add to the gradient."""
     assert moving.reading is not None
     rank = layout.rank(moving.reading.stage, moving.replica, shard)
     return [
@@ -253,7 +252,6 @@ def _add_hops(draft: Draft, layout: PlanIndex, moving: Moving, hops: Sequence[Ho
 
 
 def _keeps(draft: Draft, layout: PlanIndex, replica: int, shard: int, *stages: int) -> bool:
-    """Whether the draft has tasks of the tp rank in any of the stages."""
     return any(draft.keeps(layout.rank(stage, replica, shard)) for stage in stages)
 
 

@@ -48,7 +48,6 @@ class _Queues:
         self._queues: dict[int, tuple[tuple[int, ...], list[int], tuple[Resource, ...]]] = {}
 
     def of(self, group: tuple[int, ...]) -> tuple[list[int], tuple[Resource, ...]]:
-        """Ranks that are lowered, and their queues for gradients."""
         if id(group) not in self._queues:  # the group is kept, so no other one gets its identity
             ranks = self._draft.kept(group)
             self._queues[id(group)] = group, ranks, tuple([Resource(rank, DP_STREAM) for rank in ranks])
@@ -150,7 +149,6 @@ class LastBackwards:
 
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
-    """How the bucket's gradients are summed, over all that hold it or over a group of them."""
     operation, size_bytes = _summing(layout, bucket.family, len(bucket.group))
     return Collective(operation=operation, group=group or bucket.group, size_bytes=size_bytes)
 
@@ -177,7 +175,6 @@ class _Works:
 
 
 def gathering_work(bucket: Bucket) -> Collective:
-    """How a divided bucket's parameters are put together."""
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
@@ -187,7 +184,6 @@ def returned_key(rank: int, bucket: int) -> TaskKey:
 
 
 def scale_key(rank: int) -> TaskKey:
-    """The task that scales the gradients of a rank by their global norm."""
     return ("clip", rank)
 
 
@@ -313,7 +309,6 @@ def counted_by(layout: PlanIndex, rank: int) -> list[CountedPart]:
 
 
 def _gradients_of(bucket: Bucket) -> tuple[object, ...]:
-    """Equal for buckets with the same gradients."""
     return tuple((held.name, held.ways, held.shard if held.part is not None else 0) for held in bucket.parameters)
 
 

@@ -50,7 +50,6 @@ class InnerStep(NamedTuple):
     share: float = 1.0
 
     def visits_of(self, inside: InnerExchange) -> int:
-        """`Collective.visits` of the communication."""
         return inside.expert_visits if self.what == EXPERT_STREAM else 0
 
 

@@ -104,7 +104,6 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
 
 
 def _buckets_of(layout: PlanIndex, number: int) -> tuple[Bucket, ...]:
-    """The buckets of round `number`. Raises PlanError: there are fewer buckets than fragments."""
     fragments = layout.plan.synchronisation.fragments
     if fragments > len(layout.buckets):
         raise PlanError(
