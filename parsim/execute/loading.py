@@ -9,6 +9,7 @@ Between two steps no thread reads: a dataset of the user's own uses the generato
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import queue
 import shutil
@@ -55,19 +56,6 @@ class _Microbatches(Dataset[dict[str, Tensor]]):
         return self._read(*place)
 
 
-class _Places:
-    """(step, microbatch) from a step on, without end."""
-
-    def __init__(self, first: int, microbatches: int) -> None:
-        self._first, self._microbatches = first, microbatches
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        step = self._first
-        while True:
-            yield from ((step, microbatch) for microbatch in range(self._microbatches))
-            step += 1
-
-
 class WorkerBatches:
     """A rank's microbatches in the order of training, read by `workers` processes. read: (step, microbatch) -> values, in the
     host's memory. microbatches: of a step."""
@@ -109,12 +97,11 @@ class WorkerBatches:
         if shutdown is not None:
             shutdown()
 
-    def _begin(self, step: int) -> None:
-        places: Any = _Places(step, self._microbatches)
+    def _begin(self, first: int) -> None:
         self._batches = iter(
             DataLoader(
                 self._data,
-                sampler=places,
+                sampler=((step, microbatch) for step in itertools.count(first) for microbatch in range(self._microbatches)),
                 batch_size=None,
                 num_workers=self._count,
                 prefetch_factor=AHEAD,
@@ -264,8 +251,12 @@ class Loader:
         self._data, self._order, self._layout, self._rank = data, order, layout, rank
         self._dtype, self._device, self._pin = dtype, device, pin
         self._wanted = tuple(layout.batch_layouts(rank))
-        reads_ahead = pin is not None and bool(self._wanted)
-        self._thread = GatherThread(self._begin_thread) if reads_ahead else None
+
+        def begin_thread() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins on the first GPU, and pinning must not open another
+
+        self._thread = GatherThread(begin_thread) if pin is not None and self._wanted else None
         self._reading: list[Future[dict[str, Tensor]]] = []
         self._workers = WorkerBatches(self._read, layout.plan.microbatches, workers) if workers else None
         self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
@@ -294,11 +285,6 @@ class Loader:
             self._workers.close()
         if self._thread is not None:
             self._thread.close()
-
-    def _begin_thread(self) -> None:
-        """Pinning must not open another GPU: a thread begins on the first."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     def _source(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
         if self._thread is None:

@@ -497,7 +497,11 @@ class Computing:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
                     outputs, kept = again(runnable, inputs, stage.device)
-                    self._keeping[key] = replace(kept, inputs=tuple(map(_unless, kept.inputs, remade))) if any(remade) else kept
+                    if any(remade):  # of an input that the segment makes again, what it is like
+                        pairs = zip(kept.inputs, remade, strict=True)
+                        like = (Like.of(value) if made and isinstance(value, Tensor) else value for value, made in pairs)
+                        kept = replace(kept, inputs=tuple(like))
+                    self._keeping[key] = kept
                 else:
                     outputs, record = forward_component(runnable, inputs)
                     if differentiable:
@@ -585,11 +589,6 @@ class Computing:
             if tensor is not None:
                 total = tensor if total is None else total + tensor
         return total
-
-
-def _unless(value: Tensor | Like, remade: bool) -> Tensor | Like:
-    """An input that is kept; of one that the segment makes again what it is like."""
-    return Like.of(value) if remade and isinstance(value, Tensor) else value
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -28,13 +28,6 @@ from parsim.program.taskgraph import COMPUTE, HOST, RankTasks, Task, TaskGraph, 
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 
-def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    plan, rule = layout.plan, layout.plan.synchronisation
-    if rule.participation == 1.0:
-        return graph
-    return lower(replace(plan, synchronisation=replace(rule, participation=1.0, seed=0)), layout.model)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepScript:
     """tasks: of the rank. updates: whether an optimizer's step is among them. mixing: what to do for tasks of a round.
@@ -74,7 +67,10 @@ class StepScripts:
         self._layout, self._rank, self._mixing, self._stale = layout, rank, mixing, stale
         self._first, self._launch_order = graph, launch_order
         self._made: dict[tuple[object, ...], StepScript] = {}
-        self._whole = self._script(_with_every_replica(graph, layout), {})
+        rule, every = layout.plan.synchronisation, graph
+        if rule.participation < 1.0:  # the step in which all replicas compute
+            every = lower(replace(layout.plan, synchronisation=replace(rule, participation=1.0, seed=0)), layout.model)
+        self._whole = self._script(every, {})
 
     def of_step(self, number: int | None) -> StepScript:
         """The script of training step `number` >= 0; None: what the rank does at most in any step."""
@@ -374,12 +370,14 @@ class RankProgram:
             self._computing.keep(microbatch, values)
 
     def _load_ahead(self, load: _Bound, following: BatchSource | None) -> None:
-        if following is not None:
-            self._streams.load_ahead(load.task.index, load.stream, lambda: self._read_ahead(following))
+        if following is None:  # it is not known
+            return
 
-    def _read_ahead(self, following: BatchSource) -> None:
-        self.watch.loading()
-        self._ahead = following, self._computing.read(following)
+        def read() -> None:
+            self.watch.loading()
+            self._ahead = following, self._computing.read(following)
+
+        self._streams.load_ahead(load.task.index, load.stream, read)
 
 
 def _is_ready(following: BatchSource | None) -> bool:

@@ -125,10 +125,6 @@ def step_condition(rule: Synchronisation, *, replicas: int, stages: int = 1) -> 
     return _CONDITIONS[rule.kind](rule, replicas, stages)
 
 
-def _synchronous(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
-    return StepCondition(safe=1.0, limit=2.0)
-
-
 def _average(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
     steps, outer = rule.period_steps, rule.outer
     if outer is None:
@@ -188,7 +184,7 @@ def _stale(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
 
 
 _CONDITIONS: dict[str, Callable[[Synchronisation, int, int], StepCondition]] = {
-    "all_reduce": _synchronous,
+    "all_reduce": lambda rule, replicas, stages: StepCondition(safe=1.0, limit=2.0),
     "average": _average,
     "gossip": _gossip,
     "merge": _merge,

@@ -122,10 +122,6 @@ class LocalTraining:
         """|w|: bytes of one worker's parameters."""
         return self.start.numel() * self.start.element_size()
 
-    @property
-    def has_buffers(self) -> bool:
-        return bool(self._buffers)
-
     def outputs(self, weights: Tensor, inputs: Tensor, buffers: Sequence[Tensor] = ()) -> Tensor:
         """The model's outputs for one row of weights [D]. buffers: in the order of the module's, which training changes."""
         pieces = torch.split(weights, [shape.numel() for _, shape in self._shapes])

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.processes import machine as states
-from parsim.execute.processes.machine import (
-    clocks_text,
-    core_clocks_hz,
-    describe_environment,
-    is_measured,
-    machine_state,
-    parse_ticks,
-    profile_differences,
-    stolen_share,
-)
+from calibration.rounds import environment as states
+from calibration.rounds.environment import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
+from parsim.execute.processes.machine import describe_environment, is_measured, profile_differences
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import DeviceTypeEntry, Profile
 from parsim.hardware.records import ComponentPoint

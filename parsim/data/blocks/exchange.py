@@ -201,8 +201,9 @@ class Processes:
         They travel as JSON, never as a pickle: tuples arrive as lists.
         """
         if self.rank is None:
-            return [json.loads(json.dumps(value))]
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+            return [json.loads(json.dumps(value, default=dict))]
+        content = bytearray(json.dumps(value, default=dict).encode())
+        text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(text)
         dist.all_reduce(lengths, group=self.group)
@@ -210,7 +211,7 @@ class Processes:
         padded[: len(text)] = text
         everyone = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(everyone, padded, group=self.group)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(everyone, lengths.tolist(), strict=True)]
+        return [json.loads(bytes(row[:length].cpu().numpy())) for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
 
 def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:

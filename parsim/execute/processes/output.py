@@ -146,28 +146,19 @@ def scratch_folder() -> Iterator[Path]:
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with locked(folder / LOCK):
+        with sole_user(folder / LOCK, make=True):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, made if need be; False inside unless this process holds it. The kernel frees it at its end."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def sole_user(path: Path, *, make: bool = False) -> Iterator[bool]:
+    """Hold the lock of a folder, or of a file (made if need be); False inside if another process holds it. The kernel frees it
+    at this one's end. Of a file that is made: False inside unless this process surely holds it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if make else os.O_RDONLY, 0o600)
     try:
-        yield lock(handle, sure=True)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def sole_user(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder; False inside if another process holds it. The kernel frees it at this one's end."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield lock(handle)
+        yield lock(handle, sure=make)
     finally:
         os.close(handle)
 
@@ -180,8 +171,7 @@ def _remove_abandoned() -> None:
                 continue
             if time.time() - status.st_mtime < _NEW_S and not (folder / LOCK).exists():
                 continue
-                continue
-            with locked(folder / LOCK) as is_free:
+            with sole_user(folder / LOCK, make=True) as is_free:
                 if is_free:
                     shutil.rmtree(folder, ignore_errors=True)
 
