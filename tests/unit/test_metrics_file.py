@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parsim.execute.measurement import FILE, loss_curve
+from parsim.execute.metrics import FILE, loss_curve
 
 LOSSES = (2.0, 1.5, 1.0, 0.5)
 
