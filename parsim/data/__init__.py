@@ -45,10 +45,12 @@ __all__ = [
     "Samples",
     "Target",
     "TargetValues",
+    "dataset_for",
     "hold_out",
     "load_dataset",
     "order_of",
     "part",
+    "target_of",
     "train_and_validation",
 ]
 
