@@ -27,7 +27,7 @@ from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
 from tests.execute.small_plans import case
-from tests.execute.test_reading_ahead import SPEC
+from tests.execute.test_loading import SPEC
 from tests.quick import some_quick
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
