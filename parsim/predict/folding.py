@@ -36,7 +36,7 @@ from parsim.engines.program import mean_step_s
 from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.hardware.cluster import Cluster
 from parsim.numeric import Ints
-from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
@@ -110,80 +110,58 @@ class InsideSeconds:
     """
 
     def __init__(self, layout: PlanIndex, exchanges: Sequence[Exchange], costs: Costs, price: WorkSeconds) -> None:
-        self._layout = layout
-        self._exchanges = exchanges
-        self._costs = costs
-        self._price = price
+        self._layout, self._exchanges, self._cluster, self._price = layout, exchanges, costs.cluster, price
         self._of_replica: dict[int, list[list[float]]] = {}
-        self._paths: dict[tuple[object, ...], list[_Path]] = {}
+        self._kind_of: dict[tuple[str, tuple[int, ...]], int] = {}
         self._kinds: dict[Hashable, int] = {}
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[Exchange, int], float] = {}
 
     def __call__(self, replica: int) -> list[list[float]]:
         """By kind of communication, then by tp shard."""
         if replica not in self._of_replica:
-            numbers = range(len(self._exchanges))
-            self._of_replica[replica] = [self._side_by_side(number, replica) for number in numbers]
+            self._of_replica[replica] = [self._side_by_side(exchange, replica) for exchange in self._exchanges]
         return self._of_replica[replica]
 
-    def _side_by_side(self, number: int, replica: int) -> list[float]:
-        exchange = self._exchanges[number]
-        route = (replica, exchange.source, exchange.target, exchange.hop, exchange.inside)
-        if route not in self._paths:
-            groups = _groups_of(self._layout, exchange, replica)
-            self._paths[route] = [_Path(group, self._kind(exchange, group)) for group in groups]
-        paths = self._paths[route]
-        new = {path.kind: path for path in paths if (number, path.kind) not in self._seconds}
+    def _side_by_side(self, exchange: Exchange, replica: int) -> list[float]:
+        works = _side_by_side(self._layout, exchange, replica)
+        keys = [(exchange, self._kind(work)) for work in works]
+        new = {key: work for key, work in zip(keys, works, strict=True) if key not in self._seconds}
         if new:
-            works = [_work(self._layout, exchange, path.group) for path in new.values()]
-            self._seconds.update(zip([(number, kind) for kind in new], self._price(works), strict=True))
-        return [self._seconds[number, path.kind] for path in paths]
+            self._seconds.update(zip(new, self._price(tuple(new.values())), strict=True))
+        return [self._seconds[key] for key in keys]
 
-    def _kind(self, exchange: Exchange, group: tuple[int, ...]) -> int:
-        """A number, equal for groups that pay the same for the same bytes; where nothing says so, the group's own."""
-        mesh = self._layout.plan.mesh
-        if exchange.inside is None and (exchange.hop is None or exchange.hop.operation in POINT_TO_POINT_HOPS):
-            kind = alike_transfers(self._costs.cluster, (group[0], group[1]), concurrent_transfers(mesh, (group[0], group[1])))
+    def _kind(self, work: Collective | SendRecv) -> int:
+        """A number, equal for works that pay the same for the same bytes; where nothing says so, that of the ranks."""
+        if isinstance(work, SendRecv):
+            operation, group = "send_recv", (work.source, work.destination)
         else:
-            kind = alike_collectives(self._costs.cluster, self._operation(exchange), group, concurrent_groups(mesh, group))
-        return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
-
-    def _operation(self, exchange: Exchange) -> str:
-        if exchange.inside is not None:
-            return exchange.inside[1]
-        assert exchange.hop is not None
-        return HOPS[exchange.hop.operation].collective
-
-
-class _Path(NamedTuple):
-    """The ranks of a communication, and a number that is equal for those that pay the same."""
-
-    group: tuple[int, ...]
-    kind: int
+            operation, group = work.operation, work.group
+        if (operation, group) not in self._kind_of:
+            mesh, kind = self._layout.plan.mesh, None
+            if isinstance(work, SendRecv):
+                pair = work.source, work.destination
+                kind = alike_transfers(self._cluster, pair, concurrent_transfers(mesh, pair))
+            else:
+                kind = alike_collectives(self._cluster, operation, group, concurrent_groups(mesh, group))
+            self._kind_of[operation, group] = self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
+        return self._kind_of[operation, group]
 
 
-def _groups_of(layout: PlanIndex, exchange: Exchange, replica: int) -> list[tuple[int, ...]]:
-    """The ranks of a communication, as each of the tp shards that do it side by side has them."""
-    tp = layout.plan.mesh.tp
-    source, target, hop = exchange.source, exchange.target, exchange.hop
-    if exchange.inside is not None:
-        axis, _ = exchange.inside
-        return [layout.inner_group(layout.rank(source, replica, shard), axis) for shard in range(tp)]
-    if hop is None:
-        return [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
-    groups = hop_pairs(hop, tp) if hop.operation in POINT_TO_POINT_HOPS else hop_groups(hop, tp)
-    return [tuple(layout.rank(source, replica, shard) for shard in group) for group in groups]
-
-
-def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Collective | SendRecv:
+def _side_by_side(layout: PlanIndex, exchange: Exchange, replica: int) -> list[Collective | SendRecv]:
+    """A communication as each of the tp shards does it."""
     tp, size_bytes, hop = layout.plan.mesh.tp, exchange.size_bytes, exchange.hop
+    ranks = [layout.rank(exchange.source, replica, shard) for shard in range(tp)]
     if exchange.inside is not None:
-        return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes, visits=exchange.visits)
+        axis, operation = exchange.inside
+        groups = [layout.inner_group(rank, axis) for rank in ranks]
+        return [Collective(operation=operation, group=group, size_bytes=size_bytes, visits=exchange.visits) for group in groups]
     if hop is None:
-        return SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
+        ends = [layout.rank(exchange.target, replica, shard) for shard in range(tp)]
+        return [SendRecv(source=rank, destination=end, size_bytes=size_bytes) for rank, end in zip(ranks, ends, strict=True)]
     if hop.operation in POINT_TO_POINT_HOPS:
-        return hop_message(hop, group[0], group[1], size_bytes, tp)
-    return hop_collective(hop, group, size_bytes, tp)
+        return [hop_message(hop, ranks[first], ranks[last], size_bytes, tp) for first, last in hop_pairs(hop, tp)]
+    groups = [tuple([ranks[shard] for shard in group]) for group in hop_groups(hop, tp)]
+    return [hop_collective(hop, group, size_bytes, tp) for group in groups]
 
 
 # Where ranks sit, up to the names of nodes and switches: which of them do alone what others do.

@@ -150,7 +150,7 @@ def test_two_transfers_through_one_card_take_twice_their_bytes(size_bytes: int) 
     durations = [estimate_send_recv(work, PAIR).median_s for work in works]
     graph = at_once(list(works), 16)
     conditions = conditions_for(Scenario(share_links=True), columns_of(graph), PAIR)
-    both = estimate_send_recv(works[0], PAIR, [(0, 8), (1, 9)]).median_s
+    both = estimate_send_recv(works[0], PAIR, ((0, 8), (1, 9))).median_s
     assert both > durations[0]
     got = dynamic.simulate(graph, durations, conditions=conditions)
     np.testing.assert_allclose(got.end_s, both, rtol=1e-9)
@@ -167,7 +167,7 @@ def test_replicas_of_a_mesh_slow_one_another_as_their_price_says() -> None:
     graph = at_once(works, 16)
     conditions = conditions_for(Scenario(share_links=True), columns_of(graph), PAIR)
     got = dynamic.simulate(graph, durations, conditions=conditions)
-    wanted = estimate_collective(works[0], PAIR, groups).median_s  # type: ignore[arg-type]
+    wanted = estimate_collective(works[0], PAIR, tuple(groups)).median_s  # type: ignore[arg-type]
     np.testing.assert_allclose(got.end_s, wanted, rtol=1e-3)
     assert wanted > 1.5 * durations[0]
 

@@ -94,9 +94,9 @@ def test_transfer_from_card_to_card() -> None:
     work = SendRecv(source=0, destination=2, size_bytes=S)
     alone = 10e-6 + 6e-6 + 2e-6 + S / 5e9
     assert estimate_send_recv(work, made).median_s == pytest.approx(alone, rel=1e-12)
-    shared = estimate_send_recv(work, made, concurrent=[(0, 2), (1, 3)]).median_s
+    shared = estimate_send_recv(work, made, concurrent=((0, 2), (1, 3))).median_s
     assert shared == pytest.approx(alone + S / 5e9, rel=1e-12)
-    opposite = estimate_send_recv(work, made, concurrent=[(3, 1)]).median_s
+    opposite = estimate_send_recv(work, made, concurrent=((3, 1),)).median_s
     assert opposite == pytest.approx(alone, rel=1e-12)  # full duplex
 
 
@@ -111,7 +111,7 @@ def test_two_groups_through_one_card_take_twice_as_long() -> None:
     work = Collective(operation="all_reduce", group=(0, 2), size_bytes=S)
     latency = 10e-6 + 2 * 8e-6
     assert estimate_collective(work, made).median_s == pytest.approx(latency + S / 5e9, rel=1e-12)
-    both = estimate_collective(work, made, concurrent=[(0, 2), (1, 3)]).median_s
+    both = estimate_collective(work, made, concurrent=((0, 2), (1, 3))).median_s
     assert both == pytest.approx(latency + 2 * S / 5e9, rel=1e-12)
 
 

@@ -51,7 +51,7 @@ GroupsAtOnce = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=65536)
-def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]) -> Hashable:
+def alike(cluster: Cluster, group: tuple[int, ...], concurrent: GroupsAtOnce) -> Hashable:
     """A key that is equal for two groups of a cluster that cost the same, in every collective but broadcast, whose root
     depends on the order of ranks.
 
@@ -81,7 +81,7 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 
 
 @lru_cache(maxsize=256)
-def _distinct(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def _distinct(groups: GroupsAtOnce) -> GroupsAtOnce:
     """Every group once, its ranks ascending."""
     return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
 
@@ -117,7 +117,7 @@ MEASURED_ON_LINKS = "all_reduce"
 DERIVED = ("communication:derived operation", EXTRAPOLATION_SIGMA)
 
 
-def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+def estimate_collective(work: Collective, cluster: Cluster, concurrent: GroupsAtOnce = ()) -> Estimate:
     """Price a collective over ranks of `cluster`.
 
     Args:
@@ -136,19 +136,19 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     if cluster.profile.communication.link_model is None:
         names = (packed_operation(work.operation), work.operation) if work.packed else (work.operation,)
         return _from_fits(names, len(work.group), work.size_bytes, cluster)
-    _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
+    _check_concurrent(cluster, concurrent, "a concurrent group")
     group = tuple(sorted(work.group))
     if COLLECTIVE_KINDS[work.operation].rooted:
         return _by_links(work, group, cluster, concurrent)
     estimates = known_estimates(cluster)
-    key = (work.operation, work.size_bytes, work.visits, alike(cluster, group, _hashable(concurrent)))
+    key = (work.operation, work.size_bytes, work.visits, alike(cluster, group, concurrent))
     if key not in estimates:
         estimates[key] = _by_links(work, group, cluster, concurrent)
     return estimates[key]
 
 
-def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
-    others = _distinct(_hashable(concurrent))
+def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: GroupsAtOnce) -> Estimate:
+    others = _distinct(concurrent)
     if COLLECTIVE_KINDS[work.operation].pairwise:
         return _pairwise(work.operation, group, work.size_bytes, cluster, others, work.visits)
     if len(cluster.spread(group)) > 1:
@@ -156,18 +156,13 @@ def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concur
     return _inside_node(work.operation, group, work.size_bytes, cluster, others)
 
 
-def _hashable(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return a tuple unchanged, because it may cache its hash."""
-    return groups if isinstance(groups, tuple) else tuple(groups)
-
-
 @lru_cache(maxsize=4096)
-def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], what: str) -> None:
+def _check_concurrent(cluster: Cluster, groups: GroupsAtOnce, what: str) -> None:
     for group in groups:
         _check_ranks(group, cluster, what)
 
 
-def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: GroupsAtOnce = ()) -> Estimate:
     """Price a transfer between two ranks, beside the `concurrent` ones of as many bytes (with or without this one).
 
     Inside a node it uses their direct lanes, or the path over PCIe and sockets if no lane joins them. Between nodes it goes
@@ -180,17 +175,16 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         cores = cluster.core_of_rank(cluster.size)
         names = (ON_ONE_CORE, "send_recv") if cores[pair[0]] == cores[pair[1]] else ("send_recv",)
         return _from_fits(names, 2, work.size_bytes, cluster)
-    _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
+    _check_concurrent(cluster, concurrent, "a concurrent transfer")
     model = link_model_of(cluster)
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
     if crosses:
         parts_of(cluster)
-    beside = _hashable(concurrent)
-    if found := measured_transfer(cluster, pair, beside):
-        return _by_measured(*found, work.size_bytes, len({*beside, pair}))
-    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, beside)
-    alone = transfer_pace(cluster, model.link_kind, pair)[0] if beside else beta
-    at_once = distinct_pairs(beside)
+    if found := measured_transfer(cluster, pair, concurrent):
+        return _by_measured(*found, work.size_bytes, len({*concurrent, pair}))
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, concurrent)
+    alone = transfer_pace(cluster, model.link_kind, pair)[0] if concurrent else beta
+    at_once = distinct_pairs(concurrent)
     groups = len(at_once) + (pair not in at_once)
     estimates, key = (
         known_estimates(cluster),
@@ -218,7 +212,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
 
 
 def _inside_node(
-    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: GroupsAtOnce
 ) -> Estimate:
     model = link_model_of(cluster)
     if found := measured_fit(cluster, operation, group, concurrent):
@@ -248,7 +242,7 @@ def _inside_node(
 
 
 def _between_nodes(
-    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: GroupsAtOnce
 ) -> Estimate:
     network, model = parts_of(cluster)
     best = choices(operation, group, size_bytes, cluster, concurrent)[0]
@@ -270,7 +264,7 @@ def _pairwise(
     group: tuple[int, ...],
     size_bytes: int,
     cluster: Cluster,
-    concurrent: tuple[tuple[int, ...], ...],
+    concurrent: GroupsAtOnce,
     visits: int = 0,
 ) -> Estimate:
     """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace.
