@@ -231,18 +231,14 @@ def _times(name: str, factor: float, origin: TermOrigin, text: str) -> Term | No
 
 
 def _core_sharing(subject: Subject, context: PriceContext) -> Term | None:
-    """Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.
-
-    Source: `host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion.
-    """
+    """Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core. Source:
+    `host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion."""
     return _times("core sharing", context.core_sharing, "measured", "where ranks share cores")
 
 
 def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
-    """A GPU is slower or faster now than while it was calibrated, and the host and the links are not.
-
-    Source: `today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`.
-    """
+    """A GPU is slower or faster now than while it was calibrated, and the host and the links are not. Source: `today` over
+    `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`."""
     return _times("GPU speed factor", context.gpu_speed, "measured", SINCE)
 
 
@@ -271,45 +267,35 @@ def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
-    """A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs).
-
-    Source: as of the GPU speed factor.
-    """
+    """A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs). Source:
+    as of the GPU speed factor."""
     if context.loading_is_current and isinstance(subject.work, LoadBatch):
         return None
     return _times("speed factor", context.speed, "measured", SINCE)
 
 
 def _published_runs(subject: Subject, context: PriceContext) -> Term | None:
-    """Published training runs took longer, or less, than operators and links say, by chip and by framework.
-
-    Source: `parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on.
-    """
+    """Published training runs took longer, or less, than operators and links say, by chip and by framework. Source:
+    `parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on."""
     return _times("published runs", context.learnt.factor, "fitted", context.learnt.text)
 
 
 def _slowest(subject: Subject, context: PriceContext) -> Term | None:
-    """GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer.
-
-    Source: `noise.device_sigma` of the profile, times the expected maximum of so many normals.
-    """
+    """GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer. Source:
+    `noise.device_sigma` of the profile, times the expected maximum of so many normals."""
     return _times(SLOWEST, context.slowest.factor, "published", "every step waits for the slowest device")
 
 
 def _update(subject: Subject, context: PriceContext) -> Term | None:
-    """An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled.
-
-    Source: the last entry of `updates` in the profile; written by `parsim validate --update`.
-    """
+    """An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled. Source: the
+    last entry of `updates` in the profile; written by `parsim validate --update`."""
     factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
     return _times("update", factor, "updated", f"updated from run {context.updated_by}")
 
 
 def _correction(subject: Subject, context: PriceContext) -> Term | None:
-    """The running job shows that a rank or a class of communication takes longer than the profile says.
-
-    Source: learnt by the adaptive controller; never saved.
-    """
+    """The running job shows that a rank or a class of communication takes longer than the profile says. Source: learnt by
+    the adaptive controller; never saved."""
     factor = context.corrections.factor(subject.work, subject.rank) if context.corrections else 1.0
     return _times("correction", factor, "observed", "as observed")
 
@@ -324,10 +310,8 @@ def _scale(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _post_wait(subject: Subject, context: PriceContext) -> Term | None:
-    """Computation right after a wait for communication finds other data in the caches.
-
-    Source: `host.post_wait_s` of the profile, times the speed factor.
-    """
+    """Computation right after a wait for communication finds other data in the caches. Source: `host.post_wait_s` of the
+    profile, times the speed factor."""
     if not context.after_wait or context.post_wait_s == 0:
         return None
     return Term("post-wait", "plus", context.post_wait_s, "measured", "the rank has just waited for communication")
