@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale, PriceContext, adjusted, price_context
@@ -70,6 +70,10 @@ class Costs:
     scale: HardwareScale = AS_IT_IS
     loading: MeasuredLoading | None = None
     learnt: Learnt = NOTHING_LEARNT
+    _unlike_ranks: dict[range, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _device_kinds: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _host_paths: dict[str, HostPath] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _computed: dict[tuple[object, ...], Estimate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -105,14 +109,6 @@ class Costs:
         if ranks not in self._unlike_ranks:
             self._unlike_ranks[ranks] = tuple({self.device_kind(rank): rank for rank in ranks}.values())
         return self._unlike_ranks[ranks]
-
-    @cached_property
-    def _unlike_ranks(self) -> dict[range, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _device_kinds(self) -> dict[int, str]:
-        return {}
 
     @property
     def differ_by_rank(self) -> bool:
@@ -183,10 +179,6 @@ class Costs:
             self._host_paths[device.type.name] = host_path(self.cluster, self.ranks or self.cluster.size, device)
         return self._host_paths[device.type.name]
 
-    @cached_property
-    def _host_paths(self) -> dict[str, HostPath]:
-        return {}
-
     def _load(self, work: LoadBatch, device: Device) -> Estimate:
         """On a GPU workers read beside the copy. A thread does not: between two steps it reads nothing, so within each of them
         it reads the next batch, which is copied behind that."""
@@ -248,10 +240,6 @@ class Costs:
         operators = () if selective is None else selective.operators
         alike = self.model.work_kind[work.component]
         return alike, work.phase, work.samples, work.rule, work.ways, work.part, work.parts, operators
-
-    @cached_property
-    def _computed(self) -> dict[tuple[object, ...], Estimate]:
-        return {}
 
     @cached_property
     def _computation(self) -> ComputeCosts:

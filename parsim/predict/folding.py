@@ -132,10 +132,8 @@ class InsideSeconds:
 
     def _kind(self, work: Collective | SendRecv) -> int:
         """A number, equal for works that pay the same for the same bytes; where nothing says so, that of the ranks."""
-        if isinstance(work, SendRecv):
-            operation, group = "send_recv", (work.source, work.destination)
-        else:
-            operation, group = work.operation, work.group
+        operation = "send_recv" if isinstance(work, SendRecv) else work.operation
+        group = (work.source, work.destination) if isinstance(work, SendRecv) else work.group
         if (operation, group) not in self._kind_of:
             mesh, kind = self._layout.plan.mesh, None
             if isinstance(work, SendRecv):

@@ -106,6 +106,9 @@ class PlanningProblem(Remembering):
     switches: tuple[tuple[str, bool], ...] = ()
     optimizer_offload: bool = False
     activation_offload: ActivationOffload = False
+    _cache: PlanCache = field(default_factory=PlanCache, init=False, repr=False, compare=False)
+    _known: dict[int, dict[Hashable, Estimate]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _costs: dict[tuple[int, int, int], tuple[int, Costs]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "safe_probability", max(self.safe_probability, self.fit_probability))
@@ -143,10 +146,6 @@ class PlanningProblem(Remembering):
         if optimizer not in state_bytes:
             state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
         return state_bytes[optimizer]
-
-    @cached_property
-    def _cache(self) -> PlanCache:
-        return PlanCache()
 
     @property
     def offloads(self) -> bool:
@@ -216,7 +215,7 @@ class PlanningProblem(Remembering):
 
     def _sharing(self, **changes: Any) -> PlanningProblem:
         problem = replace(self, **changes)
-        problem.__dict__["_cache"] = self._cache
+        object.__setattr__(problem, "_cache", self._cache)
         return problem
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
@@ -294,11 +293,3 @@ class PlanningProblem(Remembering):
         """Estimates of the units of a plan's program, in their order. Of those that are alike one is priced. Raises
         CostError."""
         return units.each(self.price(units.kinds, mesh))
-
-    @cached_property
-    def _known(self) -> dict[int, dict[Hashable, Estimate]]:
-        return {}
-
-    @cached_property
-    def _costs(self) -> dict[tuple[int, int, int], tuple[int, Costs]]:
-        return {}

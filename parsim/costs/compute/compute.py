@@ -22,7 +22,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,6 +91,8 @@ class ComputeCosts:
     profile: Profile
     numerics: Numerics = DEFAULT_NUMERICS
     ranks_active: int | None = None
+    _known: dict[tuple[object, ...], Estimate] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _models: dict[str, OperatorModel] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def loads_alike(self, one: int | None, other: int | None) -> bool:
         """Whether two loads (ranks that compute at once) have the same prices: they are equal, or one load was measured."""
@@ -119,10 +121,6 @@ class ComputeCosts:
                 self._known.clear()
             self._known[key] = self._estimate(work, component, device, input_gradient)
         return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[object, ...], Estimate]:
-        return {}
 
     def _estimate(self, work: Compute, component: Component, device: Device, input_gradient: bool) -> Estimate:
         model = self.operator_model(device.type)
@@ -293,10 +291,6 @@ class ComputeCosts:
                 else LaunchModel(self.profile, device, self.numerics.precision, surfaces)
             )
         return self._models[device.name]
-
-    @cached_property
-    def _models(self) -> dict[str, OperatorModel]:
-        return {}
 
     @cached_property
     def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
