@@ -19,9 +19,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from parsim.app.judging import ask_again
 from parsim.app.measured import compared
-from parsim.app.run_folder import RunFolder
+from parsim.app.run_folder import RunFolder, ask_again
 from parsim.execute.job import Job
 from parsim.predict.evaluate import evaluate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from parsim.app.answer import Answer
-from parsim.app.assumed_framework import assumed_framework
-from parsim.app.config import Question
+from parsim.app.config import Question, facts_of_plan
+from parsim.app.launch import loading_of
 from parsim.app.load import fixed_plan, on_this_machine, problem_of, search_plans
-from parsim.app.prediction import Prediction
-from parsim.app.training_checks import loading_of
+from parsim.app.prediction import AssumedFramework, Prediction
 from parsim.engines.scenario.scenario import load_scenario
 from parsim.engines.scenario.whole_run import KINDS
 from parsim.errors import ConfigError
-from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, with_interval
+from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.forecast import Forecast, Played
 from parsim.predict.problem import PlanningProblem
-from parsim.report.more_tables import interval_table, run_table, states_table
-from parsim.report.tables import ReportTable
+from parsim.report.tables import ReportTable, interval_table, run_table, states_table
+from parsim.search.by_hand import framework_switches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -213,3 +214,58 @@ def scenario_tables(document: dict[str, Any]) -> list[ReportTable]:
 def _interval(values: NDArray[Any]) -> dict[str, float]:
     low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
     return {"median": middle, "p05": low, "p95": high}
+
+
+# Who is taken to have written the training loop where a question does not say, and how much others would differ.
+#
+# One framework prices an answer: plans that are priced as different ones could not be compared. Where the question fixes the
+# plan, it is the most likely one for that plan; where plans are searched for, the most likely one that has all of them. What a
+# search may propose does not follow from it. The interval reaches to what the others would take on the chosen plan.
+
+
+MOST_OTHERS = 3
+"""Frameworks whose price is compared: each is a simulation."""
+
+
+def assumed_framework(question: Question, evaluation: Evaluation, *, cut_short: bool = False) -> AssumedFramework | None:
+    """Of an answer, by the plan that was chosen; None where the framework is known, or nothing is assumed.
+
+    Args:
+        cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
+
+    Raises CostError as `evaluate`.
+    """
+    guess = question.guess
+    if guess is None:
+        return None
+    if cut_short:
+        stopped = f"{guess.by}; its interval does not reach to other frameworks, which were not priced"
+        return AssumedFramework(name=guess.frameworks[0].version, by=stopped, others=())
+    plan, step_s = evaluation.result.plan, evaluation.result.step_s.median
+    assumed, likely = guess.frameworks[0], question.guess_for(facts_of_plan(plan))
+    current = [framework_of(assumed.name)] if assumed.until else []
+    first, *rest = likely.frameworks
+    others = _unlike(question, assumed, [first, *current, *rest, *guess.frameworks], plan)
+    ratios = [(row.version, _step_s(question, replace(guess, frameworks=(row,)), plan) / step_s) for row in others]
+    return AssumedFramework(name=assumed.version, by=guess.by, others=tuple(ratios))
+
+
+def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], plan: Plan) -> list[Framework]:
+    """Those that do otherwise than the assumed one and than one another where it changes the seconds of the plan."""
+
+    def seconds_key(row: Framework) -> tuple[object, ...]:
+        switches: dict[str, Any] = {**framework_switches(row)}
+        switched = replace(plan, **switches).switched
+        host = (row.launches_on(question.cluster.gpu or ""), row.step_s)
+        return (row.kernels_of(question.has_low_products), switched, host, row.full_gradients, row.clip, row.routing)
+
+    distinct = {seconds_key(assumed): assumed}
+    for row in rows:
+        distinct.setdefault(seconds_key(row), row)
+    return list(distinct.values())[1 : 1 + MOST_OTHERS]
+
+
+def _step_s(question: Question, guess: Guess, plan: Plan) -> float:
+    """Seconds of the plan as the framework of a guess runs it."""
+    problem = problem_of(question.sourced(guess=guess))
+    return simulated_step(problem, replace(plan, **problem.plan_settings)).step_s

@@ -17,9 +17,7 @@ from parsim.files import write_text_atomically
 from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
 from parsim.hardware.profile import Profile
 from parsim.model.spec import ModelSpec
-from parsim.report.more_tables import calibration_table
-from parsim.report.notebook import table_html
-from parsim.report.tables import ReportTable, to_text
+from parsim.report.tables import ReportTable, calibration_table, table_html, to_text
 
 if TYPE_CHECKING:
     import pandas as pd

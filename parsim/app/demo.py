@@ -17,8 +17,8 @@ from parsim.app.answer import Answer
 from parsim.app.ask import ask, every_rank, whole
 from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.app.doctor import progress
-from parsim.app.judging import judge, measured
 from parsim.app.launch import device_kind, launch_job, run_spec
+from parsim.app.measured import judge, measured
 from parsim.app.question import question_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.write_folder import report_facts, report_run
@@ -28,9 +28,8 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan, plan_in_words
 from parsim.predict.compare import Comparison
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.report.more_tables import calibration_table
 from parsim.report.page import ReportData, ReportSection, write_report
-from parsim.report.tables import ReportTable, validation_table
+from parsim.report.tables import ReportTable, calibration_table, validation_table
 from parsim.units import format_percent, format_seconds
 
 WHAT_IF_MODELS = {"resnet50": "sgd_momentum", "vit_b_16": "adam"}

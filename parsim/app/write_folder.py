@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from parsim.app.judging import ask_again, reopen, typical_step
-from parsim.app.measured import Measured, compared
+from parsim.app.measured import Measured, compared, typical_step
 from parsim.app.prediction import Prediction, describe
-from parsim.app.run_folder import RunFolder, write_json
+from parsim.app.run_folder import RunFolder, ask_again, reopen, write_json
 from parsim.execute.metrics_file import lines_of
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
@@ -18,10 +17,9 @@ from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.predict.evaluate import Evaluation
-from parsim.report.coverage import coverage_figures, coverage_tables
-from parsim.report.figures import learning_figure
-from parsim.report.more_tables import calibration_table, memory_levels
+from parsim.report.figures import coverage_figures, learning_figure
 from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.tables import calibration_table, coverage_tables, memory_levels
 from parsim.report.trace import save_chrome_trace
 
 if TYPE_CHECKING:

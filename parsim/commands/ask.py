@@ -36,8 +36,7 @@ from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 from parsim.plans.plan import plan_in_words
-from parsim.report.more_tables import price_tables
-from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
+from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, price_tables, strategy_table
 from parsim.units import printable
 
 
@@ -104,15 +103,14 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
-    from parsim.app.check import EXIT_STATUS, verdict_of
-    from parsim.app.faster import parse_faster, what_would
+    from parsim.app.check import EXIT_STATUS, parse_faster, verdict_of, what_would
     from parsim.app.functions import plan as find_plan
 
     aim = None if faster is None else parse_faster(faster)
     if target_accuracy is None and (rules or curves or most_steps):
         raise typer.BadParameter("--rule, --most-steps and --curves go with --target-accuracy")
     if target_accuracy is not None:
-        from parsim.app.to_target import MOST_STEPS, asked_rules
+        from parsim.app.relaxed import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
@@ -313,7 +311,7 @@ def cost(
     as_json: JsonFlag = False,
 ) -> None:
     """Price a collective, or every component of a model."""
-    from parsim.app.functions import cost as price
+    from parsim.app.prices import cost as price
 
     if (collective is None) == (model is None):
         raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")

@@ -52,7 +52,7 @@ def import_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Read a file of another tool into a profile, a network, a run file or a measured timeline."""
-    from parsim.app.import_file import import_file
+    from parsim.app.foreign import import_file
 
     with progress(f"Reading {file}"):
         imported = import_file(
@@ -123,7 +123,7 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run folder as a file of another tool: its weights, its launch script, its plan or its timeline."""
-    from parsim.app.export_folder import export_folder
+    from parsim.app.foreign import export_folder
 
     keywords = {
         "checkpoint": checkpoint,

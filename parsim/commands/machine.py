@@ -19,7 +19,7 @@ from parsim.hardware.parts import shipped_gpus, shipped_links
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.catalogue.names import described, known_names, normalised
-from parsim.report.more_tables import calibration_table, instance_table, models_table
+from parsim.report.tables import calibration_table, instance_table, models_table
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,12 +27,13 @@ from parsim.commands.output import (
 )
 from parsim.costs.conformal import coverage_by, coverage_of, judged_split
 from parsim.costs.history import history_lines, history_path, read_history, remove_lines
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, MissingDependencyError
 from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan
-from parsim.report.tables import history_table, kind_table, validation_table
+from parsim.report.tables import coverage_tables, history_table, kind_table, validation_table
 
 if TYPE_CHECKING:
+    from parsim.app.answer import Answer
     from parsim.costs.history import History
 
 
@@ -63,7 +65,7 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Train for real under the chosen plan."""
-    from parsim.app.functions import run as train
+    from parsim.app.train import run as train
 
     done = train(
         asked,
@@ -121,7 +123,7 @@ def coverage(
 ) -> None:
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.app.write_folder import report_facts
-    from parsim.report.coverage import coverage_figures, coverage_tables
+    from parsim.report.figures import coverage_figures
     from parsim.report.page import ReportData, write_report
 
     loaded = load_profile(profile)
@@ -224,7 +226,7 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
-    from parsim.app.functions import validate as judge
+    from parsim.app.train import validate as judge
 
     done = judge(
         target,
@@ -276,3 +278,34 @@ def report(
         print_json({"report": str(folder.report), "trace": str(folder.trace)})
     else:
         print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+
+
+# `parsim demo`: the main job, end to end, on whatever this machine has.
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the profile, the runs and report.html.")] = Path("parsim-demo"),
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=8, help="Ranks of the real runs. Default: one per GPU, or 2 processes on a CPU."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Calibrate and measure longer: five minutes instead of two.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Plan, calibrate, train and compare on this machine, and write a report: everything once, in two minutes."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
+    from parsim.app.demo import run_demo
+
+    def show(answer: Answer) -> None:
+        if not as_json:
+            print(answer.sentence())
+            print_tables([answer.report()])
+            print(answer.runners_up(), end="\n\n")
+
+    result = run_demo(out, nproc, full=full, show=show)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    print_tables([result.table()])
+    print("\n".join(result.lines()))

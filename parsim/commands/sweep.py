@@ -1,4 +1,4 @@
-"""`parsim sweep`: one question at many points, as a folder of rows that continues where it stopped."""
+"""`parsim sweep`, `compare`, `explore` and `bench-graphs`: questions at many points, and answers side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import progress
+from parsim.app.relaxed import bench_graphs as compared
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -150,4 +152,43 @@ def explore(
         print_json({"explorer": str(page), "picture": None if plot is None else str(plot)})
         return
     print(f"Explorer: {page}")
+    print_picture(plot)
+
+
+# `parsim bench-graphs`: accuracy and the variance between replicas, over graphs, replicas, models and shards.
+
+
+def bench_graphs(
+    graphs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[GRAPH]...", help='"ring", "lattice(neighbours=4)", "ada", "all_reduce", ...; none: seven.'),
+    ] = None,
+    models: Annotated[str, typer.Option(help="Of logistic, mlp, cnn, transformer, with commas between.")] = "mlp",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas, with commas between.")] = "16",
+    shards: Annotated[
+        list[str] | None, typer.Option("--shards", help="As training.shards. Repeatable; default: iid and label_sorted.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="Over all samples.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per replica and step.")] = 8,
+    plot: PlotOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare mixing graphs on virtual replicas: accuracy against the variance of their parameters (DBench)."""
+    comparison = compared(
+        graphs or (),
+        models=[name.strip() for name in models.split(",")],
+        replicas=parse_numbers("--replicas", replicas),
+        shards=shards or ("iid", "label_sorted"),
+        seeds=seeds,
+        epochs=epochs,
+        batch=batch,
+    )
+    if plot is not None:
+        comparison.plot(plot)
+    if as_json:
+        print_json(comparison.to_dict())
+        return
+    print_tables([comparison.report()])
+    print_lines(comparison.findings())
     print_picture(plot)

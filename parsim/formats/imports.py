@@ -17,9 +17,8 @@ import numpy as np
 
 from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
-from parsim.formats.ledger import TraceLedger, ledger_of
+from parsim.formats.ledger import TraceLedger, factor_table, ledger_of, profile_from_trace
 from parsim.formats.source import FileFormat, SourceFile, file_formats
-from parsim.formats.trace_profile import factor_table, profile_from_trace
 from parsim.hardware.compose import load_profile
 from parsim.hardware.network import Network, load_network, save_network
 from parsim.hardware.parts import gpu_named

@@ -100,7 +100,7 @@ def test_a_head_that_shares_its_weight_is_not_trained_alone() -> None:
 
 
 def test_weights_in_four_bits_are_refused_before_anything_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parsim.app.functions._ask", lambda *_, **__: pytest.fail("planned first"))
+    monkeypatch.setattr("parsim.app.train.ask_aloud", lambda *_, **__: pytest.fail("planned first"))
     path = tmp_path / "RUN.toml"
     path.write_text(
         '[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\ndevices = 1\n[training]\nglobal_batch = 8\n'

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from parsim.app.functions import open_run, plan, run
+from parsim.app.functions import plan
+from parsim.app.train import open_run, run
 from parsim.costs.loading import MeasuredLoading, UnmeasuredLoading, own_loading_from
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import Order, Samples, order_of

@@ -17,7 +17,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from experiments.common.equality import Case, compare_case, run_cases  # noqa: E402
-from parsim.app.functions import open_run, run  # noqa: E402
+from parsim.app.train import open_run, run  # noqa: E402
 from parsim.errors import ModelError  # noqa: E402
 from parsim.model.component import ParameterShard, Sharding, share_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.common.equality import Case, compare_case, even_plan, run_cases
-from parsim.app.export_folder import state_dict_of
+from parsim.app.foreign import state_dict_of
 from parsim.execute.checkpoint.checkpoint import load_state
 from parsim.execute.job import TrainingRecipe
 from parsim.execute.stage import seeded_module

@@ -12,7 +12,7 @@ from strategies import graph_of
 
 from parsim.engines.static import compile_graph, simulate
 from parsim.program.task import Resource
-from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
+from parsim.report.trace import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 

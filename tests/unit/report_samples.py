@@ -21,8 +21,8 @@ from parsim.predict.memory import RankMemory
 from parsim.predict.result import Interval, PlanResult
 from parsim.program.lower import lower
 from parsim.program.taskgraph import TaskGraph
-from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection
+from parsim.report.tables import memory_levels
 from parsim.timeline import Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv
 

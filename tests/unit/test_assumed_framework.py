@@ -10,9 +10,9 @@ import pytest
 import parsim
 from experiments.published.predict import predict
 from experiments.published.rows import Row
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question, constraints_of
 from parsim.app.load import problem_of
+from parsim.app.prediction import AssumedFramework
 from parsim.app.question import question_of, taken_defaults
 from parsim.plans.constraints import PlanConstraints
 

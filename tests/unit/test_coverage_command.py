@@ -11,7 +11,7 @@ import pytest
 
 from parsim.cli import main
 from parsim.costs.history import append_record
-from parsim.report.coverage import coverage_figures
+from parsim.report.figures import coverage_figures
 from tests.unit.test_history import record
 
 RUN_TOML = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.import_file import import_file
+from parsim.app.foreign import import_file
 from parsim.errors import ImportedFileError
+from parsim.formats.kineto import read_nsys
 from parsim.formats.ledger import ledger_of
-from parsim.formats.nsys import read_nsys
 from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo
 from parsim.hardware.compose import load_profile

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.import_file import import_file
+from parsim.app.foreign import import_file
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError

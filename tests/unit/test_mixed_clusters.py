@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import parsim
+from parsim.app.check import what_would
 from parsim.app.config import parse_config
-from parsim.app.faster import what_would
 from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ParsimError, ProfileError
 from parsim.hardware.compose import NodeGroup, mixed_cluster

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.faster import parse_faster, what_would
+from parsim.app.check import parse_faster, what_would
 from parsim.app.large import DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.cli import main
 from parsim.errors import ConfigError

@@ -31,9 +31,9 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.predict.memory import RankMemory
 from parsim.report import figures, legend
-from parsim.report.more_tables import memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
-from parsim.report.sketch import LETTERS
+from parsim.report.tables import memory_levels
+from parsim.report.trace import LETTERS
 from parsim.units import format_seconds
 from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
 

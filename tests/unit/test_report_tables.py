@@ -17,8 +17,7 @@ from parsim.hardware.profile import Profile, shipped_profiles
 from parsim.predict.compare import compare
 from parsim.predict.result import Interval
 from parsim.report import tables
-from parsim.report.more_tables import calibration_table
-from parsim.report.tables import Column, ReportTable, to_rich, to_text
+from parsim.report.tables import Column, ReportTable, calibration_table, to_rich, to_text
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

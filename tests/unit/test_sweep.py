@@ -17,7 +17,7 @@ import pytest
 
 import parsim as ps
 from parsim.app.sweep import executing
-from parsim.app.sweep.rows import CATEGORIES
+from parsim.app.sweep.executing import CATEGORIES
 from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError, ExecutionError
 

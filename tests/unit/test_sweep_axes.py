@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.app.sweep.executing import COLUMNS
 from parsim.app.sweep.goal import Goal, parse_goal, sensitivity
 from parsim.app.sweep.points import (
     Axis,
@@ -21,7 +22,6 @@ from parsim.app.sweep.points import (
     saltelli,
     sobol_sample,
 )
-from parsim.app.sweep.rows import COLUMNS
 from parsim.errors import ConfigError
 
 

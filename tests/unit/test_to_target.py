@@ -10,7 +10,7 @@ import torch
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.to_target import asked_rules
+from parsim.app.relaxed import asked_rules
 from parsim.cli import main
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError

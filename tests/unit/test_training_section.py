@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parsim.app.config import Question, parse_config
-from parsim.app.training_checks import samples_not_taken
+from parsim.app.launch import samples_not_taken
 
 FILE = """\
 [model]

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from parsim.app.sweep.executing import COLUMNS, DOES_NOT_FIT, FAILED
 from parsim.app.sweep.points import TUNE, Axis, problem_of_axes
-from parsim.app.sweep.rows import COLUMNS, DOES_NOT_FIT, FAILED
 from parsim.errors import ConfigError, MissingDependencyError, near_matches
 from parsim.search.tree import is_tie
 from parsim.units import format_percent
