@@ -36,10 +36,8 @@ def ask(
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
-    Args:
-        top: keep so many plans over all families instead of the best of each.
-        runs_here: the plan will run on this machine, whatever profile it is priced by. say: hears how far a search is.
-
+    Args: top: keep so many plans over all families instead of the best of each. runs_here: the plan will run on this machine,
+        whatever profile it is priced by. say: hears how far a search is.
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
     return with_assumed_framework(ask_alone(question, top=top, runs_here=runs_here, say=say))
@@ -119,10 +117,8 @@ def simulate_prediction(
 ) -> Prediction:
     """One step of a plan that is predicted already. Up to 64 ranks each is simulated; beyond, interchangeable ones once.
 
-    Args:
-        engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine.
-        whole_run: to the end of training, by the scenario's table [run].
-
+    Args: engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine. whole_run:
+        to the end of training, by the scenario's table [run].
     Raises: ConfigError for options that need one another, ScenarioError.
     """
     check_options(engine, scenario, whole_run)
@@ -165,7 +161,6 @@ def _play(prediction: Prediction, path: Path, whole_run: bool) -> Prediction:
 
 
 def _describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
-    """Plain JSON values."""
     run, costs = forecast.whole, played.scenario.device
     figures = {
         "total_s": run.total_s,
@@ -230,8 +225,7 @@ MOST_OTHERS = 3
 def assumed_framework(question: Question, evaluation: Evaluation, *, cut_short: bool = False) -> AssumedFramework | None:
     """Of an answer, by the plan that was chosen; None where the framework is known, or nothing is assumed.
 
-    Args:
-        cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
+    Args: cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
 
     Raises CostError as `evaluate`.
     """
@@ -266,6 +260,5 @@ def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], p
 
 
 def _step_s(question: Question, guess: Guess, plan: Plan) -> float:
-    """Seconds of the plan as the framework of a guess runs it."""
     problem = problem_of(question.sourced(guess=guess))
     return simulated_step(problem, replace(plan, **problem.plan_settings)).step_s

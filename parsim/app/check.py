@@ -59,9 +59,8 @@ def verdict_of(fit_probability: float) -> str:
 class Help:
     """A change and its effect.
 
-    Attributes:
-        what: in words. settings: keys of a run file. prediction: with the change.
-        faster: tokens (of other models samples) per second over those of the question, less one.
+    Attributes: what: in words. settings: keys of a run file. prediction: with the change. faster: tokens (of other models
+        samples) per second over those of the question, less one.
     """
 
     what: str
@@ -202,10 +201,7 @@ def needed_bytes(prediction: Prediction) -> int:
 
 
 def check_question(question: Question) -> Checked:
-    """Answer the question, and price what would help.
-
-    Raises: as `parsim.app.ask.ask`.
-    """
+    """Answer the question, and price what would help. Raises: as `parsim.app.ask.ask`."""
     answer = whole(ask(question))
     candidates = answer.candidates
     prediction = answer.prediction if answer.fits else min(candidates, key=needed_bytes)
@@ -245,8 +241,7 @@ def mesh_settings(plan: Plan) -> dict[str, object]:
 def changed(question: Question, settings: Mapping[str, object]) -> Question:
     """The question with other keys, checked as a run file is. What was left open and was filled in stays as it was.
 
-    Raises:
-        ConfigError: the keys contradict one another.
+    Raises: ConfigError: the keys contradict one another.
     """
     source = question.source
     other = question_from(question.to_dict(), settings=settings, where="the changed question")
@@ -254,7 +249,6 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
 
 
 def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
-    """The change with its price; none where it contradicts the question."""
     try:
         answer = whole(ask_alone(changed(question, settings)))
     except ParsimError:
@@ -267,7 +261,6 @@ Change = tuple[str, dict[str, object]]
 
 
 def _faster(question: Question, prediction: Prediction) -> Iterator[Change]:
-    """Changes by which some trainings are faster."""
     plan, training, given = prediction.plan, question.training, question.plan
     peaks = prediction.problem.cluster.devices[0].type.peak_flop_per_s
     by_name = is_transformer(question.model.name)
@@ -289,7 +282,6 @@ def _faster(question: Question, prediction: Prediction) -> Iterator[Change]:
 
 
 def _smaller(question: Question, prediction: Prediction) -> Iterator[Change]:
-    """Changes by which some trainings need less memory."""
     plan, given, args = prediction.plan, question.plan, dict(question.model.args)
     name = question.model.name
     if given.recompute != AUTO:
@@ -374,12 +366,9 @@ class _Sizes:
 def largest(question: Question, what: LargestOf, say: Callable[[str], None] = lambda _: None) -> Answer:
     """The answer for the largest size that fits with 95%, with what it costs in time (`Answer.largest`).
 
-    Args:
-        what: "batch" (in one pass, without gradient accumulation, unless plan.microbatches is given), "seq" or "model" (its
-            layers). say: hears what is tried.
-
-    Raises:
-        ConfigError: the model has no such size. DoesNotFitError: not even the smallest fits. And as `parsim.app.ask.ask`.
+    Args: what: "batch" (in one pass, without gradient accumulation, unless plan.microbatches is given), "seq" or "model" (its
+        layers). say: hears what is tried.
+    Raises: ConfigError: the model has no such size. DoesNotFitError: not even the smallest fits. And as `parsim.app.ask.ask`.
     """
     if question.plan.plan_path is not None:
         raise ConfigError(f"--largest {what}: the plan of {question.plan.plan_path} is for one batch; name a strategy instead")
@@ -437,13 +426,11 @@ def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
 
 
 def _option(settings: Mapping[str, object]) -> str:
-    """`training.global_batch=64`: the first key, which is the size."""
     key, value = next(iter(settings.items()))
     return f"{key}={value}"
 
 
 def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:
-    """The answer to the changed question where a plan fits with 95%; None where none does, or the sizes do not divide."""
     try:
         answer = whole(ask_alone(changed(question, settings)))
     except ParsimError:
@@ -508,8 +495,7 @@ MachinePart = TypeVar("MachinePart", bound=BaseModel)
 class WhatIf:
     """One change and what it gives.
 
-    Attributes:
-        faster: samples per second over those of the answer, less one; None where no plan was found. reaches: the aim.
+    Attributes: faster: samples per second over those of the answer, less one; None where no plan was found. reaches: the aim.
         plan: a summary. reason: why there is no plan.
     """
 
@@ -569,11 +555,8 @@ def parse_faster(text: str) -> float:
 def what_would(answer: Answer, faster: float) -> WhatWould:
     """Ask the question again with each change.
 
-    Args:
-        answer: to the question as it is. faster: the aim, 0.2 for 20% more samples per second.
-
-    Raises:
-        ConfigError: no plan fits as it is, or the cluster has several kinds of GPU.
+    Args: answer: to the question as it is. faster: the aim, 0.2 for 20% more samples per second.
+    Raises: ConfigError: no plan fits as it is, or the cluster has several kinds of GPU.
     """
     if answer.question.cluster.group is not None:
         raise ConfigError(
@@ -602,7 +585,6 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
 
 
 def _changed_clusters(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
-    """Every change by its name, and the function that makes the changed question. Raises ParsimError for one that cannot be."""
     cluster, question = answer.problem.cluster, answer.question
     profile, network = cluster.profile, cluster.network
     nodes = max(device.node for device in cluster.devices) + 1
@@ -643,7 +625,6 @@ def _changed_clusters(answer: Answer) -> Iterator[tuple[str, Callable[[], Questi
 
 
 def _improved(part: MachinePart, key: str) -> MachinePart:
-    """A part of a machine with TIMES one of its numbers."""
     number = getattr(part, key)
     return part.model_copy(update={key: number.model_copy(update={"value": TIMES * number.value})})
 

@@ -60,10 +60,7 @@ def export_folder(path: Path, *, format: str, out: Path | None = None, **options
         options: of weights: checkpoint ("best" or "last"; None: the best if there is one), weights ("trained" or "ema").
             Of launch files: interface (None: the loopback, on one machine), nodes (None: as in the plan), port of the store on
             the machine of rank 0, checkpoint_every (steps; 0: at the end only; left out: about every minute).
-
-    Returns:
-        What was written, and what the format cannot express.
-
+    Returns: What was written, and what the format cannot express.
     Raises:
         ConfigError: an unknown format, an option of another one, no run folder, no checkpoint, or a plan that the format cannot
             express. PlanError: ranks that the machines do not divide, or several machines without an interface.
@@ -100,7 +97,6 @@ def _launch(
     port: int = PORT,
     checkpoint_every: int | None = None,
 ) -> LaunchFile:
-    """What the launch file of a folder says; the job that its ranks read is written."""
     if interface is not None and not _INTERFACE.fullmatch(interface):
         raise ConfigError(
             f"interface = {interface!r} is not the name of a network interface, such as eth0; `ip link` lists them"
@@ -268,7 +264,6 @@ def import_file(
 
 
 def _predicted(against: Path) -> PredictedParts:
-    """The predicted step of a run file, as means over its ranks."""
     prediction = simulate_prediction(whole(ask(question_of(against))).prediction)
     device = prediction.problem.cluster.devices[0].type
     ranks = prediction.breakdown()

@@ -241,12 +241,9 @@ def warn_of_profile(asked: Prediction) -> list[str]:
 def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None = None, *, hang_s: float = HANG_S) -> list[str]:
     """Save the job beside its run and launch it; environment.json says in which numbers it computed.
 
-    Args:
-        asked: whose search may know a plan that needs less memory, if there is too little.
-        hang_s: a rank that is stopped, or does nothing, for longer ends the run.
-
-    Returns:
-        What the ranks warned of, each warning once; they are printed on stderr, too.
+    Args: asked: whose search may know a plan that needs less memory, if there is too little. hang_s: a rank that is stopped, or
+        does nothing, for longer ends the run.
+    Returns: What the ranks warned of, each warning once; they are printed on stderr, too.
 
     Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running.
     """
@@ -355,7 +352,6 @@ def check_tensorboard() -> None:
 
 
 def _check_metrics(config: Question, metrics: tuple[str, ...]) -> None:
-    """Raise ConfigError for metrics that what the model predicts has not."""
     interface = interface_of(config.model_spec)
     if metrics and interface.target is None:
         raise ConfigError(
@@ -515,8 +511,7 @@ def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
 
     Of decoupled stages those steps are left out in which some stage had nothing to work on yet.
 
-    Returns:
-        `left_out` and `together` of a Measurement.
+    Returns: `left_out` and `together` of a Measurement.
     """
     rule, rounds = plan.synchronisation, min(len(record.rounds) for record in seen.ranks)
     if seen.steps != rounds:
@@ -535,8 +530,7 @@ def whole_periods(seen: Measurement, plan: Plan) -> tuple[int, int]:
 def loading_of(question: Question, cluster: Cluster, *, runs_here: bool) -> OwnLoading | None:
     """Time the question's dataset, if it is the user's own and this is the machine that is asked about.
 
-    Args:
-        cluster: of the question. runs_here: it will run on this machine, whatever profile its cluster has.
+    Args: cluster: of the question. runs_here: it will run on this machine, whatever profile its cluster has.
     """
     if not DATASETS[question.training.dataset].is_own:
         return None

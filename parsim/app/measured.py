@@ -309,8 +309,7 @@ def typical_step(seen: Measurement) -> Timeline:
 def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, session: str | None = None) -> ValidationRecord:
     """What was predicted before any correction, and what was measured.
 
-    Args:
-        session: of measurements made together; left out: this one stands alone.
+    Args: session: of measurements made together; left out: this one stands alone.
     """
     correction = asked.evaluation.result.interval_correction
     if correction is None:
@@ -404,8 +403,7 @@ def updatable(config: Question) -> Path:
 def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison, record: ValidationRecord) -> dict[str, Any]:
     """Write into the profile what the run showed it to be wrong by; says what changed.
 
-    Raises:
-        ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
+    Raises: ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
     """
     path = updatable(asked.question)
     cluster, plan = asked.problem.cluster, asked.evaluation.result.plan

@@ -50,9 +50,8 @@ ALIKE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedFramework:
-    """Attributes:
-    name: as which the answer is priced, with the year of an old version. by: what speaks for it.
-    others: likewise plausible for the plan, with the step over that of the assumed one.
+    """Attributes: name: as which the answer is priced, with the year of an old version. by: what speaks for it. others:
+    likewise plausible for the plan, with the step over that of the assumed one.
     """
 
     name: str
@@ -290,7 +289,6 @@ class Prediction:
         return table_html(strategies) + table_html(breakdown)
 
     def _tables(self) -> tuple[ReportTable, ReportTable, ReportTable]:
-        """The plan, the categories of its step, and its memory."""
         document = describe(self.evaluation)
         title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
         return (

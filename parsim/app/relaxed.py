@@ -257,17 +257,10 @@ class TargetRanking:
 
     def figure(self) -> Any:
         """Accuracy over simulated seconds, a plotly Figure."""
-        from parsim.report.figures import go
+        from parsim.report.figures import target_figure
 
-        figure = go.Figure()
-        for contender in self.contenders:
-            if points := contender.curve():
-                seconds, scores = zip(*points, strict=True)
-                figure.add_scatter(x=list(seconds), y=list(scores), name=str(contender.rule), mode="lines")
-        figure.add_hline(y=self.target, line_dash="dash")
-        return figure.update_layout(
-            title=f"Test accuracy of {self.learner}", xaxis_title="simulated seconds", yaxis_title="test accuracy"
-        )
+        curves = {str(contender.rule): contender.curve() for contender in self.contenders}
+        return target_figure(curves, self.target, f"Test accuracy of {self.learner}")
 
 
 def to_target(
@@ -287,9 +280,8 @@ def to_target(
         question: without a relaxed rule. problem: loaded from it. best: of its fastest plan, which trains synchronously.
         target: test accuracy, between 0 and 1. rules: to compare, as `plan.synchronisation` takes them.
         seeds: trainings of each. most_steps: after which one is given up. say: is told of every rule that has been trained.
-
-    Raises:
-        ConfigError: a target that is none, or a question that asks for a relaxed rule itself. PlanError: a rule that is none.
+    Raises: ConfigError: a target that is none, or a question that asks for a relaxed rule itself. PlanError: a rule that is
+        none.
     """
     from parsim.app.learners import learner_of
 
@@ -331,7 +323,6 @@ def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
 
 
 def _planned(problem: PlanningProblem, best: Evaluation, rule: Synchronisation, most_steps: int) -> Contender:
-    """The fastest plan of a rule that fits."""
     chosen: Evaluation | None = best
     if rule.is_closed_loop:
         return Contender(rule=rule, reason="how long each graph of a closed loop lasts is known only as it trains; use linear")

@@ -172,7 +172,6 @@ def _trained(
 
 
 def _reported(prediction: Prediction, folder: RunFolder, steps: int, warnings: Sequence[str], *, is_adaptive: bool) -> Measured:
-    """Compare what the ranks wrote down with the prediction, and write the result and the pages."""
     decisions: list[dict[str, Any]] = read_json(folder.path / "decisions.json") if is_adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
@@ -340,7 +339,6 @@ def _ready(prediction: Prediction, nproc: int | None) -> tuple[Prediction, list[
 def _judged(
     folder: RunFolder, run: Measured, warnings: list[str], *, tasks: bool, session: str | None, update: bool
 ) -> Measured:
-    """Compare, remember, and write the run's pages."""
     prediction, seen, comparison = run.prediction, run.seen, run.comparison
     loading, speed = prediction.problem.loading, speed_of(prediction.problem.cluster.profile, comparison.at_pace)
     record = record_of(prediction, seen, comparison, session)
@@ -411,8 +409,7 @@ TIMES_OUT = 2
 class Survivors:
     """Which devices a training goes on with.
 
-    Attributes:
-        devices: numbers in the profile, by rank. deaths: of ranks, by device.
+    Attributes: devices: numbers in the profile, by rank. deaths: of ranks, by device.
     """
 
     devices: tuple[int, ...]
@@ -421,8 +418,7 @@ class Survivors:
     def after(self, ranks: Sequence[int], *, device_lost: bool) -> tuple[int, ...]:
         """The devices that are left after these ranks died; all of them where none would be left.
 
-        Args:
-            ranks: of the plan at hand. device_lost: their devices do not answer any more.
+        Args: ranks: of the plan at hand. device_lost: their devices do not answer any more.
         """
         named = [self.devices[rank] for rank in ranks if rank < len(self.devices)]
         if len(named) < len(self.devices):  # where all hang, none is to blame
@@ -442,12 +438,9 @@ def restarting(
 ) -> Measured:
     """Train, and go on after ranks have died.
 
-    Args:
-        attempt: trains under a prediction, from the latest checkpoint if the second argument is true; the third: warnings.
+    Args: attempt: trains under a prediction, from the latest checkpoint if the second argument is true; the third: warnings.
         prediction: to begin with. folder: held by the caller. steps: of the whole training. max_restarts: how often.
-
-    Raises:
-        RankLostError: the last one, once there were too many. DoesNotFitError, PlanError: no plan on what is left.
+    Raises: RankLostError: the last one, once there were too many. DoesNotFitError, PlanError: no plan on what is left.
     """
     survivors = Survivors(tuple(device.index for device in prediction.problem.cluster.devices))
     restarts: list[dict[str, Any]] = []
@@ -486,8 +479,7 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
 
     A plan that was given by hand, or a mesh, cannot be kept on fewer: then the best of all families is taken.
 
-    Raises:
-        DoesNotFitError: no plan fits. PlanError: replicas have weights of their own, which fewer cannot take over.
+    Raises: DoesNotFitError: no plan fits. PlanError: replicas have weights of their own, which fewer cannot take over.
     """
     cluster = asked.problem.cluster
     if [device.index for device in cluster.devices] == list(devices):
@@ -505,7 +497,6 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
 
 
 def _planned(asked: Prediction, config: Question) -> Prediction:
-    """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
     cluster = cluster_of(config.cluster, asked.problem.cluster.profile)
     problem = problem_of(config, model=asked.problem.model, cluster=cluster)
     answer = whole(answer_of(config, replace(problem, loading=asked.problem.loading)))

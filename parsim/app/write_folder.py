@@ -62,7 +62,6 @@ def write_run_files(folder: RunFolder, asked: Prediction, run: Measured | None =
 
 
 def _learning(folder: RunFolder, asked: Prediction) -> tuple[go.Figure, str] | None:
-    """The curves of the training in a run folder; None where no step wrote its loss down."""
     lines = lines_of(folder.path)
     if not any("loss" in line for line in lines):
         return None
@@ -124,8 +123,7 @@ def write_prediction(folder: RunFolder, asked: Prediction) -> None:
 def redraw(folder: RunFolder) -> None:
     """trace.json and report.html of a run or a simulation, priced anew from the profile and plan that lie in the folder.
 
-    Raises:
-        ConfigError: it is not a run folder.
+    Raises: ConfigError: it is not a run folder.
     """
     if not folder.job.is_file():
         write_run_files(folder, ask_again(folder))

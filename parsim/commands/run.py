@@ -20,10 +20,8 @@ from parsim.commands.output import (
     Overrides,
     PageOption,
     PlotOption,
-    print_json,
-    print_picture,
-    print_tables,
-    print_verdict,
+    tell,
+    verdict,
 )
 from parsim.costs.conformal import coverage_by, coverage_of, judged_split
 from parsim.costs.history import history_lines, history_path, read_history, remove_lines
@@ -83,17 +81,15 @@ def run(
         overrides=overrides or [],
     )
     document = done.to_dict()
-    if as_json:
-        print_json(document)
-        return
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
-    print_tables([validation_table([row])])
+    decisions = []
     for decision in document["decisions"]:
         what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
-        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
-    print(training_text(done.prediction.question.training.dataset, document))
-    print_verdict(document)
-    print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+        took = f"{1e3 * decision['step_s']:.1f} ms a step"
+        decisions.append(f"after step {decision['step']} ({took}) {what}: {decision['reason']}")
+    trained = training_text(done.prediction.question.training.dataset, document)
+    folder = f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)"
+    tell(as_json, document, validation_table([row]), *decisions, trained, *verdict(document), folder)
 
 
 def training_text(dataset: str, document: dict[str, Any]) -> str:
@@ -141,16 +137,11 @@ def coverage(
             extra_figures=coverage_figures(validations.records),
         )
         write_report(data, out)
-    if as_json:
-        print_json(coverage_document(validations) | {"profile": loaded.name})
-        return
-    print_tables(tables)
-    for note in validations.notes:
-        print(f"warning: {note}")
+    lines = [f"warning: {note}" for note in validations.notes]
     if not validations.records:
-        print(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
-    if out is not None:
-        print(f"Report: {out}")
+        lines.append(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
+    lines += [] if out is None else [f"Report: {out}"]
+    tell(as_json, coverage_document(validations) | {"profile": loaded.name}, *tables, *lines)
 
 
 def coverage_document(history: History) -> dict[str, Any]:
@@ -189,15 +180,12 @@ def history(
     if remove:
         remove_lines(path, remove)
     lines = history_lines(path, load_profile(profile))
-    if as_json:
-        told = [{} if line.record is None else asdict(line.record) for line in lines]
-        rows = [
-            {"line": line.number, "used": not line.why, "why_not": line.why, **record}
-            for line, record in zip(lines, told, strict=True)
-        ]
-        print_json({"history": str(path), "removed": sorted(remove or []), "lines": rows})
-        return
-    print_tables([history_table(lines, str(path))])
+    rows = [
+        {"line": line.number, "used": not line.why, "why_not": line.why, **({} if line.record is None else asdict(line.record))}
+        for line in lines
+    ]
+    document = {"history": str(path), "removed": sorted(remove or []), "lines": rows}
+    tell(as_json, document, history_table(lines, str(path)))
 
 
 # `parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds.
@@ -243,21 +231,13 @@ def validate(
     speed = document["at_pace"]
     if plot is not None:
         done.plot(plot)
-    if as_json:
-        print_json(document)
-        return
     comparison = done.comparison.to_dict()
     row = (asked.problem.model.name, asked.plan.summary(), comparison)
-    print_tables([validation_table([row]), kind_table(comparison)])
-    if speed is not None:
-        print(f"speed: {speed['text']}")
-        if speed["warning"]:
-            print(f"warning: {speed['warning']}")
-    print_verdict(document)
-    if update:
-        print(f"update: {document['update']['text']}")
-    print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
-    print_picture(plot)
+    lines = [] if speed is None else [f"speed: {speed['text']}"]
+    lines += [f"warning: {speed['warning']}"] if speed is not None and speed["warning"] else []
+    lines += [*verdict(document), *([f"update: {document['update']['text']}"] if update else [])]
+    lines.append(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
+    tell(as_json, document, validation_table([row]), kind_table(comparison), *lines, picture=plot)
 
 
 # `parsim report`: draw report.html and trace.json of a run folder again.
@@ -274,10 +254,8 @@ def report(
     folder = RunFolder(run_folder)
     with progress(f"Drawing {run_folder}"):
         redraw(folder)
-    if as_json:
-        print_json({"report": str(folder.report), "trace": str(folder.trace)})
-    else:
-        print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+    document = {"report": str(folder.report), "trace": str(folder.trace)}
+    tell(as_json, document, f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
 
 
 # `parsim demo`: the main job, end to end, on whatever this machine has.
@@ -299,13 +277,7 @@ def demo(
 
     def show(answer: Answer) -> None:
         if not as_json:
-            print(answer.sentence())
-            print_tables([answer.report()])
-            print(answer.runners_up(), end="\n\n")
+            tell(False, None, answer.sentence(), answer.report(), f"{answer.runners_up()}\n")
 
     result = run_demo(out, nproc, full=full, show=show)
-    if as_json:
-        print_json(result.to_dict())
-        return
-    print_tables([result.table()])
-    print("\n".join(result.lines()))
+    tell(as_json, result.to_dict(), result.table(), *result.lines())

@@ -24,10 +24,7 @@ from parsim.commands.output import (
     TokensOption,
     TuneOption,
     on_gpus,
-    print_json,
-    print_lines,
-    print_picture,
-    print_tables,
+    tell,
 )
 
 OverOption = Annotated[
@@ -109,14 +106,9 @@ def sweep(
     )
     if plot is not None:
         answers.plot(plot)
-    if as_json:
-        print_json(answers.to_dict())
-        return
-    print_lines([*answers.heading(), ""])
-    print_tables([answers.report()])
-    print_lines(answers.lines())
-    print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
-    print_picture(plot)
+    rows = f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}"
+    document = answers.to_dict() if as_json else None
+    tell(as_json, document, *answers.heading(), "", answers.report(), *answers.lines(), rows, picture=plot)
 
 
 def compare(
@@ -128,10 +120,7 @@ def compare(
     from parsim.app.sweep.difference import compare_answers
 
     difference = compare_answers(first, second)
-    if as_json:
-        print_json(difference.to_dict())
-    else:
-        print_lines(difference.lines())
+    tell(as_json, difference.to_dict(), *difference.lines())
 
 
 def explore(
@@ -148,11 +137,8 @@ def explore(
         page = opened.explore(out)
         if plot is not None:
             opened.plot(plot)
-    if as_json:
-        print_json({"explorer": str(page), "picture": None if plot is None else str(plot)})
-        return
-    print(f"Explorer: {page}")
-    print_picture(plot)
+    document = {"explorer": str(page), "picture": None if plot is None else str(plot)}
+    tell(as_json, document, f"Explorer: {page}", picture=plot)
 
 
 # `parsim bench-graphs`: accuracy and the variance between replicas, over graphs, replicas, models and shards.
@@ -186,9 +172,4 @@ def bench_graphs(
     )
     if plot is not None:
         comparison.plot(plot)
-    if as_json:
-        print_json(comparison.to_dict())
-        return
-    print_tables([comparison.report()])
-    print_lines(comparison.findings())
-    print_picture(plot)
+    tell(as_json, comparison.to_dict(), comparison.report(), *comparison.findings(), picture=plot)

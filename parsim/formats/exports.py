@@ -79,11 +79,8 @@ def written_formats() -> dict[str, FileFormat]:
 def format_to_write(name: str, options: Mapping[str, object]) -> FileFormat:
     """A format that parsim writes.
 
-    Args:
-        name: of it, or "package.module:ROW". options: by name those that were given, of `parsim export`.
-
-    Raises:
-        ConfigError: an unknown format, an option of another one, or a row that cannot be loaded.
+    Args: name: of it, or "package.module:ROW". options: by name those that were given, of `parsim export`.
+    Raises: ConfigError: an unknown format, an option of another one, or a row that cannot be loaded.
     """
     rows = written_formats()
     if name not in rows and not is_reference(name):

@@ -148,11 +148,8 @@ class _Event:
 def read_kineto(source: SourceFile, *, steps: int | None = None) -> Trace:
     """Read a trace.
 
-    Args:
-        source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
-
-    Raises:
-        ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
+    Args: source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
+    Raises: ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
     """
     return trace_of(source.json("a trace"), str(source.path), steps)
 
@@ -160,11 +157,8 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> Trace:
 def trace_of(document: object, where: str, steps: int | None = None) -> Trace:
     """The activities of trace events, as `read_kineto`.
 
-    Args:
-        document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
-
-    Raises:
-        ImportedFileError: as there.
+    Args: document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
+    Raises: ImportedFileError: as there.
     """
     entries = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(entries, list):
@@ -259,7 +253,6 @@ def _on_host(events: list[_Event], operators: list[_Event]) -> list[_Event]:
 
 
 def _with_work(marks: list[tuple[float, float]], events: list[_Event], skipped: dict[str, int]) -> list[tuple[float, float]]:
-    """The steps in which the host called an operator or launched; the last one is empty where a loop ended within a cycle."""
     starts = sorted(event.start for event in events if event.category in ("cpu_op", *LAUNCHES, *ON_DEVICE))
     full = [mark for mark in marks if bisect_right(starts, mark[1]) > bisect_right(starts, mark[0])]
     if full and len(full) < len(marks):
@@ -350,7 +343,6 @@ def _key(value: object) -> str:
 
 
 def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
-    """By kernel the number of the counted operator that launched it; -1: none."""
     owners = {key: event.owner for event in operators if (key := _key(event.args.get("External id"))) and event.owner >= 0}
     return [
         owners.get(_key(event.args.get("External id", event.args.get("external id"))), -1) if event.category == "kernel" else -1
@@ -359,7 +351,6 @@ def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
 
 
 def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, ...]:
-    """The counted operators whose kernels ran within the steps, with the seconds of these."""
     lengths: dict[int, float] = {}
     for event, owner in zip(kernels, _owners(kernels, operators), strict=True):
         if owner >= 0:
@@ -421,7 +412,6 @@ SIZED: Sequence[tuple[re.Pattern[str], _Sized]] = tuple(
 
 
 def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
-    """The arithmetic of a counted operator, shared among the kernels it launched by their time."""
     of_row = _owners(kernels, operators)
     length: dict[int, float] = {}
     for event, owner in zip(kernels, of_row, strict=True):
@@ -436,7 +426,6 @@ def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
 
 
 def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
-    """All arithmetic of the counted operators inside each outermost one."""
     rows_of: dict[str, list[int]] = {}
     for row, event in enumerate(outermost):
         rows_of.setdefault(event.thread, []).append(row)
@@ -564,8 +553,7 @@ with shapes launched one, as inside a compiled region, its arithmetic is not kno
 def flop_of(name: str, args: object) -> float | None:
     """Operations of one call; None for an operator that is not counted or whose shapes were not recorded.
 
-    Args:
-        name: of the operator. args: of its event.
+    Args: name: of the operator. args: of its event.
     """
     rule = _FLOP.get(name)
     if rule is None or not isinstance(args, dict):
@@ -635,12 +623,9 @@ NSYS_NO_SHAPES = "Nsight Systems records no shapes, so kernels are not divided b
 def read_nsys(source: SourceFile, *, steps: int | None = None, ranks: Sequence[int] | None = None) -> Trace:
     """Read an export.
 
-    Args:
-        source: the file. steps: how many it holds, where no NVTX range marks them.
-        ranks: the number of one GPU (None: the lowest of the file).
-
-    Raises:
-        ImportedFileError: no database, a damaged one, no kernel, or no kernel on that GPU; several numbers in `ranks`.
+    Args: source: the file. steps: how many it holds, where no NVTX range marks them. ranks: the number of one GPU (None: the
+        lowest of the file).
+    Raises: ImportedFileError: no database, a damaged one, no kernel, or no kernel on that GPU; several numbers in `ranks`.
     """
     if ranks is not None and len(ranks) != 1:
         raise ImportedFileError(f"--ranks names {len(ranks)} GPUs, and a timeline is of one; give one number")
@@ -727,7 +712,6 @@ def _process(identity: object) -> int:
 
 
 def _device_events(tables: _Tables, gpu: int) -> tuple[list[dict[str, Any]], int]:
-    """Kernels, copies and sets of one GPU, and how many belong to others."""
     events: list[dict[str, Any]] = []
     others = 0
     wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "shortName", "demangledName")

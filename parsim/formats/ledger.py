@@ -60,9 +60,8 @@ class TraceLedger:
 
     With `uncounted_s` above 0 the arithmetic of a step is more than `flop`, and the utilisation higher.
 
-    Attributes:
-        step_s: the sum of compute_s, the exposed, loading, gaps and idle. communication_busy_s counts hidden communication too.
-        flop: of a step. utilisation: flop / (step_s * peak). top: the kernels that take longest.
+    Attributes: step_s: the sum of compute_s, the exposed, loading, gaps and idle. communication_busy_s counts hidden
+        communication too. flop: of a step. utilisation: flop / (step_s * peak). top: the kernels that take longest.
     """
 
     step_s: float
@@ -114,8 +113,7 @@ class TraceLedger:
 def ledger_of(trace: Trace, peak_flop_per_s: float | None) -> TraceLedger:
     """The ledger of the mean step.
 
-    Args:
-        trace: of one rank. peak_flop_per_s: of its device in the precision of the run (None: unknown).
+    Args: trace: of one rank. peak_flop_per_s: of its device in the precision of the run (None: unknown).
     """
     rows = trace.activities
     compute, communication, copies = (rows.kind == KINDS.index(kind) for kind in KINDS)
@@ -170,7 +168,6 @@ def _covers(trace: Trace, rows: Bools, edges: Floats) -> Bools:
 
 
 def _gaps(trace: Trace, edges: Floats, nothing: Bools) -> tuple[float, float, float]:
-    """Seconds of loading, of launch gaps and of idleness in which nothing runs."""
     begin, end = edges[:-1][nothing], edges[1:][nothing]
     if not len(begin):
         return 0.0, 0.0, 0.0
@@ -223,9 +220,8 @@ RATES, FLOORS = ("utilisation", "bandwidth_fraction"), ("floor_s",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFactor:
-    """Attributes:
-    kind, phase: of the fit. factor: on its seconds. shapes: distinct ones. before: median |log(measured / predicted)| of the
-    profile as it was. held_out: errors on shapes that the factor was not taken from.
+    """Attributes: kind, phase: of the fit. factor: on its seconds. shapes: distinct ones. before: median |log(measured /
+    predicted)| of the profile as it was. held_out: errors on shapes that the factor was not taken from.
     """
 
     kind: str
@@ -242,11 +238,8 @@ class KindFactor:
 def profile_from_trace(trace: Trace, profile: Profile, precision: str, source: str) -> tuple[Profile, tuple[KindFactor, ...]]:
     """The profile with fits as fast as the kernels of a trace.
 
-    Args:
-        trace: of one GPU of the profile, with shapes. precision: of its products. source: text of the new source.
-
-    Raises:
-        ImportedFileError: another GPU, no shapes, or too few for every kind of kernel.
+    Args: trace: of one GPU of the profile, with shapes. precision: of its products. source: text of the new source.
+    Raises: ImportedFileError: another GPU, no shapes, or too few for every kind of kernel.
     """
     cluster = cluster_from_profile(profile)
     kinds = {device.type.name: device.type for device in cluster.devices}
@@ -291,7 +284,6 @@ def profile_from_trace(trace: Trace, profile: Profile, precision: str, source: s
 
 
 def _launches(calls: Iterable[ShapedCall], precision: str) -> list[tuple[Launch, float]]:
-    """Each distinct shape as a launch, with the median of its seconds."""
     seconds: dict[tuple[str, str, tuple[tuple[str, float], ...], bool], list[float]] = {}
     for call in calls:
         seconds.setdefault((call.kind, call.phase, call.sizes, call.causal), []).append(call.seconds)
@@ -313,7 +305,6 @@ def _launches(calls: Iterable[ShapedCall], precision: str) -> list[tuple[Launch,
 
 
 def _elements(kind: str, sizes: Mapping[str, float]) -> float:
-    """Of the operands and the result, once."""
     if kind == "attention":
         return 2 * sizes["problems"] * (sizes["queries"] + sizes["keys"]) * sizes["depth"]
     rows, depth, columns = sizes["rows"], sizes["depth"], sizes["columns"]

@@ -58,11 +58,8 @@ LEFT_OUT = {
 def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
     """A file of MaxText.
 
-    Args:
-        document: its keys. model: the name that a wrapper gives it; "": the file's own.
-
-    Raises:
-        ConfigError: a batch that is no whole number per device, or sizes that are missing.
+    Args: document: its keys. model: the name that a wrapper gives it; "": the file's own.
+    Raises: ConfigError: a batch that is no whole number per device, or sizes that are missing.
     """
     keys = FileKeys(NAME, document)
     recipe = Recipe(framework=NAME, software={"framework": "maxtext"})

@@ -172,8 +172,7 @@ SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-
 def read_script(text: str) -> Recipe:
     """The options of a shell script or of a list of arguments.
 
-    Raises:
-        ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
+    Raises: ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
     """
     if (encoder := ENCODERS.search(text)) and encoder[1] != "bert":
         raise ConfigError(
@@ -187,11 +186,8 @@ def read_script(text: str) -> Recipe:
 def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
     """A YAML file of Megatron-LM, NeMo or Megatron-Bridge, its tables flattened.
 
-    Args:
-        document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
-
-    Raises:
-        ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
+    Args: document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
+    Raises: ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
     """
     if isinstance(matrix := document.get("perf_matrix"), Mapping):
         rows = [" ".join(path.split(".")[:3]) for path in flat_table(matrix)]
@@ -280,7 +276,6 @@ DEPENDS = re.compile(r"size|length|layers|degree|batch")
 
 
 def _nemo_words(options: dict[str, list[str]]) -> None:
-    """Values of NeMo that are options of Megatron."""
     activation = " ".join(options.pop("activation", []))
     if "swiglu" in activation or "gated-linear-unit" in options:
         options.setdefault("swiglu", [])
@@ -525,7 +520,6 @@ def _lacking(name: str, options: _Options) -> str:
 
 
 def _shape(options: _Options) -> dict[str, Any]:
-    """Arguments of the model `transformer`."""
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
     layers, hidden, heads = (options.number(name, 0) for name in SIZES.values())
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
@@ -694,8 +688,7 @@ _OPERATORS: Operators = {
 def words_of(text: str) -> list[str]:
     """The words of all statements of a script, or of a plain list of options, with their variables.
 
-    Raises:
-        ConfigError: a variable that grows beyond all bounds.
+    Raises: ConfigError: a variable that grows beyond all bounds.
     """
     variables: dict[str, str] = {}
     words: list[str] = []
@@ -750,8 +743,7 @@ def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
 
     short: letters of options with one dash.
 
-    Raises:
-        ConfigError: as `words_of`.
+    Raises: ConfigError: as `words_of`.
     """
     options: dict[str, list[str]] = {}
     current: list[str] = []
@@ -769,12 +761,9 @@ def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
 def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Container[str] = ()) -> dict[str, Any]:
     """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one.
 
-    Args:
-        names: what options are called here whose own names are others, one-letter ones too (`-b`).
-        hanging: names of options that stay, as text with UNKNOWN, where the script computes their value; others are left out.
-
-    Raises:
-        ConfigError: as `words_of`.
+    Args: names: what options are called here whose own names are others, one-letter ones too (`-b`). hanging: names of options
+        that stay, as text with UNKNOWN, where the script computes their value; others are left out.
+    Raises: ConfigError: as `words_of`.
     """
     names = names or {}
     options = options_of(text, short=frozenset(name for name in names if len(name) == 1))
@@ -877,7 +866,6 @@ def _plain(text: str, variables: dict[str, str]) -> str:
 
 
 def _condition(text: str, variables: dict[str, str]) -> bool | None:
-    """Whether a test of a shell holds; None: what the file does not say."""
     text = re.sub(r"\bthen\b.*$", "", text, flags=re.DOTALL).strip()
     for word, rule in (("||", any), ("&&", all)):
         if word in text:
@@ -970,7 +958,6 @@ def _value(name: str, default: str | None, variables: dict[str, str]) -> str:
 
 
 def _computed(text: str, variables: dict[str, str]) -> str:
-    """The value of an arithmetic expression."""
     with_values = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
     try:
         value = _whole(ast.parse(with_values.strip(), mode="eval").body)
@@ -1197,8 +1184,7 @@ def _read(source: SourceFile) -> Recipe:
 def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
     """A script that starts NeMo 1 with keys in Hydra's form, which count more than the YAML file that it names.
 
-    Raises:
-        ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
+    Raises: ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
     """
     name = next(iter(options_of(source.text).get("config-name", [])), "")
     file = source.path.with_name(f"{name.removesuffix('.yaml')}.yaml")
@@ -1234,8 +1220,6 @@ NEEDED = (
 
 
 class _RecipeReader(Script):
-    """Collects the recipe, the arguments of its call, and what is assigned to its parts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.name = ""

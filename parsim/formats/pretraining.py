@@ -141,8 +141,7 @@ NANOGPT_SAME_TIME = re.compile(
 def read_nanogpt(source: SourceFile) -> Recipe:
     """A configuration, or a script that starts train.py with one.
 
-    Raises:
-        ConfigError: it is no Python; the configuration that a script names is not there.
+    Raises: ConfigError: it is no Python; the configuration that a script names is not there.
     """
     keys = FileKeys(NANOGPT, NANOGPT_DEFAULTS | _assigned(source))
     recipe = Recipe(framework=NANOGPT, software={"framework": "ddp"})
@@ -175,7 +174,6 @@ def read_nanogpt(source: SourceFile) -> Recipe:
 
 
 def _assigned(source: SourceFile) -> dict[str, Any]:
-    """Values by name; options of a script count more than the configuration that it names."""
     if source.path.suffix not in SCRIPTS:
         constants = walk(source, Script()).constants
         return {key: value for key, value in constants.items() if value is not None}
@@ -269,7 +267,6 @@ def read_composer(source: SourceFile) -> Recipe:
 
 
 def _divided(keys: FileKeys, recipe: Recipe) -> None:
-    """FSDP where a table of it stands, unless the strategy is DDP."""
     there = any(key.startswith(("fsdp.", "fsdp_config.", "parallelism_config.fsdp")) for key in keys.values)
     there = keys.text("distributed_strategy", default="fsdp").lower() == "fsdp" and there
     recipe.software["framework"] = "fsdp" if there else "ddp"

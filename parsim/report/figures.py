@@ -125,7 +125,6 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline], *, most
 
 
 def _label_rows(figure: go.Figure, labels: Sequence[str], **settings: Any) -> None:
-    """One row per label, the first on top."""
     figure.update_yaxes(
         tickvals=list(range(len(labels))),
         ticktext=list(labels),
@@ -213,9 +212,8 @@ def learning_figure(
 ) -> go.Figure:
     """Loss over steps and over seconds, and the scores of validations, of a training or of several.
 
-    Args:
-        lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
-            predicted: the same losses over predicted time. beside: lines and step_s of other trainings, by name.
+    Args: lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
+        predicted: the same losses over predicted time. beside: lines and step_s of other trainings, by name.
     """
     trainings = {"": (lines, step_s), **(beside or {})}
     looks = [line["validation"] for own, _ in trainings.values() for line in own if isinstance(line.get("validation"), Mapping)]
@@ -274,6 +272,17 @@ def scatter_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], *, 
     figure.update_yaxes(title_text=y, row=1, col=1)
     styled(figure, 380)
     return figure.update_layout(margin_b=TITLED)
+
+
+def target_figure(curves: Mapping[str, Sequence[tuple[float, float]]], target: float, title: str) -> go.Figure:
+    """Accuracy over simulated seconds, a curve of (seconds, score) per way of training; the target as a line."""
+    figure = go.Figure()
+    for name, points in curves.items():
+        if points:
+            seconds, scores = zip(*points, strict=True)
+            figure.add_scatter(x=list(seconds), y=list(scores), name=name, mode="lines")
+    figure.add_hline(y=target, line_dash="dash")
+    return figure.update_layout(title=title, xaxis_title="simulated seconds", yaxis_title="test accuracy")
 
 
 TITLED = 48
@@ -506,8 +515,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[
     Tensors lie at the bottom, then what the allocator keeps, then the rest. So the mark of a counter that was predicted exactly
     lies on the border above the last line that it sees.
 
-    Args:
-        memory: RankMemory as dictionaries. levels: MemoryLevel as dictionaries, of the same ranks.
+    Args: memory: RankMemory as dictionaries. levels: MemoryLevel as dictionaries, of the same ranks.
     """
     amounts = [memory_lines(rank) for rank in memory]
     names = sorted(dict.fromkeys(name for lines in amounts for name in lines), key=lambda name: _ABOVE.get(name, 0))
@@ -601,8 +609,7 @@ def sweep_figure(
 
     Where several points share a place, the best is drawn. Points that do not fit or failed are left out.
 
-    Args:
-        rows: per point, the columns of a sweep's table. keys: the swept fields. column: of METRICS; otherwise the throughput.
+    Args: rows: per point, the columns of a sweep's table. keys: the swept fields. column: of METRICS; otherwise the throughput.
         picked: number of the row to ring.
     """
     metric = next((each for each in METRICS if each.column == column), METRICS[0])

@@ -12,15 +12,17 @@ import importlib.resources
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import require
 from parsim.files import write_text_atomically
 from parsim.program.taskgraph import TaskGraph
 from parsim.report import figures, tables
-from parsim.report.figures import go
 from parsim.timeline import Timeline
 from parsim.units import format_seconds
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +334,7 @@ def asset(name: str) -> str:
 def standalone_page(title: str, *, body: str, data: tuple[str, str], script: str) -> str:
     """A whole HTML page in the look of all pages (page.css, page.js).
 
-    Args:
-        title: a text, which is escaped. body: HTML. data: id of the element that the script reads, and its JSON without "<".
+    Args: title: a text, which is escaped. body: HTML. data: id of the element that the script reads, and its JSON without "<".
         script: name of the page's own asset.
     """
     require("plotly", "a page with figures")

@@ -749,8 +749,7 @@ def memory_levels(predicted: Sequence[RankMemory], measured: Sequence[MemoryUse 
 def price_tables(rows: Sequence[Mapping[str, Any]]) -> list[ReportTable]:
     """One table per row of `parsim cost`: the terms in the order in which they make the price, and where each is from.
 
-    Args:
-        rows: with the key "terms", as `parsim.costs.estimate.Estimate.term_rows` gives them.
+    Args: rows: with the key "terms", as `parsim.costs.estimate.Estimate.term_rows` gives them.
     """
     columns = columns_of("term", "operation", "value", "running total", "from", words=("term", "operation"), wraps="from")
     tables = []

@@ -148,7 +148,6 @@ def _metadata(what: str, pid: int, thread: int, name: str, place: int) -> list[d
 
 
 def _events(task: Task, span: Span, pid: int, thread: int, first_flow: int) -> list[dict[str, Any]]:
-    """The span itself and, for a transfer, its end of the arrow."""
     start, end = _nanoseconds(span.start_s), _nanoseconds(span.end_s)
     origin = {name: value for name, value in asdict(task.origin).items() if value is not None}
     size = getattr(task.work, "size_bytes", None)

@@ -160,7 +160,6 @@ class Difference:
         return lines
 
     def _why(self, per: str, times: list[float]) -> list[str]:
-        """The parts of the time that changed, each with its share of the whole change."""
         change, small = times[1] - times[0], SMALL * max(times)
         rows = []
         for name, (first, second) in self.parts.items():

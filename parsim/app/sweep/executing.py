@@ -60,9 +60,8 @@ Numbered = tuple[int, Row]
 class SharedValues:
     """What workers need beside the points: sent once to each.
 
-    Attributes:
-        models: by `model_key`: traced once, in the process that started the sweep. cluster: where it was given as a value.
-        folders: that this process imports from.
+    Attributes: models: by `model_key`: traced once, in the process that started the sweep. cluster: where it was given as a
+        value. folders: that this process imports from.
     """
 
     models: Mapping[str, Model] = field(default_factory=dict)
@@ -132,7 +131,6 @@ _CLUSTERS: dict[tuple[object, ...], Cluster] = {}
 
 
 def _cluster_at(table: ClusterSection) -> Cluster:
-    """The cluster of a table. Raises ProfileError, as `parsim.app.load.cluster_of`."""
     named = [text for text in (table.profile, table.network, table.gpu, table.link) if text is not None]
     stamps = [file_stamp(text) for text in named if text.endswith((".json", ".toml"))]
     key = (table.model_dump_json(exclude={"history"}), *stamps)
@@ -145,7 +143,6 @@ def _cluster_at(table: ClusterSection) -> Cluster:
 
 @lru_cache(maxsize=MOST_CLUSTERS)
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster whose devices hold `factor` times as much."""
     types = {
         device.type.name: replace(device.type, memory_bytes=int(factor * device.type.memory_bytes))
         for device in cluster.devices
@@ -314,11 +311,8 @@ def _chunk_size(remaining: int, workers: int, done: int, spent_s: float) -> int:
 def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
     """Rows of points, as they come, from the workers of a Dask cluster that runs already.
 
-    Args:
-        points: to answer. address: of its scheduler, such as tcp://10.0.0.1:8786.
-
-    Raises:
-        MissingDependencyError: without dask. ConfigError: no cluster is there, or its workers have another parsim.
+    Args: points: to answer. address: of its scheduler, such as tcp://10.0.0.1:8786.
+    Raises: MissingDependencyError: without dask. ConfigError: no cluster is there, or its workers have another parsim.
         ExecutionError: the cluster went away in the middle.
     """
     client = _connect(address)
@@ -336,7 +330,6 @@ def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
 
 
 def _connect(address: str) -> Client:
-    """A client of a Dask scheduler. Raises as `on_dask`."""
     try:
         from distributed import Client
     except ImportError as error:
@@ -445,8 +438,7 @@ class SweepFolder:
     def known(self, keys: set[str]) -> dict[str, dict[str, Any]]:
         """The rows that the log has of these keys. A broken last line is cut off; a broken line in the middle is asked again.
 
-        Raises:
-            ConfigError: the file is not a log of this parsim.
+        Raises: ConfigError: the file is not a log of this parsim.
         """
         if not self.log.is_file():
             return {}
@@ -471,11 +463,7 @@ class SweepFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[RowLog]:
-        """The log, open for more rows, by one sweep at a time.
-
-        Raises:
-            ConfigError: another sweep writes here now.
-        """
+        """The log, open for more rows, by one sweep at a time. Raises: ConfigError: another sweep writes here now."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as file:  # nothing waits in a buffer that a full disk would refuse again
             if not lock(file.fileno()):
@@ -598,8 +586,7 @@ def failed_row(reason: str) -> dict[str, Any]:
 def row_of(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     """Columns of a point that was answered; what is not known is left out.
 
-    Args:
-        answer: to the point's question. samples_per_epoch: of the data; None: not known.
+    Args: answer: to the point's question. samples_per_epoch: of the data; None: not known.
     """
     evaluation, problem = answer.evaluation, answer.problem
     result, cluster = evaluation.result, problem.cluster
@@ -676,5 +663,4 @@ def division(plan: Plan) -> str:
 
 
 def _interval(name: str, interval: Interval) -> dict[str, float]:
-    """Median, p05 and p95 under the names of their columns."""
     return dict(zip(_three(name), (interval.median, interval.p05, interval.p95), strict=True))

@@ -439,7 +439,6 @@ def sweep(
 def _designed(
     axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
 ) -> tuple[list[SweptSettings], str]:
-    """The settings of every point, and the name of their design. Raises ConfigError for two designs, or one too large."""
     if sample is not None and sensitivity is not None:
         raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
     if sensitivity is not None:
@@ -450,7 +449,6 @@ def _designed(
 
 
 def _check_swept(base: BaseQuestion, axes: tuple[Axis, ...]) -> None:
-    """Raises ConfigError where an axis changes a part of a cluster or model that was given as a value."""
     for name, value in (("cluster", base.cluster), ("model", base.model)):
         swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
         if swept and value is not None and not isinstance(value, str | Path):
@@ -458,7 +456,6 @@ def _check_swept(base: BaseQuestion, axes: tuple[Axis, ...]) -> None:
 
 
 def _traced(base: BaseQuestion, first: SweptSettings) -> BaseQuestion:
-    """The question about the Model of a module, as the first point has it."""
     return replace(
         base,
         model=base.at(first).source.model,
@@ -486,7 +483,6 @@ def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: PointPlace, fol
 def _ask_all(
     order: Sequence[SweepPoint], place: PointPlace, log: RowLog | None, answers: dict[str, dict[str, Any]], say: Say
 ) -> None:
-    """Fill `answers`, and the log, row by row."""
     by_number = {point.number: point for point in order}
     first_s = shown_s = time.monotonic()
     total, failed, done = len(order), 0, 0
