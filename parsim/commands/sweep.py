@@ -9,7 +9,6 @@ import typer
 
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import progress
-from parsim.app.relaxed import bench_graphs as compared
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -161,6 +160,8 @@ def bench_graphs(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare mixing graphs on virtual replicas: accuracy against the variance of their parameters (DBench)."""
+    from parsim.app.relaxed import bench_graphs as compared
+
     comparison = compared(
         graphs or (),
         models=[name.strip() for name in models.split(",")],
