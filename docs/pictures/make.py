@@ -19,8 +19,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from parsim.app.ask import ask_again
 from parsim.app.measured import compared
-from parsim.app.run_folder import RunFolder, ask_again
+from parsim.app.run_folder import RunFolder
 from parsim.execute.job import Job
 from parsim.predict.evaluate import evaluate
 

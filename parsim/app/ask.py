@@ -12,15 +12,21 @@ import numpy as np
 from parsim.app.answer import Answer
 from parsim.app.config import Question, facts_of_plan
 from parsim.app.launch import loading_of
-from parsim.app.load import fixed_plan, on_this_machine, problem_of, search_plans
+from parsim.app.load import cluster_of, fixed_plan, on_this_machine, problem_of, search_plans
 from parsim.app.prediction import AssumedFramework, Prediction
+from parsim.app.run_folder import RunFolder
+from parsim.costs.history import read_history
 from parsim.engines.scenario.scenario import load_scenario
 from parsim.engines.scenario.whole_run import KINDS
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, ExecutionError
+from parsim.execute.job import Job
+from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
+from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.forecast import Forecast, Played
+from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.report.tables import ReportTable, interval_table, run_table, states_table
 from parsim.search.by_hand import framework_switches
@@ -104,6 +110,42 @@ def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
     if not evaluation.folding.is_folded:
         return evaluation
     return evaluate(problem, evaluation.result.plan, reason=evaluation.result.reason, fold=False)
+
+
+def ask_again(folder: RunFolder) -> Prediction:
+    """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
+
+    Raises: ConfigError if it is not a complete run folder.
+    """
+    config = folder.read_config()
+    for path in (folder.model, folder.plan, folder.profile):
+        if not path.is_file():
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is not a complete run folder; simulate or run again")
+    plan, profile = Plan.load(folder.plan), load_profile(str(folder.profile))
+    problem = PlanningProblem(
+        model=Model.load(folder.model),
+        cluster=cluster_of(config.cluster, profile),
+        history=read_history(folder.history, profile),
+        global_batch=plan.global_batch,
+        numerics=config.training.numerics,
+        clip_gradients=plan.clip_gradients,
+        fit_probability=config.plan.fit_probability or FIT_PROBABILITY,
+        loading=folder.read_loading(),
+    )
+    fold = False if folder.job.is_file() else None
+    return Prediction(question=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
+
+
+def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
+    """A folder that was run: its question asked again, and the name of its run.
+
+    Raises: ConfigError if it is not a run folder; ExecutionError if it was never run.
+    """
+    folder = RunFolder(path)
+    asked = ask_again(folder)
+    if not folder.job.is_file():
+        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
+    return folder, asked, Job.load(folder.job).runs[0].name
 
 
 # `parsim simulate`: one step of one plan, as it is or in a scenario, and with a scenario the whole run.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.ask import ask, simulate_prediction, whole, with_every_rank
+from parsim.app.ask import ask, ask_again, simulate_prediction, whole, with_every_rank
 from parsim.app.config import cluster_section, parse_config
 from parsim.app.config_text import merge, parse_overrides
 from parsim.app.doctor import warn
@@ -21,7 +21,7 @@ from parsim.app.launch import check_runnable, check_training, job_of, total_step
 from parsim.app.load import cluster_of
 from parsim.app.prediction import Prediction, recipe_of
 from parsim.app.question import question_of
-from parsim.app.run_folder import RunFolder, ask_again
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError, ImportedFileError, ParsimError, PlanError, ProfileError, near_matches
 from parsim.execute.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_state, restore_one_by_one
 from parsim.execute.cuda.faults import visible_devices

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question, load_config
 from parsim.app.config_text import references
-from parsim.app.load import cluster_of
-from parsim.app.prediction import Prediction
-from parsim.costs.history import SUFFIX, read_history
+from parsim.costs.history import SUFFIX
 from parsim.costs.loading import OwnLoading, own_loading_from
-from parsim.errors import ConfigError, CostError, ExecutionError, ParsimError
+from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.checkpoint.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
-from parsim.execute.job import SCHEDULES, SCORE, Job
+from parsim.execute.job import SCHEDULES, SCORE
 from parsim.execute.processes.launch import signals_as_exit
 from parsim.execute.processes.output import sole_user
 from parsim.files import (
@@ -38,13 +36,8 @@ from parsim.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import save_profile
-from parsim.model.model import Model
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import evaluate
-from parsim.predict.memory import FIT_PROBABILITY
-from parsim.predict.problem import PlanningProblem
 
 if TYPE_CHECKING:
     from parsim.app.prediction import Prediction
@@ -336,39 +329,3 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
         command += ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
     where = f"The checkpoint of step {checkpoint.step} of {steps} is in {checkpoint.folder}"
     return f"{where}; continue with: {shlex.join(command)}"
-
-
-def ask_again(folder: RunFolder) -> Prediction:
-    """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
-
-    Raises: ConfigError if it is not a complete run folder.
-    """
-    config = folder.read_config()
-    for path in (folder.model, folder.plan, folder.profile):
-        if not path.is_file():
-            raise ConfigError(f"{folder.path} holds no {path.name}, so it is not a complete run folder; simulate or run again")
-    plan, profile = Plan.load(folder.plan), load_profile(str(folder.profile))
-    problem = PlanningProblem(
-        model=Model.load(folder.model),
-        cluster=cluster_of(config.cluster, profile),
-        history=read_history(folder.history, profile),
-        global_batch=plan.global_batch,
-        numerics=config.training.numerics,
-        clip_gradients=plan.clip_gradients,
-        fit_probability=config.plan.fit_probability or FIT_PROBABILITY,
-        loading=folder.read_loading(),
-    )
-    fold = False if folder.job.is_file() else None
-    return Prediction(question=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
-
-
-def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
-    """A folder that was run: its question asked again, and the name of its run.
-
-    Raises: ConfigError if it is not a run folder; ExecutionError if it was never run.
-    """
-    folder = RunFolder(path)
-    asked = ask_again(folder)
-    if not folder.job.is_file():
-        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
-    return folder, asked, Job.load(folder.job).runs[0].name

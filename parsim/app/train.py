@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.app.answer import Answer
-from parsim.app.ask import answer_of, ask, whole, with_every_rank
+from parsim.app.ask import answer_of, ask, reopen, whole, with_every_rank
 from parsim.app.calibration import Calibration
 from parsim.app.config import PlanSection, Question
 from parsim.app.doctor import progress, warn
@@ -37,17 +37,7 @@ from parsim.app.load import cluster_of, problem_of
 from parsim.app.measured import Measured, compared, record_of, remember, remembered, speed_of, updatable, update_profile
 from parsim.app.prediction import Prediction
 from parsim.app.question import question_from_file
-from parsim.app.run_folder import (
-    RunFolder,
-    ending_told,
-    forget_results,
-    held,
-    is_measured,
-    new_folder,
-    reopen,
-    resumption,
-    write_json,
-)
+from parsim.app.run_folder import RunFolder, ending_told, forget_results, held, is_measured, new_folder, resumption, write_json
 from parsim.app.write_folder import write_run_files
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError, PlanError, RankLostError
