@@ -276,6 +276,7 @@ def watch(
     Raises:
         ParsimError: as `plan`; ConfigError if other processes train than the plan has ranks; MissingDependencyError.
 
+    >>> from parsim import simulate
     >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, devices=1, strategy="single")
     >>> watch(predicted, every=2).steps
     0
