@@ -21,7 +21,7 @@ from parsim.costs.diagnosis import Diagnosis
 from parsim.costs.history import append_record, fingerprint, history_lines, history_path
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ExecutionError, ParsimError
-from parsim.execute.metrics_file import lines_of
+from parsim.execute.metrics import lines_of
 from parsim.execute.processes.machine import describe_environment
 from parsim.formats.exports import Exported
 from parsim.hardware.compose import load_profile

@@ -27,7 +27,7 @@ from parsim.units import format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-    from parsim.relaxed.to_target import LearntSteps
+    from parsim.relaxed.replicas import LearntSteps
 
 MOMENTUM = {"sgd": 0.0, "sgd_momentum": 0.9}
 """Optimizers whose step is a learning rate times a sum of gradients, and their momentum where none is given."""
@@ -480,8 +480,7 @@ def bench_graphs(
         ConfigError: an unknown model, or fewer than two graphs. PlanError, DataError, AlgorithmError: graphs, shards or
             replicas that cannot be. MissingDependencyError: without torch or scikit-learn.
     """
-    from parsim.relaxed.dbench import GRAPHS, bench_tables, run_bench
-    from parsim.relaxed.models import MODELS
+    from parsim.relaxed.dbench import GRAPHS, MODELS, bench_tables, run_bench
 
     for name in models:
         if name not in MODELS:

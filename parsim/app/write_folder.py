@@ -11,7 +11,7 @@ from parsim.app.ask import ask_again, reopen
 from parsim.app.measured import Measured, compared, typical_step
 from parsim.app.prediction import Prediction, describe
 from parsim.app.run_folder import RunFolder, write_json
-from parsim.execute.metrics_file import lines_of
+from parsim.execute.metrics import lines_of
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words

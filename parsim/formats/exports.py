@@ -13,7 +13,7 @@ from parsim.files import write_text_atomically
 from parsim.formats.source import FileFormat, file_formats
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.program.task import HOST, Task, parse_resource
+from parsim.program.taskgraph import HOST, Task, parse_resource
 from parsim.registry import is_reference
 from parsim.report.trace import save_chrome_trace, stream_order, task_label
 from parsim.timeline import Span, Timeline

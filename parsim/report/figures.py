@@ -18,8 +18,7 @@ import numpy as np
 from parsim.costs.conformal import LEVEL, Judged, ValidationRecord, judged_split, records_needed, shares_by_level
 from parsim.errors import require
 from parsim.predict.memory import NOT_TENSORS
-from parsim.program.task import parse_resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, parse_resource
 from parsim.report.legend import (
     BLUE,
     CATEGORY_COLOURS,

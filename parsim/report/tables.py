@@ -26,8 +26,7 @@ from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.predict.breakdown import RankBreakdown
 from parsim.predict.memory import RankMemory, verdict_text
 from parsim.predict.result import PlanResult
-from parsim.program.task import parse_resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, parse_resource
 from parsim.timeline import Timeline
 from parsim.units import (
     format_bandwidth,

@@ -25,8 +25,7 @@ from parsim.errors import GraphError
 from parsim.files import write_text_atomically
 from parsim.numeric import Floats, Ints
 from parsim.program.passes.gradients import sums_norm
-from parsim.program.task import COMPUTE, FROM_HOST, HOST, HOST_CORES, TO_HOST, Task, parse_resource
-from parsim.program.taskgraph import TaskGraph, work_text
+from parsim.program.taskgraph import COMPUTE, FROM_HOST, HOST, HOST_CORES, TO_HOST, Task, TaskGraph, parse_resource, work_text
 from parsim.timeline import Span, Timeline
 from parsim.work import (
     ClipGradients,

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from parsim.app import elastic
+from parsim.app import train
 from parsim.app.ask import ask, with_every_rank
 from parsim.app.config import load_config
 from parsim.app.measured import Measured
@@ -143,7 +143,7 @@ class Attempts:
 def test_attempts_are_bounded_and_what_repeats_itself_is_not_tried_again(
     asked: Prediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elastic, "resumption", lambda *_: type("Begun", (), {"step": 4, "warnings": ()}))
+    monkeypatch.setattr(train, "resumption", lambda *_: type("Begun", (), {"step": 4, "warnings": ()}))
     folder = RunFolder(tmp_path / "kept")
     killed = RankLostError("rank 1 of 2 was killed. The checkpoint of step 4 of 24 is in x", [1])
     always = Attempts(*[killed] * 9)
@@ -238,7 +238,7 @@ def test_ranks_that_die_at_a_random_step_cost_no_digit(
 ) -> None:
     """The first death restarts the same plan, the second leaves a device out and trains under another one."""
     from parsim.app.train import run
-    from parsim.data.datasets import dataset_for
+    from parsim.data import dataset_for
     from parsim.execute.checkpoint.checkpoint import load_state
 
     rng = np.random.default_rng(ranks)

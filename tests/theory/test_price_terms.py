@@ -189,7 +189,7 @@ def questions(draw: st.DrawFn) -> tuple[Costs, Work, int, tuple[tuple[int, ...],
     return costs, work, draw(st.integers(0, cluster.size - 1)), beside, draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions())
 def test_every_price_is_recomputed_from_its_terms(
     question: tuple[Costs, Work, int, tuple[tuple[int, ...], ...], bool],

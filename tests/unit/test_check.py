@@ -20,8 +20,8 @@ from parsim.app.answer import LargestOf
 from parsim.app.ask import whole
 from parsim.app.check import Help, _bisected, _Sizes, changed, check_question, mesh_settings, rate_of, verdict_of
 from parsim.app.functions import question_by_name
-from parsim.cli import main
 from parsim.errors import ConfigError, DoesNotFitError
+from tests.commands import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "check"
@@ -50,13 +50,6 @@ global_batch = 64
 [plan]
 strategy = "dp"
 """
-
-
-def status_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["parsim", *words])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    return int(ending.value.code or 0)
 
 
 @pytest.mark.parametrize(
