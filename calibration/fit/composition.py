@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from calibration.fit.operators import NORMAL_MAD
 from calibration.fit.surfaces import fit_terms
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.costs.compute.surfaces import KINDS, Parts, SurfaceModel, component_parts, launches_on
 from parsim.errors import CostError
 from parsim.hardware.records import ComponentPoint, Composition

@@ -16,8 +16,8 @@ from parsim.app.load import cluster_of, fixed_plan, on_this_machine, problem_of,
 from parsim.app.prediction import AssumedFramework, Prediction
 from parsim.app.run_folder import RunFolder
 from parsim.costs.history import read_history
-from parsim.engines.scenario.scenario import load_scenario
-from parsim.engines.scenario.whole_run import KINDS
+from parsim.engines.scenario import load_scenario
+from parsim.engines.whole_run import KINDS
 from parsim.errors import ConfigError, ExecutionError
 from parsim.execute.job import Job
 from parsim.hardware.compose import load_profile

@@ -28,7 +28,7 @@ from parsim.app.question import assumed_text
 from parsim.app.sections import MOST_SAMPLES
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.network import Network
+from parsim.hardware.parts import Network
 from parsim.hardware.profile import Profile
 from parsim.model.catalogue.names import MOST_TOKENS, is_transformer, sequence_of, shape_of
 from parsim.model.formats import number_format, operator_precision

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.app.config import Question
-from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
+from parsim.engines.whole_run import daly_interval_s, expected_run_s, young_interval_s
 from parsim.errors import ProfileError
-from parsim.hardware.instances import instance_named
-from parsim.hardware.parts import load_gpu
+from parsim.hardware.parts import instance_named, load_gpu
 from parsim.model.formats import operator_precision
 from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
 from parsim.predict.evaluate import Evaluation

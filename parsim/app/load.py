@@ -23,8 +23,7 @@ from parsim.execute.processes.machine import describe_environment, differences_f
 from parsim.files import cache_folder, parse_json, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
-from parsim.hardware.network import load_network, with_cards
-from parsim.hardware.parts import load_gpu
+from parsim.hardware.parts import load_gpu, load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.convolution import convolutions, run_by
 from parsim.model.catalogue.frameworks import hosted

@@ -16,9 +16,8 @@ from parsim.app.foreign import export_folder
 from parsim.app.launch import changes_graph, whole_periods
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RUN, RunFolder
-from parsim.costs.conformal import ValidationRecord
 from parsim.costs.diagnosis import Diagnosis
-from parsim.costs.history import append_record, fingerprint, history_lines, history_path
+from parsim.costs.history import ValidationRecord, append_record, fingerprint, history_lines, history_path
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ExecutionError, ParsimError
 from parsim.execute.metrics import lines_of

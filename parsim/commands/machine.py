@@ -13,9 +13,7 @@ from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
 from parsim.commands.output import AllowCode, JsonFlag, Overrides, tell
 from parsim.errors import ConfigError, near_matches
-from parsim.hardware.instances import instance_named, instance_names, refresh
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import shipped_gpus, shipped_links
+from parsim.hardware.parts import instance_named, instance_names, refresh, shipped_gpus, shipped_links, shipped_networks
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.catalogue.names import described, known_names, normalised

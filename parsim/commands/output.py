@@ -16,8 +16,7 @@ from parsim.app.config import THIS_MACHINE
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
 from parsim.errors import ConfigError
 from parsim.files import finite
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import machines_of, shipped_gpus
+from parsim.hardware.parts import machines_of, shipped_gpus, shipped_networks
 from parsim.hardware.profile import shipped_profiles
 from parsim.model.catalogue.names import known_names
 from parsim.model.catalogue.zoo import ZOO

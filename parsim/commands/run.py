@@ -23,8 +23,7 @@ from parsim.commands.output import (
     tell,
     verdict,
 )
-from parsim.costs.conformal import coverage_by, coverage_of, judged_split
-from parsim.costs.history import history_lines, history_path, read_history, remove_lines
+from parsim.costs.history import coverage_by, coverage_of, history_lines, history_path, judged_split, read_history, remove_lines
 from parsim.errors import ConfigError, MissingDependencyError
 from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan

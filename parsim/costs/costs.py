@@ -81,8 +81,7 @@ class Costs:
             concurrent: the groups (or the source and destination) of those that run at the same time.
             after_wait: computation whose rank has just waited for communication.
 
-        Raises:
-            CostError: no cost is known for it, or the rank or component does not exist.
+        Raises CostError: no cost is known for it, or the rank or component does not exist.
         """
         if isinstance(work, HostCopy | HostUpdate):
             return self._on_host(work, rank)
@@ -128,7 +127,6 @@ class Costs:
 
     @property
     def post_wait_s(self) -> float:
-        """Seconds by which computation takes longer after its rank has waited for communication."""
         return self._context.post_wait_s
 
     def priced_alike(self, other: Costs) -> bool:
@@ -244,10 +242,7 @@ class Costs:
 
     def same_computation(self, work: Compute) -> tuple[object, ...]:
         """Equal for computation that takes as long on the same device: of components that do the same work in the same
-        shards.
-
-        Raises CostError for a component that the model has not.
-        """
+        shards. Raises CostError for a component that the model has not."""
         component = self._component(work.component)
         selective = component.selective if work.part == BY_OPERATOR_PART else None
         operators = () if selective is None else selective.operators
@@ -354,10 +349,7 @@ def price(
         work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is
             computation that resumes after its rank has waited for communication (`parsim.program.columns.Unit`).
         known: estimates of earlier calls with the same `costs`, read and added to; None starts anew.
-        concurrent: None: every collective and transfer runs alone.
-
-    Raises:
-        CostError: as `Costs.estimate`.
+        concurrent: None: every collective and transfer runs alone. Raises CostError as `Costs.estimate`.
     """
     known = {} if known is None else known
     estimates: list[Estimate] = []

@@ -112,11 +112,8 @@ def task_durations_s(tasks: int, timeline: Timeline, *, complete: bool = False) 
 
     A task on several ranks has one span per rank. Before the latest start the early ranks only wait.
 
-    Args:
-        tasks: of the graph. complete: every task must have a span.
-
-    Raises:
-        GraphError: the timeline names a task that the graph has not, or lacks one that it must have.
+    `complete`: every task must have a span. Raises GraphError: the timeline names a task that the graph has not, or lacks one
+    that it must have.
     """
     foreign = timeline.task[(timeline.task < 0) | (timeline.task >= tasks)]
     if len(foreign):
@@ -181,11 +178,9 @@ class RunCorrections:
         return observed[rank] if rank in observed else _median(observed.values())
 
     def communication_factor(self, key: CommunicationClass) -> float:
-        """The factor of a class of communication, by the first rule of this module that has data:
-
-        as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
-        others; the median of all observed; 1.
-        """
+        """The factor of a class of communication, by the first rule of this module that has data: as observed; the slowest
+        observed class among some of its ranks; the fastest observed class among its ranks and others; the median of all
+        observed; 1."""
         factors = self._by_communication
         if key not in factors:
             ranks = set(key.ranks)
@@ -280,8 +275,7 @@ class Evidence:
         observed: seconds by class, one mapping per step. expected: per step under the profile without updates.
         step_s: mean measured step. floor: relative; what explains less of the step is noise.
 
-    Raises:
-        CostError: no step, or a step time or floor that is not a number.
+    Raises CostError: no step, or a step time or floor that is not a number.
     """
 
     observed: Sequence[ClassSeconds]
@@ -363,11 +357,8 @@ def _phase_factors(seen: Floats, expected: Floats) -> Floats:
 
 
 def _kept(evidence: Evidence, factor: float, single: Floats, expected_s: float, before: float) -> float:
-    """The factor to go on with.
-
-    Args:
-        factor: of the mean step; single: of each step. expected_s: what it multiplies, per step. before: what held until now.
-    """
+    """The factor to go on with, from that of the mean step, those of each, the seconds it multiplies and what held until
+    now."""
     error = float(single.std(ddof=1)) / math.sqrt(len(single)) / factor if len(single) > 1 else 0.0
     if abs(math.log(factor / before)) <= CLEAR * error or not _explains(evidence, factor - before, expected_s):
         return before
@@ -413,15 +404,12 @@ def updates_of(cluster: Cluster) -> RunCorrections:
 
 
 def without_updates(profile: Profile) -> Profile:
-    """The profile as it was calibrated."""
     return profile.model_copy(update={"updates": []})
 
 
 def with_update(profile: Profile, corrections: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
-    """The profile with one more update, that of `corrections` on the cluster's ranks.
-
-    What an earlier update says of devices that the cluster has not is kept. `provenance`: the other keys of `Update`.
-    """
+    """The profile with one more update, that of `corrections` on the cluster's ranks. What an earlier update says of devices
+    that the cluster has not is kept. `provenance`: the other keys of `Update`."""
     device = [entry.index for entry in cluster.devices]
     before = profile.updates[-1:]
     elsewhere = [entry for update in before for entry in update.devices if entry.device not in device]

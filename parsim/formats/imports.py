@@ -20,8 +20,7 @@ from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
 from parsim.formats.ledger import TraceLedger, factor_table, ledger_of, profile_from_trace
 from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, load_network, save_network
-from parsim.hardware.parts import gpu_named
+from parsim.hardware.parts import Network, gpu_named, load_network, save_network
 from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
 from parsim.report.tables import Column, ReportTable, to_text

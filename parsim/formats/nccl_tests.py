@@ -34,7 +34,7 @@ from parsim.formats.imports import MachineReading, NetworkChange, ProfileChange
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, NetworkPoint, load_network, shipped_networks
+from parsim.hardware.parts import Network, NetworkPoint, load_network, shipped_networks
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
 from parsim.report.tables import Column, ReportTable
 from parsim.units import format_bytes, format_percent

@@ -42,7 +42,6 @@ class SpeedFactor:
 
     @classmethod
     def uniform(cls, factor: float) -> SpeedFactor:
-        """One factor for every rank and moment."""
         return cls(np.full((1, 1), factor))
 
     @property
@@ -60,11 +59,8 @@ class SpeedFactor:
 
 
 def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
-    """Since the calibration, by the last `parsim calibrate --refresh`; 1 where nobody looked since.
-
-    Args:
-        active: how many cores compute at once (None: all).
-    """
+    """Since the calibration, by the last `parsim calibrate --refresh`; 1 where nobody looked. `active`: cores that compute
+    at once (None: all)."""
     calibrated = None if profile.noise is None else profile.noise.probe
     if calibrated is None or profile.today is None:
         return SpeedFactor.uniform(1.0)
@@ -72,11 +68,8 @@ def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
 
 
 def speed_beside(profile: Profile, probe_s: Floats, ranks: int) -> SpeedFactor | None:
-    """Beside a run, on each of its ranks; None where the run or the calibration did not probe.
-
-    Args:
-        probe_s: float64 [cores, rounds], of the first rank on each core that the plan uses.
-    """
+    """Beside a run, on each of its ranks; None where the run or the calibration did not probe. `probe_s`: float64 [cores,
+    rounds], of the first rank on each core that the plan uses."""
     then_s = probe_seconds(profile, len(probe_s))
     if then_s is None or not probe_s.size:
         return None

@@ -20,28 +20,35 @@ are alike.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate, medians_s
+from parsim.engines.program import mean_step_s
+from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.hardware.cluster import Cluster
 from parsim.numeric import Ints
 from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.rounds import beside_products, mixing_period
 from parsim.program.columns import Folding, unfolded
 from parsim.program.passes.convert import hop_collective, hop_message, transfer_bytes
 from parsim.program.passes.gradients import bucket_work, replica_sum_work
 from parsim.program.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.program.placed import PlanIndex
-from parsim.work import Collective, Phase, SendRecv, Work
+from parsim.program.templates import lower_columns, moved_work
+from parsim.work import Collective, Phase, SendRecv, Work, is_communication, ranks_of_work
 
 # What replicas pay for the communication inside them: every kind of it, and its price for the tp shards side by side.
 
@@ -142,7 +149,6 @@ class InsideSeconds:
         return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
 
     def _operation(self, exchange: Exchange) -> str:
-        """The collective of an exchange."""
         if exchange.inside is not None:
             return exchange.inside[1]
         assert exchange.hop is not None
@@ -170,7 +176,6 @@ def _groups_of(layout: PlanIndex, exchange: Exchange, replica: int) -> list[tupl
 
 
 def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Collective | SendRecv:
-    """What a group of ranks does."""
     tp, size_bytes, hop = layout.plan.mesh.tp, exchange.size_bytes, exchange.hop
     if exchange.inside is not None:
         return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes, visits=exchange.visits)
@@ -185,7 +190,7 @@ def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Coll
 
 
 def ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
-    """Its ranks, stage by stage. Args: mesh: of the plan. replica: a copy."""
+    """Its ranks, stage by stage."""
     return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
 
 
@@ -264,7 +269,7 @@ class RankKinds:
 # On a machine of equal nodes m is at least the ranks of a node. Rings, lattices (Ada's too) and exponential graphs allow it.
 #
 # Leaf switches of a fat tree seldom allow it: 168 nodes fill nine leaves of 18 and a third of a tenth, and a message that
-# crosses leaves takes a microsecond longer. Without them such replicas are nearly alike (`parsim.predict.nearly_alike`).
+# crosses leaves takes a microsecond longer. Without them such replicas are nearly alike (`parsim.predict.folding`).
 #
 # Leaves out: replicas of several ranks, and symmetries other than moving on, such as the mirror image of a mesh.
 
@@ -327,10 +332,8 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Find the ranks that represent others under these prices. Raises CostError as `Costs.estimate`.
-
-    `seconds`: medians of communications, to share a cache of prices (None: asks `costs`).
-    """
+    """Find the ranks that represent others under these prices. `seconds`: medians of communications, to share a cache of
+    prices (None: asks `costs`). Raises CostError as `Costs.estimate`."""
     price = seconds or (lambda works: [costs.estimate(work, 0).median_s for work in works])
     mesh = layout.plan.mesh
     if costs.differ_by_rank:  # learnt per rank and link
@@ -371,7 +374,6 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
 
 
 def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
-    """The folding of replicas that gossip; not exact if they are alike but for the leaf switches."""
     plan, mesh = layout.plan, layout.plan.mesh
     exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
     step = nearly if exact == mesh.copies else exact
@@ -380,11 +382,9 @@ def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Fo
 
 
 def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Per replica its representative, where replicas meet in sharding groups and not all in one collective.
-
-    The first group stands for all, place by place, if they consist of replicas of the same kinds and pay the same; else every
-    replica stands for itself. Places of equal kinds are one where the sums over all groups cost the same too.
-    """
+    """Where replicas meet in sharding groups and not all in one collective, the first group stands for all, place by place,
+    if they consist of replicas of the same kinds and pay the same; else every replica stands for itself. Places of equal kinds
+    are one where the sums over all groups cost the same too."""
     mesh = layout.plan.mesh
     place = [replica % mesh.group_copies for replica in range(mesh.copies)]
     alike = all(kind == replica_of[first] for kind, first in zip(replica_of, place, strict=True))
@@ -418,7 +418,6 @@ def _rounded(seconds: float) -> float:
 
 
 def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool:
-    """Alone, every shard of a stage computes and loads as the first does."""
     mesh = layout.plan.mesh
     for stage in range(mesh.pp):
         ranks = [mesh.rank(stage=stage, replica=replica, shard=shard) for shard in range(mesh.tp)]
@@ -428,7 +427,7 @@ def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool
 
 
 def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
-    """Whether works that are done side by side cost the same, up to rounding."""
+    """Up to rounding."""
     return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
@@ -452,11 +451,8 @@ def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> b
 def _bucket_works(
     layout: PlanIndex, is_open: Callable[[str, Sequence[tuple[int, tuple[int, ...]]]], bool]
 ) -> Iterator[Sequence[Collective]]:
-    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself).
-
-    Args:
-        is_open: whether an operation may cost these groups of ranks different times; else its sums are left out.
-    """
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself), of
+    operations that may cost these groups of ranks different times."""
     seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
@@ -466,3 +462,115 @@ def _bucket_works(
             first = layout.buckets.of(family, places[0])
             if is_open(bucket_work(layout, first).operation, family.groups):
                 yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]
+
+
+# --- replicas that are nearly alike -----------------------------------------------------------------------------------
+#
+# Of many replicas some have all their stages under one leaf switch and some have not. Their transfers cost a little more or
+# less, so folding keeps one of each kind. If tasks are issued in order and do not slow one another, no task that takes longer
+# makes a step shorter. So the program of one replica is no shorter than the step when every communication has the highest price
+# that any replica pays for it, and no longer when every one has the lowest. Where the two differ by at most `NEARLY`, the first
+# is the answer: it is too long by at most that.
+#
+# Replicas that gossip may sit alike but for leaf switches. Those of one node are then simulated, between the same bounds: every
+# message has the highest price, or the lowest, of those that it stands for. Leaves out: machines on which computation and
+# communication slow one another.
+
+
+NEARLY = 1e-4
+"""Replicas are simulated as one if their prices leave the step open by no more than this share of it."""
+
+OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
+
+MOST_TASKS = 2**17
+"""Of all programs that a Model keeps: 30 MB, as a task takes about 220 bytes."""
+
+
+class Programs:
+    """The programs of a Model's plans that were asked for last. A program holds no price, so a question about a faster link, or
+    about what a run has shown of the machine, finds it here.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
+
+    def of(self, layout: PlanIndex, folding: Folding, *, resuming: bool) -> CompiledGraph:
+        """One step of the layout's plan under a folding; `resuming`: see `Columns.resuming`. Errors as `compile_graph`."""
+        key = layout.plan, folding, resuming
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        columns = lower_columns(layout.plan, layout.model, layout, folding)
+        compiled = compile_graph(columns.resuming() if resuming else columns)
+        if not layout.plan.offloads:  # what it copies depends on the precision too
+            self._kept[key] = compiled
+            while sum(each.size for each in self._kept.values()) > MOST_TASKS:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    def __reduce__(self) -> tuple[type[Programs], tuple[()]]:
+        """Not sent to other processes."""
+        return Programs, ()
+
+
+def program_of(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> CompiledGraph:
+    resuming = bool(problem.costs(layout.plan.world_size).post_wait_s)
+    return layout.model.remembered(Programs).of(layout, folding, resuming=resuming)
+
+
+def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
+    """The program of one replica with the highest prices of all, if that bounds the mean of `steps` to within `NEARLY`, with
+    its folding and the price of each unit. None: replicas are one already, or differ by more."""
+    mesh, costs = layout.plan.mesh, problem.costs(layout.plan.world_size)
+    overlap = costs.overlap([], [])
+    slowing = problem.cluster.profile.overlap is not None or overlap.communications_share
+    one = None if slowing else merged(folding, costs)
+    if one is None:
+        return None
+    compiled = program_of(problem, layout, one)
+    columns = compiled.columns
+    kinds = columns.units.kinds
+    prices = problem.price(kinds, mesh)
+    bounds: dict[Work, tuple[Estimate, Estimate]] = {}
+    for unit in kinds:
+        if unit.work in bounds or not is_communication(unit.work):
+            continue
+        if likes := _likes(mesh, unit.work, folding.replicas):
+            paid = problem.price([(work, 0) for work in likes], mesh)
+            bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
+
+    def bounded(end: int) -> tuple[Estimate, ...]:
+        paid = [bounds[unit.work][end] if unit.work in bounds else price for unit, price in zip(kinds, prices, strict=True)]
+        return tuple(beside_products(problem.model, layout.plan, columns.units, columns.units.each(paid)))
+
+    low, high = bounded(0), bounded(1)
+    rows = np.array([medians_s(low), medians_s(high)])
+    shortest_s, longest_s = mean_step_s(compiled, rows, overlap, steps=steps, unit=columns.unit)
+    return (one, compiled, high) if longest_s <= shortest_s * (1 + NEARLY) else None
+
+
+def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
+    """A communication of the first replica as all of them do it; none where it is one for all."""
+    if len({rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}) == 1:
+        return [moved_work(work, replica * mesh.tp) for replica in replicas]
+    if (mesh.team == 1 and mesh.groups == 1) or not isinstance(work, Collective):
+        return []
+    shard = min(work.group) % mesh.tp
+    return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]
+
+
+def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Folding:
+    """The folding of a plan that gossips, if it bounds the mean step to within `NEARLY`; else every rank by itself."""
+    if folding.is_exact:
+        return folding
+    slowing = problem.costs(layout.plan.world_size).overlap([], []).communications_share
+    if slowing:
+        return unfolded(layout.plan.mesh)
+    shortest_s, longest_s = (
+        float(period.steps_s(period.medians_s)[0])
+        for period in (mixing_period(problem, layout, folding=folding, lowest=lowest) for lowest in (True, False))
+    )
+    return folding if longest_s <= shortest_s * (1 + NEARLY) else unfolded(layout.plan.mesh)

@@ -129,7 +129,6 @@ class PlanningProblem(Remembering):
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that plans may have."""
         return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
 
     def zero_stages_on(self, mesh: Mesh) -> tuple[int, ...]:
@@ -151,7 +150,6 @@ class PlanningProblem(Remembering):
 
     @property
     def offloads(self) -> bool:
-        """Whether plans keep anything in the host's memory."""
         return self.optimizer_offload or bool(self.activation_offload)
 
     def device_bytes_per_element(self, optimizer: str = "") -> int:
@@ -206,24 +204,22 @@ class PlanningProblem(Remembering):
         """
         if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
 
     def corrected(self, corrections: RunCorrections) -> PlanningProblem:
         """The problem where the machine runs otherwise. What does not depend on it, layouts and memory, is shared."""
-        problem = replace(self, corrections=corrections)
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(corrections=corrections)
 
     def knowing(self, learnt: Learnt) -> PlanningProblem:
-        """The problem of which published runs say something else. What does not depend on it is shared."""
-        problem = replace(self, learnt=learnt)
+        """The problem of which published runs say something else; likewise."""
+        return self._sharing(learnt=learnt)
+
+    def _sharing(self, **changes: Any) -> PlanningProblem:
+        problem = replace(self, **changes)
         problem.__dict__["_cache"] = self._cache
         return problem
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Peak memory of every rank of a plan."""
         memories = self._cache.memories
         if plan not in memories:
             memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))

@@ -1,6 +1,6 @@
 """The steps of a plan that mixes weights in rounds, as a Program, and their mean.
 
-    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
+    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it
 
 A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
 drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
@@ -19,9 +19,8 @@ from statistics import fmean
 
 import numpy as np
 
-from parsim.costs.communication.internode import exchange_seconds
-from parsim.costs.draws import medians_s, sample_durations_s
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.communication.algorithms import exchange_seconds
+from parsim.costs.estimate import Estimate, OverlapFactors, Term, medians_s, sample_durations_s
 from parsim.engines import static
 from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, unrolled
 from parsim.engines.static import CompiledGraph, compile_graph
@@ -96,11 +95,7 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
-    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks.
-
-    Args:
-        switches: of every plan.
-    """
+    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks."""
     if isinstance(work, Collective) and len(work.group) == tp and len({rank // tp for rank in work.group}) == 1:
         if switches.get("tensor_overlap") and work.operation in IN_PIECES:
             return 1 / tp
@@ -110,7 +105,6 @@ def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
 
 
 def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
-    """Whether it is one of these operations among the shards of one copy of a stage."""
     work, tp = unit.work, plan.mesh.tp
     if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
@@ -124,7 +118,6 @@ def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
 
 
 def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Sums over shards, as far as gradients of weights do not hide those of the backward."""
     by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
     weight_s = [
         by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
@@ -193,17 +186,13 @@ def step_program(
     overlap: OverlapFactors,
     *,
     local_steps: int | None = None,
-    repeat: int = 1,
     folding: Folding | None = None,
 ) -> Program:
     """The steps of one cycle of a plan that mixes.
 
     Args:
-        overlap: tells whether loading runs ahead. repeat: cycles.
+        overlap: tells whether loading runs ahead.
         local_steps: before each round (None: as the plan says, less the step that the round follows).
-
-    Returns:
-        A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.program` says.
     """
     plan, rule = layout.plan, layout.plan.synchronisation
     cycle = rule.cycle(plan.mesh.dp)
@@ -212,21 +201,19 @@ def step_program(
     for number in cycle:
         if alone:
             parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
-        parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
-    replicas = plan.mesh.dp
-    return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+        parts.append(_part(_graph(layout, folding, number), overlap))
+    return Program(parts=tuple(parts))
 
 
 def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
-    """A step with round `number` behind it, or (local) without."""
     if folding is None or not folding.is_folded:
         return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
     return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
 
 
-def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
+def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1) -> Part:
     makes, reads = carried_by_steps(columns_of(graph), overlap)
-    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
+    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -305,7 +292,6 @@ class MixingPeriod:
         return float(self.mean_s(np.array(cycle), np.array(local)))
 
     def breakdown(self) -> tuple[RankBreakdown, ...]:
-        """Where the mean step of each simulated rank goes."""
         medians = self.medians_s[0]
         timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
         parts = breakdown(self.cycle, timeline, ranks=self.ranks)
@@ -327,16 +313,12 @@ class MixingPeriod:
 def mixing_period(
     problem: PlanningProblem,
     layout: PlanIndex,
-    overlap: OverlapFactors | None = None,
     *,
     folding: Folding | None = None,
     lowest: bool = False,
 ) -> MixingPeriod:
-    """The cycle of a plan that mixes, priced.
-
-    `overlap`: factors to use in place of the program's own. `folding`: which ranks stand for which, of a plan that `folds`;
-    `lowest`: as of `priced_units`. Raises CostError for a task without a price.
-    """
+    """The cycle of a plan that mixes, priced. `folding`: which ranks stand for which, of a plan that `folds`; `lowest`: as
+    of `priced_units`. Raises CostError for a task without a price."""
     plan, rule = layout.plan, layout.plan.synchronisation
     costs = problem.costs(plan.world_size)
     simulated = min(rule.round_steps, UNROLLED_STEPS)
@@ -350,7 +332,7 @@ def mixing_period(
     rounds = _rounds_of_units(cycle, program, len(units))
     estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
-    factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
+    factors = costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
         cycle=compile_graph(cycle),
         local=None if local is None else compile_graph(local),
@@ -407,11 +389,10 @@ def priced_units(
 
     Args:
         rounds: per unit the round that it belongs to; None: all to one.
-        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
-        lowest: take the lowest instead.
+        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken, or
+            (`lowest`) the lowest.
 
-    Returns:
-        One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
+    Leaves out, on machines without a link model, what messages of one round cost one another.
     """
     estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
     rule, cluster = plan.synchronisation, problem.cluster
@@ -454,7 +435,6 @@ def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
-    """All messages of a round, once for all of its buckets."""
     return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
 
 

@@ -214,7 +214,7 @@ def columns_of(graph: TaskGraph) -> Columns:
 class Folding:
     """replica_of: per replica the one that stands for it (the first of its kind). shards: the tp ranks that are simulated: all,
     or the first for all. is_exact: False where copies that communicate inside components (cp, ep) do not pay alike, or replicas
-    gossip where leaf switches differ: no program, and for `parsim.predict.nearly_alike` alone."""
+    gossip where leaf switches differ: no program, and for `parsim.predict.folding` alone."""
 
     mesh: Mesh
     replica_of: tuple[int, ...]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parsim.costs.conformal import LEVEL, Judged, ValidationRecord, judged_split, records_needed, shares_by_level
+from parsim.costs.history import LEVEL, Judged, ValidationRecord, judged_split, records_needed, shares_by_level
 from parsim.errors import require
 from parsim.predict.memory import NOT_TENSORS
 from parsim.program.taskgraph import TaskGraph, parse_resource

@@ -17,7 +17,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from parsim.costs.conformal import ValidationRecord, correction, coverage_by, coverage_of, judged_split
+from parsim.costs.history import ValidationRecord, correction, coverage_by, coverage_of, judged_split
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorSurface

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import line_at, protocol_lines
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
 from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
-from parsim.costs.communication.intranode import choose_protocol, protocol_lines
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.costs.estimate import Estimate
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -167,9 +167,9 @@ def test_nothing_passes_through_another_device() -> None:
 
 
 def test_paths_over_the_pcie_tree(dgx1: Cluster) -> None:
-    kinds = [link.kind for link in dgx1.topology.path("gpu0", "gpu5", without_kind="nvlink")]
-    assert kinds == ["pcie", "pcie", "smp", "pcie", "pcie"]
-    assert [link.kind for link in dgx1.topology.path("gpu0", "gpu1", without_kind="nvlink")] == ["pcie", "pcie"]
+    tree = Topology(tuple(link for link in dgx1.topology.links if link.kind != "nvlink"))
+    assert [link.kind for link in tree.path("gpu0", "gpu5")] == ["pcie", "pcie", "smp", "pcie", "pcie"]
+    assert [link.kind for link in tree.path("gpu0", "gpu1")] == ["pcie", "pcie"]
     assert dgx1.topology.socket_of("gpu3") == "socket0"
     assert dgx1.topology.socket_of("gpu4") == "socket1"
 
@@ -282,9 +282,9 @@ def test_the_cheaper_algorithm_is_chosen() -> None:
     lines = protocol_lines("all_reduce", EIGHT, model)
     chosen = []
     for size in (0, 10**3, 10**5, 10**6, 10**7, 10**9):
-        seconds, name = choose_protocol(lines, size)
+        line, at_bytes, name = line_at(lines, size)
         chosen.append(name.algorithm)
-        assert seconds == pytest.approx(min(line.latency_s + line.seconds_per_byte * size for line in lines), rel=1e-12)
+        assert line.seconds_at(at_bytes) == pytest.approx(min(each.seconds_at(size) for each in lines), rel=1e-12)
     assert chosen == ["tree", "tree", "tree", "ring", "ring", "ring"]
 
 
@@ -313,7 +313,8 @@ def test_the_choice_follows_the_tuner_and_stays_monotone(data: st.DataObject) ->
     lines = protocol_lines("all_reduce", EIGHT, model_of(*protocols))
     before = 0.0
     for size in (0, 10, 10**3, 10**4, 10**5, 3 * 10**5, 10**6, 10**7, 10**8, 10**10):
-        seconds, chosen = choose_protocol(lines, size)
+        line, at_bytes, chosen = line_at(lines, size)
+        seconds = line.seconds_at(at_bytes)
         tuner = {line.protocol.protocol: line.tuner_latency_s + line.tuner_seconds_per_byte * size for line in lines}
         assert tuner[chosen.protocol] == pytest.approx(min(tuner.values()), rel=1e-9)
         line = next(line for line in lines if line.protocol is chosen)

@@ -15,9 +15,18 @@ from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import CPU_REACH, PRODUCT_PHASES, gpu_reach, operator_launches
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import component_kernels
-from parsim.costs.compute.gpu import PASSES, cuda_backward, cuda_forward, cuda_lowering, cuda_operators, gpu_launches
-from parsim.costs.compute.launches import ComputeRequest, Launch, component_launches
-from parsim.costs.compute.surfaces import SurfaceModel, gpu_terms_of, surface_seconds, terms_of
+from parsim.costs.compute.launches import (
+    PASSES,
+    ComputeRequest,
+    Launch,
+    component_launches,
+    cuda_backward,
+    cuda_forward,
+    cuda_lowering,
+    cuda_operators,
+    gpu_launches,
+)
+from parsim.costs.compute.surfaces import SurfaceModel, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
@@ -125,7 +134,7 @@ def test_unaligned_arithmetic_is_all_of_it_or_none(rows: int, columns: int, dept
         ("backward_input", (columns, depth)),
         ("backward_weight", (rows, columns)),
     ):
-        terms = gpu_terms_of("matmul", sizes, phase)
+        terms = terms_of("matmul", sizes, gpu_phase=phase)
         assert terms["unaligned"] == (0.0 if all(length % 8 == 0 for length in lengths) else arithmetic)
         assert terms["odd"] == (0.0 if all(length % 2 == 0 for length in lengths) else arithmetic)
         assert terms.items() >= terms_of("matmul", sizes).items()
@@ -136,7 +145,7 @@ def gpu_linear_points(phase: str) -> list[OperatorPoint]:
     found = []
     for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2)):
         if (launch.function, launch.phase) == ("linear", phase):
-            terms = gpu_terms_of("matmul", dict(launch.sizes), phase)
+            terms = terms_of("matmul", dict(launch.sizes), gpu_phase=phase)
             flop = 2 * (terms["arithmetic"] + terms["unaligned"] + 2 * terms["odd"])
             moved = 2 * (terms["output"] + terms["left"] + terms["right"])
             seconds = 3e-6 + flop / 4e14 + moved / 3e12
@@ -175,7 +184,7 @@ def test_a_gpu_measures_layers_as_models_have_them() -> None:
             for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2))
             if (launch.function, launch.phase) == ("linear", phase)
         ]
-        terms = [gpu_terms_of("matmul", sizes, phase) for sizes in launches]
+        terms = [terms_of("matmul", sizes, gpu_phase=phase) for sizes in launches]
         unaligned = [entry["unaligned"] > 0 for entry in terms]
         assert 0.15 < np.mean(unaligned) < 0.35
         assert 0.05 < np.mean([entry["odd"] > 0 for entry in terms]) < 0.2

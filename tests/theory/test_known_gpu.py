@@ -21,7 +21,8 @@ from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import gpu_reach, operator_launches
 from parsim.costs.compute.formula import KernelModel
 from parsim.costs.compute.launches import ComputeRequest, Launch
-from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_s, composition_of, launches_on
+from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_terms, composition_of, launches_on
+from parsim.costs.estimate import folded_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.records import ComponentPoint
@@ -63,7 +64,7 @@ PASSES = {
     "accumulate": (0.0, 3.0),
     "bias_gradient": (0.0, 1.0),
 }
-"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.gpu` has them; else two and three."""
+"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.launches` has them; else two and three."""
 
 
 def kernel_of(launch: Launch) -> Launch:
@@ -146,7 +147,8 @@ class KnownGpu:
                     parts = component_parts(
                         component, phase, samples, self.surfaces, input_gradient=gradient, launched=launched
                     )
-                    predicted_s += composed_s(parts, composition_of(compositions, phase, self.device.name, PRECISION))
+                    composition = composition_of(compositions, phase, self.device.name, PRECISION)
+                    predicted_s += folded_s(composed_terms(parts, composition))
                     true_s += self.seconds(model, component.name, phase, samples)
             found.append(predicted_s / true_s - 1)
         return found

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import choices, exchange_seconds
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import NodeShare, Way, link_loads, part_loads
-from parsim.costs.communication.internode import choices, exchange_seconds
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import Sourced
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph

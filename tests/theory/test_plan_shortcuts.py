@@ -34,9 +34,8 @@ from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurr
 from parsim.predict import memory as memory_module
 from parsim.predict.breakdown import breakdown, union
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.folding import Exchange, InsideSeconds, exchanges_of
+from parsim.predict.folding import Exchange, InsideSeconds, Programs, exchanges_of
 from parsim.predict.memory import RankMemory, communication_bytes, plan_memory, unlike_memory
-from parsim.predict.nearly_alike import Programs
 from parsim.predict.problem import PlanningProblem
 from parsim.program.columns import unfolded
 from parsim.program.lifetimes import FewActions, KeptActivations, RankValues, few_actions
@@ -304,7 +303,7 @@ def test_a_model_keeps_programs_of_so_many_tasks_at_most(monkeypatch: pytest.Mon
 
     first = program(1)
     assert program(1) is first
-    monkeypatch.setattr("parsim.predict.nearly_alike.MOST_TASKS", 2 * first.size)
+    monkeypatch.setattr("parsim.predict.folding.MOST_TASKS", 2 * first.size)
     program(2)
     assert program(1) is first  # and so it was asked for last
     program(3)

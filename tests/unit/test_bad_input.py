@@ -23,7 +23,7 @@ from parsim.app.config_text import RUN_OPTIONS
 from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_TRAINED, REFUSED, TrainingSection
 from parsim.cli import main
 from parsim.commands import run as run_command
-from parsim.engines.scenario.scenario import check_places, load_scenario, parse_scenario
+from parsim.engines.scenario import check_places, load_scenario, parse_scenario
 from parsim.errors import LONGEST_MESSAGE, ConfigError, ScenarioError
 from parsim.files import DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_DIGITS
 from parsim.formats import recipe

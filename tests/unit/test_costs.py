@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from parsim.costs import Costs, price
 from parsim.costs.adjustments import HardwareScale
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.costs import Costs, price
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile

@@ -11,7 +11,7 @@ import pytest
 
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, Program
-from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, check_places, conditions_for, parse_scenario
+from parsim.engines.scenario import LinkChange, Scenario, Straggler, check_places, conditions_for, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
@@ -57,7 +57,7 @@ def test_stragglers_by_the_static_engine_are_those_of_the_dynamic_one(plan: Plan
     columns = evaluation.compiled.columns
     conditions = conditions_for(scenario, columns, PROBLEM.cluster)
     program = Program(parts=(Part(graph=columns.graph, repeat=REPEATED_STEPS),))
-    done = run_program(program, lambda part, step: slow.durations_s, overlap=evaluation.overlap, conditions=conditions)
+    done = run_program(program, [slow.durations_s] * REPEATED_STEPS, overlap=evaluation.overlap, conditions=conditions)
     assert slow.states[0].step_s == pytest.approx(done.makespan_s / REPEATED_STEPS, rel=1e-9)
 
 

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from parsim.commands.run import history
-from parsim.costs.conformal import ValidationRecord
-from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_lines, history_path, read_history
+from parsim.costs.history import (
+    NO_HISTORY,
+    History,
+    ValidationRecord,
+    append_record,
+    fingerprint,
+    history_lines,
+    history_path,
+    read_history,
+)
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile

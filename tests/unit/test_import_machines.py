@@ -23,7 +23,7 @@ from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 from parsim.hardware.profile import CollectivePoint, Profile, SourceEntry, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import to_text
 from parsim.timeline import Timeline

@@ -18,8 +18,9 @@ from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ParsimError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile, cluster_links, nodes_of
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
-from parsim.hardware.network import load_network, parse_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import shipped_profiles
+from parsim.hardware.records import parse_record
 from parsim.hardware.topology import Topology
 from parsim.work import Collective
 from tests.commands import Told
@@ -140,9 +141,9 @@ def test_a_card_that_no_gpu_reaches() -> None:
 )
 def test_a_broken_network_file(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
-        parse_network(json.dumps(network_dict(**changes)), "test")
+        parse_record(Network, json.dumps(network_dict(**changes)), "test", "network")
     with pytest.raises(ProfileError, match="network test is not JSON"):
-        parse_network("{", "test")
+        parse_record(Network, "{", "test", "network")
 
 
 def test_cluster_table_of_a_run_file(tmp_path: Path) -> None:

@@ -28,11 +28,25 @@ from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, MissingDependencyError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, load_profile, parts_file_text, profile_from_parts
-from parsim.hardware.instances import clouds, instance_named, instance_names, refresh
-from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
-from parsim.hardware.parts import ALIASES, gpu_named, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
+from parsim.hardware.parts import (
+    ALIASES,
+    Network,
+    clouds,
+    gpu_named,
+    instance_named,
+    instance_names,
+    load_gpu,
+    load_link,
+    load_network,
+    machines_of,
+    refresh,
+    shipped_gpus,
+    shipped_links,
+    shipped_networks,
+    with_cards,
+)
 from parsim.hardware.profile import parse_profile
-from parsim.hardware.records import to_text
+from parsim.hardware.records import parse_record, to_text
 from parsim.model.catalogue.names import named_model, shape_of
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
@@ -250,7 +264,7 @@ def test_units_that_cannot_be_are_refused() -> None:
     network = load_network("infiniband-400g").model_dump(mode="json")
     network["card"]["bandwidth_bytes_per_s"]["value"] = 25.0
     with pytest.raises(ProfileError, match=r"25 bytes/s: must be >= 1e\+06; GB/s meant"):
-        parse_network(json.dumps(network), "mine")
+        parse_record(Network, json.dumps(network), "mine", "network")
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_losses_follow_daly(days: float, devices: int, hours: float, write: floa
 
 
 def test_the_interval_is_about_the_best() -> None:
-    from parsim.engines.scenario.checkpointing import expected_run_s
+    from parsim.engines.whole_run import expected_run_s
 
     own = operation(50_000 * HOUR_S, 60, 600)
     found = losses_of(60 * DAY_S, 16_384, own)

@@ -2,11 +2,10 @@
 group.
 
 The profile decides. Groups that were measured on this machine are priced by what was measured
-(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow
-from rings packed on the links of a node (`parsim.costs.communication.intranode`). Across nodes they also follow from the
-network (`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
-was measured on the DGX-1V that the link model describes. The other operations are derived from the same links by their
-closed forms, with a wider uncertainty.
+(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow from
+rings packed on the links of a node, and from the network across nodes (`parsim.costs.communication.algorithms`). Without a
+link model (gloo), times come from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model describes.
+The other operations are derived from the same links by their closed forms, with a wider uncertainty.
 
 Groups that run at the same time slow one another where they share a link, a network card or an uplink. The caller passes
 these groups as `concurrent`.
@@ -18,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
+from parsim.costs.communication.algorithms import choices, chosen_terms, inside_choice, link_model_of, parts_of, point_to_point
 from parsim.costs.communication.closed_forms import (
     hops_text,
     moving_terms,
@@ -36,8 +36,6 @@ from parsim.costs.communication.contention import (
     transfer_pace,
     uplink_rate,
 )
-from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
-from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
@@ -54,12 +52,12 @@ GroupsAtOnce = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=65536)
 def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]) -> Hashable:
-    """A key that is equal for two groups of a cluster that cost the same.
+    """A key that is equal for two groups of a cluster that cost the same, in every collective but broadcast, whose root
+    depends on the order of ranks.
 
-    It holds for every collective but broadcast, whose root depends on the order of ranks. The key contains what prices depend
-    on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks. In a
-    plan of thousands of ranks most groups are such copies, of which one is priced. Raises ProfileError for a device that no
-    link joins.
+    It contains what prices depend on: per node its shape and the devices of the group and of the concurrent ones, and per leaf
+    the loads of its uplinks. In a plan of thousands of ranks most groups are such copies, of which one is priced. Raises
+    ProfileError for a device that no link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, "through", _distinct(concurrent))
@@ -84,7 +82,7 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 
 @lru_cache(maxsize=256)
 def _distinct(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Every group once, its ranks ascending, in first-seen order."""
+    """Every group once, its ranks ascending."""
     return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
 
 
@@ -123,12 +121,10 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     """Price a collective over ranks of `cluster`.
 
     Args:
-        concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this
-            one. An example are the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
+        concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this one,
+            such as the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
 
-    Returns:
-        An Estimate. Fits include packing where it was measured (gloo); the link model leaves out packing, a copy in the
-        device's memory.
+    Fits include packing where it was measured (gloo); the link model leaves out packing, a copy in the device's memory.
 
     Raises:
         CostError: a group names an unknown rank or one rank twice; no link joins two members; the profile has neither a link
@@ -330,7 +326,6 @@ def _link_estimate(
 
 
 def packed_operation(operation: str) -> str:
-    """The name in profiles of a collective with packing."""
     return f"{operation}_packed"
 
 
