@@ -8,14 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import LargestOf, Question
 from parsim.app.doctor import progress
-from parsim.app.frames import plans_frame
-from parsim.app.prediction import Prediction
+from parsim.app.prediction import AssumedFramework, Prediction
 from parsim.app.question import assumed_text, constant_text, left_out_text, loss_note, loss_text, precision_text, taken_defaults
-from parsim.app.step_size import StepSize
-from parsim.app.to_target import RULES, TargetRanking, to_target
+from parsim.app.relaxed import RULES, StepSize, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
 from parsim.plans.plan import plan_in_words, recommendation
@@ -24,9 +21,8 @@ from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.picture import plotted
-from parsim.report.tables import ReportTable, strategy_table, to_text
+from parsim.report.tables import ReportTable, paragraph_html, plans_frame, strategy_table, table_html, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
 from parsim.search.search import Search, most_frequent

@@ -69,12 +69,9 @@ class GroupNames:
 def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: GroupNames, about: str) -> bytes:
     """The trace of one rank.
 
-    Args:
-        graph: not folded. rank: of it. costs: per task of the graph. groups: filled with the groups of the collectives.
+    Args: graph: not folded. rank: of it. costs: per task of the graph. groups: filled with the groups of the collectives.
         about: goes into the metadata.
-
-    Raises:
-        GraphError: a collective that Chakra has no name for.
+    Raises: GraphError: a collective that Chakra has no name for.
     """
     mine = [task for task in graph.tasks if rank in task.ranks]
     last = {task.index: 2 * task.index + 1 + _is_shift(task) for task in mine}  # a ring_shift has two nodes
@@ -173,8 +170,7 @@ VARINT, FIXED64, LENGTH = 0, 1, 2
 def varint(number: int) -> bytes:
     """A number of at most 64 bits, seven bits a byte; negative ones as two's complement.
 
-    Args:
-        number: from -2^63 to 2^64 - 1.
+    Args: number: from -2^63 to 2^64 - 1.
     """
     number &= 2**64 - 1
     encoded = bytearray()

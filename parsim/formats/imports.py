@@ -17,9 +17,8 @@ import numpy as np
 
 from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
-from parsim.formats.ledger import TraceLedger, ledger_of
+from parsim.formats.ledger import TraceLedger, factor_table, ledger_of, profile_from_trace
 from parsim.formats.source import FileFormat, SourceFile, file_formats
-from parsim.formats.trace_profile import factor_table, profile_from_trace
 from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import Network, gpu_named, load_network, save_network
 from parsim.hardware.profile import Profile, save_profile
@@ -85,11 +84,8 @@ class Imported:
 def format_of(source: SourceFile, kind: str | None = None) -> tuple[str, FileFormat]:
     """The format of a file that can be imported: as given, or by its content.
 
-    Args:
-        source: the file. kind: a name of a format, or "package.module:ROW" (None: find out).
-
-    Raises:
-        ImportedFileError: an unknown kind, or a file that is none.
+    Args: source: the file. kind: a name of a format, or "package.module:ROW" (None: find out).
+    Raises: ImportedFileError: an unknown kind, or a file that is none.
     """
     rows = {name: row for name, row in file_formats().items() if row.reads in BECOMES}
     if kind is not None:
@@ -111,8 +107,7 @@ def format_of(source: SourceFile, kind: str | None = None) -> tuple[str, FileFor
 def check_import(source: SourceFile, row: FileFormat, into: Path | None, options: Mapping[str, object]) -> None:
     """Raise ImportedFileError for a target of another kind, or an option that does not apply to the format.
 
-    Args:
-        options: by name those that were given, of `parsim import`.
+    Args: options: by name those that were given, of `parsim import`.
     """
     suffix, example, _ = BECOMES[row.reads]
     if into is not None and not into.name.endswith(suffix):
@@ -186,12 +181,9 @@ def import_machine(
 ) -> Imported:
     """Measured collectives, or links and card slots of a machine, into a profile.
 
-    Args:
-        kind: of the file. into: the profile or network, new or extended. cluster: the machine (None: named by the file).
+    Args: kind: of the file. into: the profile or network, new or extended. cluster: the machine (None: named by the file).
         network: that a new network starts from (None: the nearest that ships).
-
-    Raises:
-        ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
+    Raises: ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
     """
     change: ProfileChange | NetworkChange
     if network is not None and reading.between is None:
@@ -292,9 +284,8 @@ CATEGORIES: Sequence[tuple[str, str]] = (
 class PredictedParts:
     """A predicted step beside which a trace is shown.
 
-    Attributes:
-        question: what was asked. device: name of its first device. on_gpu: whether it is a GPU.
-        seconds: by the keys of CATEGORIES, means over ranks; and step_s.
+    Attributes: question: what was asked. device: name of its first device. on_gpu: whether it is a GPU. seconds: by the keys of
+        CATEGORIES, means over ranks; and step_s.
     """
 
     question: str
@@ -315,11 +306,9 @@ def import_trace(
 ) -> Imported:
     """A trace as a timeline, its ledger, and what a prediction says beside it.
 
-    Args:
-        kind: of the file. into: TIMELINE.json.gz. cluster, precision: of the peak (None: as the trace tells).
-
-    Raises:
-        ImportedFileError: a machine of another kind, or a precision that it has no peak in. ProfileError: an unknown machine.
+    Args: kind: of the file. into: TIMELINE.json.gz. cluster, precision: of the peak (None: as the trace tells).
+    Raises: ImportedFileError: a machine of another kind, or a precision that it has no peak in. ProfileError: an unknown
+        machine.
     """
     warnings = list(trace.notes)
     if into is not None and into.suffix == ".json":
@@ -370,7 +359,6 @@ def import_trace(
 def _calibrated(
     kind: str, source: SourceFile, trace: Trace, into: Path, cluster: str | None, precision: str | None
 ) -> Imported:
-    """The profile of the trace's machine with fits as fast as its kernels. Raises ImportedFileError as `profile_from_trace`."""
     profile = _profile(into, cluster, MachineReading(devices=1, names=(trace.device,) if trace.device else ()))
     known = NUMBER_TYPES.get(trace.number_type, ())
     fitted = {fit.precision for fit in profile.compute.operator_fits}
@@ -437,7 +425,6 @@ def _save(trace: Trace, ledger: TraceLedger, into: Path) -> None:
 
 
 def _peak(trace: Trace, cluster: str | None, precision: str | None, warnings: list[str]) -> tuple[float | None, str]:
-    """Peak FLOP/s of the device in the precision of the run, and what it is the peak of."""
     if cluster is not None:
         profile = load_profile(cluster)
         kinds = sorted({entry.type for entry in profile.devices})

@@ -1,4 +1,7 @@
-"""MaxText: its YAML files, read. Key names are those of src/MaxText/configs/base.yml (AI-Hypercomputer/maxtext)."""
+"""MaxText's YAML files, read, and those of Primus, whose experiments name a framework for each module.
+
+Key names are those of src/MaxText/configs/base.yml (AI-Hypercomputer/maxtext) and of AMD-AGI/Primus.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from math import prod
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.formats.megatron import overrides_of
-from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, yaml_table
+from parsim.formats.megatron import overrides_of, read_yaml
+from parsim.formats.recipe import SCRIPTS, VARIABLE, YAML, FileKeys, Recipe, plain_value, yaml_table
 from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.torchtitan import read_toml
 
 NAME = "MaxText"
 MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
@@ -54,11 +58,8 @@ LEFT_OUT = {
 def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
     """A file of MaxText.
 
-    Args:
-        document: its keys. model: the name that a wrapper gives it; "": the file's own.
-
-    Raises:
-        ConfigError: a batch that is no whole number per device, or sizes that are missing.
+    Args: document: its keys. model: the name that a wrapper gives it; "": the file's own.
+    Raises: ConfigError: a batch that is no whole number per device, or sizes that are missing.
     """
     keys = FileKeys(NAME, document)
     recipe = Recipe(framework=NAME, software={"framework": "maxtext"})
@@ -130,6 +131,58 @@ def is_maxtext(source: SourceFile) -> bool:
     return source.path.suffix in YAML and "framework:" not in source.text and bool(MARK.search(source.text))
 
 
+# Primus. The module that trains is read by the reader of its framework, with the model by name.
+
+
+PRIMUS = "Primus"
+PRIMUS_MARKS = (re.compile(r"^modules *:", re.MULTILINE), re.compile(r"\bframework *:"))
+
+
+def read_primus(document: Mapping[str, Any]) -> Recipe:
+    """The module that trains. Raises ConfigError: no such module, or a framework that is not known."""
+    modules = document.get("modules")
+    rows = list(modules.values()) if isinstance(modules, Mapping) else modules if isinstance(modules, list) else []
+    row = next((row for row in rows if isinstance(row, Mapping) and row.get("framework")), None)
+    if row is None:
+        raise ConfigError(f"{PRIMUS}: modules holds none with a framework")
+    framework = str(row["framework"]).lower()
+    tables = [row[key] for key in ("params", "overrides") if row.get(key) is not None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(f"{PRIMUS}: params and overrides of a module must be tables of keys")
+    overrides = {str(key): _default(value) for table in tables for key, value in table.items()}
+    model = row.get("model")
+    name = re.sub(r"\.ya?ml$", "", str(model)) if isinstance(model, str) else ""
+    name = re.sub(r"(?i)[-_](bf16|fp8)$", "", name)
+    if framework == "maxtext":
+        recipe = read_maxtext(overrides, name)
+    elif framework == "torchtitan":
+        table = {"name": "", "flavor": ""} | (dict(model) if isinstance(model, Mapping) else {})
+        own = overrides.pop("model", None)
+        overrides["model"] = {**table, **(own if isinstance(own, Mapping) else {})}
+        recipe = read_toml(overrides, name)
+    elif framework in ("megatron", "megatron_bridge"):
+        recipe = read_yaml(overrides, name)
+    else:
+        raise ConfigError(f"{PRIMUS}: framework = {framework!r} must be megatron, torchtitan or maxtext")
+    recipe.framework = f"{PRIMUS} ({recipe.framework})"
+    return recipe
+
+
+def _default(value: object) -> object:
+    """`${PRIMUS:8}` is 8 where the environment does not say; tables are looked into."""
+    if isinstance(value, Mapping):
+        return {key: _default(entry) for key, entry in value.items()}
+    if isinstance(value, str) and (form := VARIABLE.fullmatch(value)):
+        text = form[1].strip("\"'")
+        return plain_value(text) if text else None
+    return value
+
+
+def is_primus(source: SourceFile) -> bool:
+    """Whether a file is one of Primus."""
+    return source.path.suffix in YAML and all(mark.search(source.text) for mark in PRIMUS_MARKS)
+
+
 FORMATS = {
     "maxtext": FileFormat(
         layouts="sizes by name or one by one; scripts that set the keys",
@@ -139,5 +192,14 @@ FORMATS = {
         reads="recipe",
         sniff=is_maxtext,
         read=lambda source: read_maxtext(overrides_of(source.text) if source.path.suffix in SCRIPTS else yaml_table(source)),
-    )
+    ),
+    "primus": FileFormat(
+        layouts="modules as tables or as a list",
+        refuses="frameworks other than Megatron-LM, torchtitan and MaxText",
+        what="a YAML file of Primus",
+        tool=PRIMUS,
+        reads="recipe",
+        sniff=is_primus,
+        read=lambda source: read_primus(yaml_table(source)),
+    ),
 }

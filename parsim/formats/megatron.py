@@ -23,7 +23,7 @@ from typing import Any
 from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.python import Operators, arithmetic
+from parsim.formats.python import Operators, Script, arithmetic, path_of, walk
 from parsim.formats.recipe import (
     DEGREE,
     SCRIPTS,
@@ -172,8 +172,7 @@ SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-
 def read_script(text: str) -> Recipe:
     """The options of a shell script or of a list of arguments.
 
-    Raises:
-        ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
+    Raises: ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
     """
     if (encoder := ENCODERS.search(text)) and encoder[1] != "bert":
         raise ConfigError(
@@ -187,11 +186,8 @@ def read_script(text: str) -> Recipe:
 def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
     """A YAML file of Megatron-LM, NeMo or Megatron-Bridge, its tables flattened.
 
-    Args:
-        document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
-
-    Raises:
-        ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
+    Args: document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
+    Raises: ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
     """
     if isinstance(matrix := document.get("perf_matrix"), Mapping):
         rows = [" ".join(path.split(".")[:3]) for path in flat_table(matrix)]
@@ -280,7 +276,6 @@ DEPENDS = re.compile(r"size|length|layers|degree|batch")
 
 
 def _nemo_words(options: dict[str, list[str]]) -> None:
-    """Values of NeMo that are options of Megatron."""
     activation = " ".join(options.pop("activation", []))
     if "swiglu" in activation or "gated-linear-unit" in options:
         options.setdefault("swiglu", [])
@@ -525,7 +520,6 @@ def _lacking(name: str, options: _Options) -> str:
 
 
 def _shape(options: _Options) -> dict[str, Any]:
-    """Arguments of the model `transformer`."""
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
     layers, hidden, heads = (options.number(name, 0) for name in SIZES.values())
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
@@ -694,8 +688,7 @@ _OPERATORS: Operators = {
 def words_of(text: str) -> list[str]:
     """The words of all statements of a script, or of a plain list of options, with their variables.
 
-    Raises:
-        ConfigError: a variable that grows beyond all bounds.
+    Raises: ConfigError: a variable that grows beyond all bounds.
     """
     variables: dict[str, str] = {}
     words: list[str] = []
@@ -750,8 +743,7 @@ def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
 
     short: letters of options with one dash.
 
-    Raises:
-        ConfigError: as `words_of`.
+    Raises: ConfigError: as `words_of`.
     """
     options: dict[str, list[str]] = {}
     current: list[str] = []
@@ -769,12 +761,9 @@ def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
 def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Container[str] = ()) -> dict[str, Any]:
     """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one.
 
-    Args:
-        names: what options are called here whose own names are others, one-letter ones too (`-b`).
-        hanging: names of options that stay, as text with UNKNOWN, where the script computes their value; others are left out.
-
-    Raises:
-        ConfigError: as `words_of`.
+    Args: names: what options are called here whose own names are others, one-letter ones too (`-b`). hanging: names of options
+        that stay, as text with UNKNOWN, where the script computes their value; others are left out.
+    Raises: ConfigError: as `words_of`.
     """
     names = names or {}
     options = options_of(text, short=frozenset(name for name in names if len(name) == 1))
@@ -877,7 +866,6 @@ def _plain(text: str, variables: dict[str, str]) -> str:
 
 
 def _condition(text: str, variables: dict[str, str]) -> bool | None:
-    """Whether a test of a shell holds; None: what the file does not say."""
     text = re.sub(r"\bthen\b.*$", "", text, flags=re.DOTALL).strip()
     for word, rule in (("||", any), ("&&", all)):
         if word in text:
@@ -970,7 +958,6 @@ def _value(name: str, default: str | None, variables: dict[str, str]) -> str:
 
 
 def _computed(text: str, variables: dict[str, str]) -> str:
-    """The value of an arithmetic expression."""
     with_values = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
     try:
         value = _whole(ast.parse(with_values.strip(), mode="eval").body)
@@ -1197,8 +1184,7 @@ def _read(source: SourceFile) -> Recipe:
 def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
     """A script that starts NeMo 1 with keys in Hydra's form, which count more than the YAML file that it names.
 
-    Raises:
-        ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
+    Raises: ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
     """
     name = next(iter(options_of(source.text).get("config-name", [])), "")
     file = source.path.with_name(f"{name.removesuffix('.yaml')}.yaml")
@@ -1209,6 +1195,83 @@ def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
         recipe.model, recipe.args = "", {key: value for key, value in recipe.args.items() if key in OWN or key == "seq"}
         recipe.missing = {key: why for key, why in recipe.missing.items() if not key.startswith("model.args.")}
         recipe.missing["model.name"] = f"the model is in {file.name}, which is not beside the script"
+    return recipe
+
+
+# Scripts in Python that take a recipe of NeMo 2 or Megatron-Bridge by name and change it. They are read and not run.
+#
+# What the recipe itself sets is in its package: what the script does not set is named as missing. Names are those of
+# nemo.collections.llm and of megatron.bridge.recipes.
+
+
+NEMO2 = "NeMo 2"
+RECIPE_MARK = re.compile(r"\b\w+\.(pretrain|finetune)_recipe\(|\b\w+_(pretrain|finetune|sft)_config\(")
+"""Of a script that takes a recipe of NeMo 2, or of Megatron-Bridge."""
+RECIPE = re.compile(r"(?:.*\.)?(\w+)\.(?:pretrain|finetune)_recipe|(?:.*\.)?(\w+)_(?:pretrain|finetune|sft)_config")
+RENAMED = {"num_gpus_per_node": "devices", "sequence_length": "seq_length", "max_length": "seq_length"}
+NEEDED = (
+    ("tensor_model_parallel_size", "plan.mesh.tp"),
+    ("pipeline_model_parallel_size", "plan.mesh.pp"),
+    ("context_parallel_size", "plan.mesh.cp"),
+    ("global_batch_size", "training.global_batch"),
+    ("seq_length", "model.args.seq"),
+)
+"""What a recipe sets, and the key that supplies it."""
+
+
+class _RecipeReader(Script):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+        self.keys: dict[str, Any] = {}
+        self.unknown: list[str] = []
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            path = path_of(target)
+            if not isinstance(target, ast.Name) and "." in path:
+                self._note(path.partition(".")[2], node.value)
+        super().visit_Assign(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if (form := RECIPE.fullmatch(path_of(node.func))) is not None:
+            self.name = form[1] or form[2]
+            for keyword in node.keywords:
+                if keyword.arg is not None:
+                    self._note(keyword.arg, keyword.value)
+        super().visit_Call(node)
+
+    def _note(self, path: str, node: ast.expr) -> None:
+        head, _, last = path.rpartition(".")
+        last = RENAMED.get(last, last)
+        value = self.value(node)
+        if value is None and not (isinstance(node, ast.Constant) and node.value is None):
+            self.unknown.append(last)
+        elif isinstance(value, bool | int | float | str):
+            self.keys = {key: old for key, old in self.keys.items() if key.rpartition(".")[2] != last}
+            self.keys[f"{head}.{last}" if head else last] = value
+
+
+def read_nemo(source: SourceFile) -> Recipe:
+    """A script that takes a recipe. Raises ConfigError: it is no Python, or takes none."""
+    reader = _RecipeReader()
+    walk(source, reader)
+    if not reader.name:
+        raise ConfigError("it takes no recipe such as llm.llama3_8b.pretrain_recipe(...) or llama3_8b_pretrain_config(...)")
+    bridge = bool(re.search(r"\bmegatron\.bridge\b", source.text))
+    framework = BRIDGE if bridge else NEMO2
+    name = re.sub(r"^(llama|qwen|phi)(\d)(\d)(?=_)", r"\1\2.\3", re.sub(r"_performance.*|_\d+k$", "", reader.name))
+    recipe = read_yaml({**reader.keys, **({"dist": {}} if bridge else {"trainer.accelerator": "gpu"})}, name.replace("_", "-"))
+    recipe.framework = framework
+    set_keys = {key.rpartition(".")[2] for key in reader.keys}
+    for own, key in NEEDED:
+        if own not in set_keys:
+            where = "what the script computes" if own in reader.unknown else f"the recipe {reader.name} of {framework}"
+            recipe.missing[key] = f"{own} hangs on {where}, which is Python and not run"
+    if "use_distributed_optimizer" not in set_keys:  # all recipes of both have it
+        recipe.zero = 1
+    if "micro_batch_size" not in set_keys:
+        recipe.left_out["micro_batch_size"] = f"it is in the recipe {reader.name}: one sample is taken"
     return recipe
 
 
@@ -1224,5 +1287,14 @@ FORMATS = {
         writes="recipe",
         write=write_megatron,
         file="megatron.sh",
-    )
+    ),
+    "nemo": FileFormat(
+        layouts="recipes of NeMo 2 and of Megatron-Bridge, by the name of the recipe and what the script sets",
+        refuses="what the recipe sets and the script does not, until --set",
+        what="a script in Python that takes a recipe of NeMo 2 or Megatron-Bridge",
+        tool=NEMO2,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix == ".py" and bool(RECIPE_MARK.search(source.text)),
+        read=read_nemo,
+    ),
 }

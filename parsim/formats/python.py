@@ -26,9 +26,8 @@ OPERATORS: Operators = {
 class Script(ast.NodeVisitor):
     """A script, walked in the order of the file.
 
-    Attributes:
-        constants: literals by the name that they were last given to. calls: the path of each called name ("llm.pretrain"),
-            with its literal arguments by keyword and by place, and the keywords whose value the script computes.
+    Attributes: constants: literals by the name that they were last given to. calls: the path of each called name
+        ("llm.pretrain"), with its literal arguments by keyword and by place, and the keywords whose value the script computes.
     """
 
     def __init__(self) -> None:
@@ -83,8 +82,7 @@ class Script(ast.NodeVisitor):
 def arithmetic(node: ast.expr, operators: Operators, value_of: Callable[[ast.expr], Any]) -> Any:
     """The value of an expression of these operators. None: a part is no number, is beyond LARGEST, or divides by 0.
 
-    Args:
-        value_of: values of what has no operator of these.
+    Args: value_of: values of what has no operator of these.
     """
     if not isinstance(node, ast.BinOp):
         return value_of(node)
@@ -109,8 +107,7 @@ def path_of(node: ast.expr) -> str:
 def code_of(source: SourceFile) -> str:
     """The text of a script; of a notebook the lines of its cells of code that are Python.
 
-    Raises:
-        ConfigError: a notebook that is none.
+    Raises: ConfigError: a notebook that is none.
     """
     if source.path.suffix != ".ipynb":
         return source.text

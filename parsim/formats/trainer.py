@@ -198,7 +198,6 @@ def _keys_of_calls(script: Script) -> dict[str, Any]:
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
-    """What TRL's ModelConfig or LLaMA-Factory's finetuning arguments say, with the defaults of each."""
     method = keys.text("finetuning_type").lower()
     factory = method not in ("", "full")
     if not factory and not keys.flag("use_peft") and not keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
@@ -216,10 +215,6 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
 
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
-    """Options of a script that starts a Trainer, by the names of TrainingArguments; what hangs on an environment is left out.
-
-    `accelerate launch` and `swift sft` have names of their own for some.
-    """
     found = option_values(source.text, SCRIPT_NAMES, HANGING)
     if "swift" in source.text and (kind := found.pop("train_type", found.pop("tuner_type", "lora"))) != "full":
         found["finetuning_type"] = kind

@@ -267,8 +267,8 @@ def readers(folder: Path) -> list[Reader]:
     from calibration.rounds.calibrate import refit
     from calibration.rounds.request import save_raw
     from parsim.app.config import load_config
+    from parsim.app.foreign import import_file
     from parsim.app.functions import plan as plan_of
-    from parsim.app.import_file import import_file
     from parsim.app.question import question_of
     from parsim.app.run_folder import RunFolder
     from parsim.costs.history import ValidationRecord, fingerprint, read_history

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 import parsim as ps
-from parsim.app import frames
+from parsim.report import tables
 from parsim.search.tree import TIE
 from tests.commands import Told
 
@@ -189,14 +189,14 @@ def test_the_table_holds_the_ranked_plans(answer: ps.Answer) -> None:
 def test_breakdown_memory_and_timeline_are_dataframes_that_add_up(answer: ps.Answer) -> None:
     chosen = ps.simulate(answer)
     ranks = chosen.breakdown()
-    assert tuple(ranks.columns) == frames.BREAKDOWN_COLUMNS
+    assert tuple(ranks.columns) == tables.BREAKDOWN_COLUMNS
     categories = ["compute_s", "load_s", "host_s", "exposed_communication_s", "bubble_s", "idle_s"]
     assert ranks[categories].sum(axis=1).to_numpy() == pytest.approx(ranks.step_s.to_numpy())
     memory = chosen.memory()
-    assert tuple(memory.columns) == frames.MEMORY_COLUMNS
+    assert tuple(memory.columns) == tables.MEMORY_FRAME_COLUMNS
     assert tuple(memory.groupby("rank").size_bytes.sum()) == chosen.peak_memory_bytes
     spans = chosen.timeline()
-    assert tuple(spans.columns) == frames.TIMELINE_COLUMNS
+    assert tuple(spans.columns) == tables.TIMELINE_COLUMNS
     assert len(spans) == len(chosen.evaluation.timeline)
     assert spans.end_s.max() == pytest.approx(chosen.evaluation.timeline.makespan_s)
     assert (spans.end_s - spans.start_s).to_numpy() == pytest.approx(spans.duration_s.to_numpy())
@@ -317,9 +317,9 @@ def test_what_was_found_before_takes_nothing_beside_it(answer: ps.Answer) -> Non
         ps.run(answer.chosen, global_batch=3)
 
 
-@pytest.mark.parametrize("name", ["parsim.app.functions"])
-def test_the_examples_in_docstrings_hold(name: str) -> None:
-    failed, attempted = doctest.testmod(importlib.import_module(name))
+def test_the_examples_in_docstrings_hold() -> None:
+    modules = [importlib.import_module(f"parsim.app.{name}") for name in ("functions", "prices", "watch")]
+    failed, attempted = map(sum, zip(*map(doctest.testmod, modules), strict=True))
     assert attempted >= 8
     assert not failed
 

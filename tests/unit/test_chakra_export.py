@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
 from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint

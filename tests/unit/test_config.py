@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from parsim.app.config import Question, constraints_of, load_config, mesh_of, parse_config
 from parsim.app.config_text import changes_of, parse_overrides
+from parsim.app.launch import samples_not_taken
 from parsim.app.question import USUAL_SAMPLES, USUAL_TOKENS, question_of, taken_defaults
-from parsim.app.training_checks import samples_not_taken
 from parsim.cli import ELSEWHERE
 from parsim.errors import ProfileError
 from parsim.hardware.parts import load_gpu, machines_of

@@ -12,9 +12,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder, import_file
 from parsim.app.functions import simulate
-from parsim.app.import_file import import_file
 from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError
 from parsim.formats.exports import written_formats

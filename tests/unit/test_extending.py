@@ -14,7 +14,7 @@ import pytest
 from parsim.app.answer import Answer
 from parsim.app.ask import ask as answer
 from parsim.app.config import parse_config
-from parsim.app.import_file import import_file
+from parsim.app.foreign import import_file
 from parsim.app.launch import check_runnable
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.data import DATASETS, load_dataset

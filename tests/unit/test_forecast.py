@@ -19,8 +19,7 @@ from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.forecast import Played
-from parsim.report.more_tables import states_table
-from parsim.report.tables import to_text
+from parsim.report.tables import states_table, to_text
 from tests.commands import status_of
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 

@@ -28,7 +28,7 @@ from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Noise, Profile, save_profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.report.coverage import coverage_figures
+from parsim.report.figures import coverage_figures
 from parsim.search.families import FAMILIES
 from tests.commands import Told
 from tests.models import chain_model

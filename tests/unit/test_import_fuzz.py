@@ -25,10 +25,9 @@ from parsim.errors import ParsimError
 from parsim.files import CONTROL
 from parsim.formats.deepspeed import read_deepspeed
 from parsim.formats.imports import format_of, timeline_of
-from parsim.formats.kineto import read_kineto
+from parsim.formats.kineto import read_kineto, read_nsys
 from parsim.formats.ledger import ledger_of
 from parsim.formats.nccl_tests import read_nccl_tests, with_measured
-from parsim.formats.nsys import read_nsys
 from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo, read_topo_matrix, with_links
 from parsim.hardware.compose import load_profile

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import parsim
+from parsim.app.check import what_would
 from parsim.app.config import parse_config
-from parsim.app.faster import what_would
 from parsim.app.load import cluster_of
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.contention import ring_set

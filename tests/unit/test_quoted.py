@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.faster import parse_faster, what_would
+from parsim.app.check import parse_faster, what_would
 from parsim.app.large import DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.errors import ConfigError
 from parsim.model.catalogue.names import NAMED

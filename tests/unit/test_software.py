@@ -10,9 +10,9 @@ import pytest
 import parsim
 from experiments.published.predict import predict
 from experiments.published.rows import Row
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question, constraints_of, parse_config
 from parsim.app.load import fixed_plan, problem_of
+from parsim.app.prediction import AssumedFramework
 from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of

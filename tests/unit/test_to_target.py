@@ -12,7 +12,7 @@ import torch
 import parsim
 from parsim.app.answer import Answer
 from parsim.app.prediction import Prediction
-from parsim.app.to_target import asked_rules
+from parsim.app.relaxed import asked_rules
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.convergence import step_condition
