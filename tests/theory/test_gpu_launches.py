@@ -24,7 +24,6 @@ from parsim.costs.compute.launches import (
     cuda_forward,
     cuda_lowering,
     cuda_operators,
-    gpu_launches,
 )
 from parsim.costs.compute.surfaces import SurfaceModel, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
@@ -80,7 +79,7 @@ def named(model: Model, name: str) -> Component:
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_without_autocast_a_gpu_launches_what_a_cpu_does(model: Model, precision: str, phase: Phase) -> None:
     for component in model.components:
-        own = gpu_launches(component, phase, SAMPLES, precision=precision)
+        own = component_launches(component, phase, SAMPLES, precision=precision, on_gpu=True)
         assert own == component_launches(component, phase, SAMPLES, precision)
 
 
@@ -90,7 +89,7 @@ def test_a_loss_is_in_fp32_and_its_input_is_cast(model: Model) -> None:
     loss, logits = named(model, "loss"), SAMPLES * TOKENS * VOCAB
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         there, cpu = (
-            gpu_launches(loss, phase, SAMPLES, precision="amp_bf16"),
+            component_launches(loss, phase, SAMPLES, precision="amp_bf16", on_gpu=True),
             component_launches(loss, phase, SAMPLES),
         )
         assert elements(there, "softmax") == 2 * elements(cpu, "softmax")
@@ -101,20 +100,20 @@ def test_weights_biases_and_norms_are_cast_launch_by_launch(model: Model) -> Non
     """A layer of BERT: four products, each with a weight and a bias to cast, and two norms whose output a product reads."""
     layer = named(model, "layers.0")
     cpu = component_launches(layer, Phase.FORWARD, SAMPLES)
-    there = gpu_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16")
+    there = component_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(there) == functions(cpu) + Counter(copy=4 + 4 + 2)
     weights, biases = 12 * HIDDEN**2, 9 * HIDDEN
     norms = 2 * SAMPLES * TOKENS * HIDDEN
     assert elements(there, "copy") == pytest.approx(6 / 4 * (weights + 2 * biases + norms))
     assert elements(there, "layer_norm") == 2 * elements(cpu, "layer_norm")
-    back = gpu_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16")
+    back = component_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(back)["copy"] == 4 + 4 + 2, "gradients of weights and biases are widened, those of norms cast"
 
 
 def test_halves_of_a_backward_add_up_to_it(model: Model) -> None:
     for component in model.components:
         whole, first, second = (
-            functions(gpu_launches(component, phase, SAMPLES, precision="amp_fp16"))
+            functions(component_launches(component, phase, SAMPLES, precision="amp_fp16", on_gpu=True))
             for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         )
         assert first + second == whole

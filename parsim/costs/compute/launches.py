@@ -173,22 +173,6 @@ def operator_launches(
     return halves[HALVES.index(phase)] if phase in HALVES else (*halves[0], *halves[1])
 
 
-def component_launches(
-    component: Component, phase: Phase, samples: int, precision: str = "fp32", *, input_gradient: bool = True
-) -> tuple[Launch, ...]:
-    """All launches of a component on a CPU, with the accumulation of its gradients; arguments as for `launches_of`."""
-    operators = [operator for operator in component.operators if operator.function != GRADIENT_SUM]
-    launches = launches_of(operators, phase, samples, precision, AS_TRACED, input_gradient=input_gradient)
-    return (*launches, *accumulations(component, phase))
-
-
-def accumulations(component: Component, phase: Phase) -> tuple[Launch, ...]:
-    """The launches that accumulate gradients of parameters, in the phases that make them."""
-    if phase not in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
-        return ()
-    return tuple(memory_launch(ACCUMULATE, "backward", parameter.elements) for parameter in component.trainable_parameters)
-
-
 def forward_launches(operator: Operator, samples: int, precision: str = "fp32") -> tuple[Launch, ...]:
     """The launch of an operator's forward; an attention is fused.
 
@@ -595,20 +579,32 @@ def _cuda_lowering(full_stream: bool) -> Lowering:
     return Lowering(partial(cuda_forward, full_stream=full_stream), partial(cuda_backward, full_stream=full_stream))
 
 
-def gpu_launches(
-    component: Component, phase: Phase, samples: int, *, precision: str, input_gradient: bool = True
+def component_launches(
+    component: Component,
+    phase: Phase,
+    samples: int,
+    precision: str = "fp32",
+    *,
+    on_gpu: bool = False,
+    input_gradient: bool = True,
 ) -> tuple[Launch, ...]:
-    """All launches of a component on a GPU whose operators were measured: those of a CPU, and what autocast adds to them.
+    """All launches of a component on a machine whose operators were measured, with the accumulation of its gradients.
 
-    Operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the additions
-    that follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of
-    weights, biases, activations and gradients are launches of their own, priced as copies.
+    On a GPU operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the
+    additions that follow them, softmax and loss. These count with as many elements as their bytes are of the measured type.
+    Casts of weights, biases, activations and gradients are launches of their own, priced as copies.
     """
-    operators = [operator for operator in cuda_operators(component.operators) if operator.function != GRADIENT_SUM]
-    uniform = UNIFORM.get(number_format(precision).autocast)
-    lowering = AS_TRACED if uniform is None else _autocast_lowering(cuda_lowering(operators), uniform)
+    recorded, lowering = component.operators, AS_TRACED
+    if on_gpu:
+        recorded = cuda_operators(recorded)
+        if uniform := UNIFORM.get(number_format(precision).autocast):
+            lowering = _autocast_lowering(cuda_lowering(recorded), uniform)
+    operators = [operator for operator in recorded if operator.function != GRADIENT_SUM]
     launches = launches_of(operators, phase, samples, precision, lowering, input_gradient=input_gradient)
-    return (*launches, *accumulations(component, phase))
+    if phase not in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
+        return launches
+    gradients = (memory_launch(ACCUMULATE, "backward", parameter.elements) for parameter in component.trainable_parameters)
+    return (*launches, *gradients)
 
 
 def _autocast_lowering(cuda: Lowering, uniform: str) -> Lowering:

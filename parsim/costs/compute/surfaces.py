@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.compute.formula import EXTRAPOLATED_SHARE, component_roofline_s, drift_of
-from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, gpu_launches, operator_times
+from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, operator_times
 from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.devices import DeviceType
@@ -292,14 +292,16 @@ def component_parts(
     model: SurfaceModel,
     *,
     input_gradient: bool = True,
-    launched: Callable[..., tuple[Launch, ...]] = component_launches,
+    gpu_precision: str = "",
 ) -> Parts:
     """Split a component's forward or backward (or half of it) into launches, bytes and seconds.
 
-    `model`: surfaces that price the launches. `launched`: makes the launches (`launches_on`). Raises CostError: no surface
-    covers a launch; the message names the first.
+    `model`: surfaces that price the launches. `gpu_precision`: of launches on a GPU; "": they are a CPU's. Raises CostError: no
+    surface covers a launch; the message names the first.
     """
-    launches = launched(component, phase, samples, input_gradient=input_gradient)
+    launches = component_launches(
+        component, phase, samples, gpu_precision or "fp32", on_gpu=bool(gpu_precision), input_gradient=input_gradient
+    )
     priced = [(launch, model.price(launch)) for launch in launches]
     by_kind: dict[str, list[Price]] = {}
     for launch, price in priced:
@@ -320,11 +322,6 @@ def component_parts(
         outside_s=sum(price.seconds for _, price in priced if price.widening > 0),
         counts=counts,
     )
-
-
-def launches_on(device_kind: str, precision: str) -> Callable[..., tuple[Launch, ...]]:
-    """What makes the launches of a component on a kind of device."""
-    return partial(gpu_launches, precision=precision) if device_kind == "cuda" else component_launches
 
 
 def moved_bytes(component: Component, samples: int) -> float:
@@ -430,7 +427,7 @@ class LaunchModel:
             request.samples,
             self.surfaces,
             input_gradient=request.input_gradient,
-            launched=launches_on(self.device.kind, self.precision),
+            gpu_precision=self.precision if self.device.kind == "cuda" else "",
         )
 
     def _composition(self, phase: Phase) -> Composition | None:
