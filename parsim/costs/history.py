@@ -33,7 +33,6 @@ import numpy as np
 from parsim.errors import CostError, ProfileError
 from parsim.files import lock, parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
-from parsim.plans.synchronisation import KINDS
 from parsim.units import format_percent, format_seconds
 
 LEVEL = 0.9
@@ -326,8 +325,7 @@ def _share_at(most: int, trials: int, chance: float) -> float:
 
 SUFFIX = ".history.jsonl"
 SCHEMA_VERSION = 2
-"""Of a line. Version 1 timed the steps of a training from the first rank's begin to the last one's end: under a relaxed plan
-they contain the distance between ranks again and again."""
+"""Of a line."""
 MOST_RATIO = 100.0
 """Between measured and predicted, either way. The worst honest prediction of an untested model was off by 20 times; seconds
 taken for milliseconds are off by 1,000, and a few of them would make every interval say nothing."""
@@ -502,8 +500,7 @@ def _record(line: str) -> ValidationRecord:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
-    version = document.get("schema_version")
-    if problem := version_problem(document, 1 if version == 1 else SCHEMA_VERSION):
+    if problem := version_problem(document, SCHEMA_VERSION):
         raise CostError(problem)
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):
         kind = str if name in ("model", "run") else (int, float)
@@ -514,13 +511,9 @@ def _record(line: str) -> ValidationRecord:
             raise CostError(f"{name} is not a string")
     try:
         names = {field.name for field in fields(ValidationRecord)}
-        record = ValidationRecord(**{name: value for name, value in document.items() if name in names})
+        return ValidationRecord(**{name: value for name, value in document.items() if name in names})
     except OverflowError as error:
         raise CostError("a number that no float can hold") from error
-    relaxed = any(word.split("/")[0] in KINDS[1:] for word in str(record.plan).split())
-    if version == 1 and relaxed and 2 * record.rounds > record.steps:  # of a training, step by step
-        raise CostError("its steps contain the distance between ranks (`parsim validate FOLDER` measures the run again)")
-    return record
 
 
 def _machine(records: list[ValidationRecord], profile: Profile) -> str:

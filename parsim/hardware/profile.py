@@ -227,8 +227,7 @@ class LinkModel(ProfileRecord):
         links.
         tuner_bandwidth_bytes_per_s: of one lane, as the tuner counts it.
         point_to_point_base_s: latency of one send_recv. measured_groups: the groups of devices that the points cover.
-        point_sources: sources of the profile's points that the model was fitted to; all others price their own groups. None,
-        in files from before there was the key: every all_reduce on a measured group.
+        point_sources: sources of the profile's points that the model was fitted to; all others price their own groups.
         relative_sigma: spread of the measured points around the fit, from min_size_bytes to max_size_bytes.
         unmeasured_group_sigma: further spread for a group unlike any measured one (from leaving one group out).
     """
@@ -241,7 +240,7 @@ class LinkModel(ProfileRecord):
     relative_sigma: NonNegative
     unmeasured_group_sigma: NonNegative
     measured_groups: list[list[int]]
-    point_sources: list[str] | None = None
+    point_sources: list[str] = []
     min_size_bytes: int
     max_size_bytes: int
     source: str

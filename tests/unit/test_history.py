@@ -220,19 +220,6 @@ def test_intervals_of_a_profile_with_a_history_are_corrected(tmp_path: Path) -> 
     assert document["uncorrected_step_s"] == before.step_s.to_dict()
 
 
-@pytest.mark.parametrize(
-    ("plan", "rounds", "counts"),
-    [("dp dp=2 mb=1x8 average/22", 200, False), ("dp dp=2 mb=1x8 average/22", 10, True), ("dp dp=2 mb=1x8", 200, True)],
-)
-def test_a_relaxed_training_of_the_first_version_counts_no_more(tmp_path: Path, plan: str, rounds: int, counts: bool) -> None:
-    """Its steps were timed from the first rank's begin to the last one's end; those of validations, in rounds, were not."""
-    path = tmp_path / "p.history.jsonl"
-    path.write_text(json.dumps({"schema_version": 1, **asdict(replace(record(0), plan=plan, steps=200, rounds=rounds))}))
-    known = read_history(path, PROFILE)
-    assert len(known.records) == counts
-    assert counts or "its steps contain the distance between ranks (`parsim validate FOLDER`" in known.left_out[0]
-
-
 # `parsim coverage`, what a history changes in the other commands, and what is refused.
 
 RUN_TOML = """

@@ -206,25 +206,14 @@ def _line(sizes: Floats, seconds: Floats) -> Floats:
 # --- which fit prices a group -----------------------------------------------------------------------------------------
 
 
-FITTED_BY_LINKS = "all_reduce"
-"""The operation to which link models were fitted, in files that do not list the sources of these points."""
-
-
 def unfitted_points(communication: Communication) -> list[CollectivePoint]:
     """Points of this machine that neither a fit nor the link model was made from."""
     model = communication.link_model
-
-    def in_link_model(point: CollectivePoint) -> bool:
-        if model is None:
-            return False
-        if model.point_sources is not None:
-            return point.source in model.point_sources
-        return point.operation == FITTED_BY_LINKS and sorted(point.group) in [sorted(group) for group in model.measured_groups]
-
+    used = () if model is None else model.point_sources
     return [
         point
         for point in communication.points
-        if not point.measured_on and not in_link_model(point) and not any(_covers(fit, point) for fit in communication.fits)
+        if not point.measured_on and point.source not in used and not any(_covers(fit, point) for fit in communication.fits)
     ]
 
 
