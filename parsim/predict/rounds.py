@@ -67,78 +67,63 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
     """Estimates of a program's units with tensor-parallel communication as far as products do not hide it."""
-    if plan.tensor_backward_overlap:
-        return _beside_weight_gradients(model, plan, units, estimates)
-    if not plan.tensor_overlap:
+    if not (plan.tensor_overlap or plan.tensor_backward_overlap):
         return list(estimates)
-    products = {component.name for component in model.components if any(op.kind == "matmul" for op in component.operators)}
+    column_share = {component.name: _column_share(component) for component in model.components}
     forwards = [
-        estimate.median_s
+        (unit.work.component, estimate)
         for unit, estimate in zip(units, estimates, strict=True)
-        if isinstance(unit.work, Compute)
-        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
-        and unit.work.component in products
+        if isinstance(unit.work, Compute) and unit.work.phase is Phase.FORWARD and unit.work.ways > 1
     ]
-    if not forwards:
+    if plan.tensor_backward_overlap:
+        operations, detail = SUMS, "in the backward beside gradients of weights"
+        beside_s = [
+            share * sum(term.value for term in estimate.terms if term.name == "matmul")
+            for name, estimate in forwards
+            if (share := column_share[name])
+        ]
+        cut = [name for name, share in column_share.items() if share]
+        again = sum(name in cut for names in plan.segments for name in names) / max(1, len(cut))
+        backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
+
+        def share_of(seconds: float) -> float:
+            return 1 - backward * fmean(min(1.0, each / seconds) for each in beside_s)
+
+    else:
+        pieces = plan.mesh.tp
+        operations, detail, hidden = IN_PIECES, f"{pieces} pieces beside products", (pieces - 1) / pieces
+        products = {part.name for part in model.components if any(op.kind == "matmul" for op in part.operators)}
+        beside_s = [estimate.median_s for name, estimate in forwards if name in products]
+        product_s = fmean(beside_s or [0.0])
+
+        def share_of(seconds: float) -> float:
+            return max(1 - hidden, 1 - hidden * product_s / seconds)
+
+    if not beside_s:
         return list(estimates)
-    product_s, pieces = fmean(forwards), plan.mesh.tp
-    hidden = (pieces - 1) / pieces
 
     def exposed(estimate: Estimate) -> Estimate:
-        share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
-        return _exposed_share(estimate, share, f"{pieces} pieces beside products")
+        term = Term("exposed share", "times", share_of(estimate.median_s), "assumed", detail)
+        return replace(estimate.then(term), detail=f"{estimate.detail}; {detail}")
 
+    tp = plan.mesh.tp
     return [
-        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, IN_PIECES) else estimate
+        exposed(estimate) if estimate.median_s and _among_shards(unit.work, tp, operations) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
     """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks."""
-    if isinstance(work, Collective) and len(work.group) == tp and len({rank // tp for rank in work.group}) == 1:
-        if switches.get("tensor_overlap") and work.operation in IN_PIECES:
-            return 1 / tp
-        if switches.get("tensor_backward_overlap") and work.operation in SUMS:
-            return 1 / 2
-    return 1.0
+    if switches.get("tensor_overlap") and _among_shards(work, tp, IN_PIECES):
+        return 1 / tp
+    return 1 / 2 if switches.get("tensor_backward_overlap") and _among_shards(work, tp, SUMS) else 1.0
 
 
-def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
-    work, tp = unit.work, plan.mesh.tp
+def _among_shards(work: Work, tp: int, operations: Sequence[str]) -> bool:
     if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
     return len({rank // tp for rank in work.group}) == 1
-
-
-def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
-    return replace(
-        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
-    )
-
-
-def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
-    by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
-    weight_s = [
-        by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
-        for unit, estimate in zip(units, estimates, strict=True)
-        if isinstance(unit.work, Compute)
-        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
-        and unit.work.component in by_columns
-    ]
-    if not weight_s:
-        return list(estimates)
-    again = sum(name in by_columns for names in plan.segments for name in names) / len(by_columns)
-    backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
-
-    def exposed(estimate: Estimate) -> Estimate:
-        share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
-        return _exposed_share(estimate, share, "in the backward beside gradients of weights")
-
-    return [
-        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, SUMS) else estimate
-        for unit, estimate in zip(units, estimates, strict=True)
-    ]
 
 
 def _column_share(component: Component) -> float:
