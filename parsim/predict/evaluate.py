@@ -264,41 +264,36 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     measured = problem.cluster.profile.overlap is not None
     works = columns.units.each([unit.work for unit in columns.units.kinds]) if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
+    period, noise = None, sigma if plan.world_size > 1 else 0.0
     if not is_one_step(plan):
         period = mixing_period(problem, layout, folding=folding)
-        steady_s, step_s = _period_s(period, sigma if plan.world_size > 1 else 0.0)
-        return SimulatedStep(
-            folding=folding,
-            compiled=compiled,
-            estimates=estimates,
-            overlap=overlap,
-            steady_s=steady_s,
-            step_s=max(step_s + costs.between_steps_s, floor_s),
-            period=period,
-        )
-    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    if floor_s > steady_s + costs.between_steps_s:  # ranks compute faster than their workers read: every load waits
-        wait_s = floor_s - steady_s - costs.between_steps_s
-        wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
-        estimates = tuple(
-            estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
-            for unit, estimate in zip(columns.units, estimates, strict=True)
-        )
-        medians = medians_s(estimates)[columns.unit]
+        steady_s, step_s = _period_s(period, noise)
+        step_s = max(step_s + costs.between_steps_s, floor_s)
+    else:
         steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    step_s = steady_s
-    if sigma and plan.world_size > 1:
-        if folding.is_folded:
-            step_s = folded_unsteady_s(compiled, folding, medians, overlap, sigma)
-        else:
-            step_s = unsteady_s(compiled, medians[None, :], overlap, sigma)
+        if floor_s > steady_s + costs.between_steps_s:  # ranks compute faster than their workers read: every load waits
+            wait_s = floor_s - steady_s - costs.between_steps_s
+            wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
+            estimates = tuple(
+                estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
+                for unit, estimate in zip(columns.units, estimates, strict=True)
+            )
+            medians = medians_s(estimates)[columns.unit]
+            steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+        step_s = steady_s
+        if noise and folding.is_folded:
+            step_s = folded_unsteady_s(compiled, folding, medians, overlap, noise)
+        elif noise:
+            step_s = unsteady_s(compiled, medians[None, :], overlap, noise)
+        step_s += costs.between_steps_s
     return SimulatedStep(
         folding=folding,
         compiled=compiled,
         estimates=estimates,
         overlap=overlap,
         steady_s=steady_s,
-        step_s=step_s + costs.between_steps_s,
+        step_s=step_s,
+        period=period,
     )
 
 
@@ -436,14 +431,21 @@ def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[Ra
     return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
 
 
-def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
-    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too. A task stands for
-    as many as the ranks that its own stand for, over how many take part in one."""
+def ranks_per_task(columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [tasks]: how many ranks each task uses, counting those that its own stand for."""
     weight = np.zeros(columns.world_size)
     weight[list(folding.ranks)] = folding.weights
-    rows = columns.use_tasks
-    ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
+    ranks: NDArray[np.float64] = np.bincount(
+        columns.use_tasks, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size
+    )
+    return ranks
+
+
+def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too. A task stands for as
+    many as the ranks that its own stand for, over how many take part in one."""
     taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units.kinds])
+    ranks = ranks_per_task(columns, folding)
     copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part[columns.units.kind]
     seconds: NDArray[np.float64] = medians_s(estimates) * copies
     return seconds

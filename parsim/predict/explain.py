@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_totals_s
-from parsim.predict.evaluate import Evaluation
+from parsim.predict.evaluate import Evaluation, ranks_per_task
 from parsim.predict.problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.work import ClipGradients, Collective, Compute, HostCopy, HostUpdate, LoadBatch, Mix, OptimizerStep, SendRecv, Work
@@ -199,11 +199,8 @@ _BREAKDOWN = {
 def _tasks_by_kind(evaluation: Evaluation) -> list[ExplainedTask]:
     """Units of one kind together, each weighted by how many of its tasks the mean rank has."""
     columns, folding = evaluation.compiled.columns, evaluation.folding
-    weight = np.zeros(columns.world_size)
-    weight[list(folding.ranks)] = folding.weights
-    uses = weight[columns.resource_rank[columns.uses.values]]
-    per_task = np.bincount(columns.use_tasks, weights=uses, minlength=columns.size)
-    per_unit = np.bincount(columns.unit, weights=per_task, minlength=len(columns.units)) / weight.sum()
+    per_task = ranks_per_task(columns, folding)
+    per_unit = np.bincount(columns.unit, weights=per_task, minlength=len(columns.units)) / float(sum(folding.weights))
     groups: dict[TaskKind, list[tuple[Estimate, float]]] = {}
     for unit, estimate, tasks in zip(columns.units, evaluation.estimates, per_unit.tolist(), strict=True):
         if tasks:
