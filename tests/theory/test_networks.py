@@ -241,10 +241,10 @@ def test_concurrent_groups_never_help(question: tuple[str, str, str, tuple[int, 
     cluster = made(machine, name)
     other = tuple((rank + shift) % cluster.size for rank in group)
     alone = drawn_seconds(cluster, operation, group, size)
-    beside = drawn_seconds(cluster, operation, group, size, [group, other])
+    beside = drawn_seconds(cluster, operation, group, size, (group, other))
     assert beside >= alone * (1 - 1e-12)
-    assert drawn_seconds(cluster, operation, group, size, [other]) == pytest.approx(beside, rel=1e-12)
-    assert drawn_seconds(cluster, operation, group, size, [group]) == pytest.approx(alone, rel=1e-12)
+    assert drawn_seconds(cluster, operation, group, size, (other,)) == pytest.approx(beside, rel=1e-12)
+    assert drawn_seconds(cluster, operation, group, size, (group,)) == pytest.approx(alone, rel=1e-12)
 
 
 @given(st.sampled_from(MACHINES), st.data())
@@ -313,11 +313,11 @@ def test_a_group_that_lists_a_rank_twice_is_refused() -> None:
     with pytest.raises(GraphError, match=r"lists a rank twice: \(0, 8, 0\)"):
         drawn_seconds(cluster, "all_reduce", (0, 8, 0), 1)
     with pytest.raises(CostError, match=r"a concurrent group lists a rank twice: \(1, 1\)"):
-        drawn_seconds(cluster, "all_reduce", (0, 8), 1, [(1, 1)])
+        drawn_seconds(cluster, "all_reduce", (0, 8), 1, ((1, 1),))
     with pytest.raises(CostError, match="a concurrent group names rank 99, but the cluster has ranks 0 to 31"):
-        drawn_seconds(cluster, "all_reduce", (0, 8), 1, [(0, 99)])
+        drawn_seconds(cluster, "all_reduce", (0, 8), 1, ((0, 99),))
     with pytest.raises(CostError, match="a concurrent transfer lists a rank twice"):
-        estimate_send_recv(SendRecv(source=0, destination=8, size_bytes=1), cluster, [(3, 3)])
+        estimate_send_recv(SendRecv(source=0, destination=8, size_bytes=1), cluster, ((3, 3),))
 
 
 # Many transfers at once: the busiest card sets the pace, one transfer alone costs what it always did.

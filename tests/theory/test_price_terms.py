@@ -267,7 +267,7 @@ def test_every_adjustment_says_what_it_is() -> None:
     assert len({adjustment.name for adjustment in ADJUSTMENTS}) == len(ADJUSTMENTS)
     for adjustment in ADJUSTMENTS:
         assert adjustment.applies_to
-        assert "Source: " in (adjustment.term.__doc__ or "")
+        assert "Source:" in (adjustment.term.__doc__ or "")
 
 
 def test_terms_that_do_not_make_the_median_are_refused() -> None:
@@ -297,7 +297,7 @@ def test_contention_is_a_term_of_its_own_and_leaves_the_latency() -> None:
     """Two groups whose rings cross the same network cards: the bytes take longer than alone, the latency does not."""
     work = Collective(operation="all_reduce", group=(0, 8), size_bytes=2**26)
     alone = estimate_collective(work, cluster())
-    beside = estimate_collective(work, cluster(), [(0, 8), (1, 9), (2, 10), (3, 11)])
+    beside = estimate_collective(work, cluster(), ((0, 8), (1, 9), (2, 10), (3, 11)))
     by_name = [{term.name: term.value for term in estimate.terms} for estimate in (alone, beside)]
     assert "contention" not in by_name[0]
     assert by_name[1]["contention"] > 0
