@@ -97,7 +97,7 @@ class Answer:
             return self.search.status
         return "given" if self.fits else "infeasible"
 
-    @property
+    @cached_property
     def prediction(self) -> Prediction:
         """The chosen plan; if none fits, the fastest of those."""
         return self._predicted(self.evaluation)
@@ -109,7 +109,7 @@ class Answer:
             raise DoesNotFitError(f"{self.sentence()} There is no chosen plan; see answer.candidates")
         return self.prediction
 
-    @cached_property
+    @property
     def step_size(self) -> StepSize | None:
         """Of the chosen plan, as `Prediction.step_size`."""
         return self.prediction.step_size
@@ -296,18 +296,11 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
-        model, prediction = self.problem.model, self.prediction
+        model = self.problem.model
         if self.question.source.recipe is not None:
             document["config_file"] = self.question.source.recipe.to_dict()
-        parts = {
-            "quoted": prediction.quoted,
-            "samples_run": prediction.samples_run,
-            "loading": self.problem.loading,
-            "framework": self.assumed_framework,
-            "step_size": self.step_size,
-        }
         return document | {
-            **{key: None if part is None else part.to_dict() for key, part in parts.items()},
+            **self.prediction.parts(),
             **({} if self.largest is None else {"largest": asdict(self.largest)}),
             "assumed": {key: list(value) if isinstance(value, tuple) else value for key, value in self.assumed.items()},
             "loss": model.loss or None,

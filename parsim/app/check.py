@@ -418,16 +418,12 @@ def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
             low, high = (middle, high) if does(middle) else (low, middle)
     except KeyboardInterrupt as ending:
         known = f"{sizes.step * low:,} {sizes.noun} fit with 95%, and up to {sizes.step * high:,} not all were tried"
-        text = f"parsim: ended by SIGINT. {known}. Ask from there on with --set {_option(sizes.settings(low))}"
+        key, value = next(iter(sizes.settings(low).items()))
+        text = f"parsim: ended by SIGINT. {known}. Ask from there on with --set {key}={value}"
         print(text, file=sys.stderr, flush=True)
         ending.add_note(text)  # told
         raise
     return low
-
-
-def _option(settings: Mapping[str, object]) -> str:
-    key, value = next(iter(settings.items()))
-    return f"{key}={value}"
 
 
 def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:

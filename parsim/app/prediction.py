@@ -249,6 +249,10 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
+        return describe(self.evaluation) | self.parts()
+
+    def parts(self) -> dict[str, Any]:
+        """What is known of some plans alone, as JSON; None where it is not."""
         parts = {
             "quoted": self.quoted,
             "samples_run": self.samples_run,
@@ -256,7 +260,7 @@ class Prediction:
             "framework": self.assumed_framework,
             "step_size": self.step_size,
         }
-        return describe(self.evaluation) | {key: None if part is None else part.to_dict() for key, part in parts.items()}
+        return {key: None if part is None else part.to_dict() for key, part in parts.items()}
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""

@@ -20,7 +20,7 @@ from parsim.predict.evaluate import Evaluation, simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.picture import plotted
-from parsim.report.tables import Column, ReportTable, frame, to_text
+from parsim.report.tables import ReportTable, columns_of, frame, to_text
 from parsim.search.relaxed import relaxed_search
 from parsim.units import format_seconds
 
@@ -80,9 +80,10 @@ class StepSize:
     def lines(self) -> list[str]:
         """Sentences for people."""
         condition = self.condition
+        until = "diverge beyond" if condition.is_exact else "converge up to"
         known = [
             "" if condition.safe is None else f"safe up to {condition.safe:.3g}/L, where synchronous training has 1/L",
-            "" if condition.limit is None else f"quadratic losses {_until(condition)} {condition.limit:.3g}/L",
+            "" if condition.limit is None else f"quadratic losses {until} {condition.limit:.3g}/L",
             condition.why,
         ]
         terms = f" ({terms})" if (terms := condition.terms()) else ""
@@ -130,10 +131,6 @@ class StepSize:
             "times_safe": self.times_safe,
             **self.condition.to_dict(),
         }
-
-
-def _until(condition: StepCondition) -> str:
-    return "diverge beyond" if condition.is_exact else "converge up to"
 
 
 def step_size(question: Question, plan: Plan) -> StepSize | None:
@@ -392,12 +389,9 @@ class GraphBench:
 
     def report(self) -> ReportTable:
         """The rows as texts."""
-        columns = (
-            *(Column(name=name) for name in ("model", "shards", "graph")),
-            *(
-                Column(name=name, numeric=True)
-                for name in ("replicas", "averaged", "replicas' own", "connections", "distance", "Gini")
-            ),
+        columns = columns_of(
+            *("model", "shards", "graph", "replicas", "averaged", "replicas' own", "connections", "distance", "Gini"),
+            words=("model", "shards", "graph"),
         )
         rows = tuple(
             (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from parsim.errors import ConfigError
-from parsim.formats.megatron import note_hanging, option_values
 from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
+from parsim.formats.scripts import note_hanging, option_values
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
 
@@ -86,21 +86,14 @@ def read_axolotl(source: SourceFile) -> Recipe:
             recipe.zero = 2
     if keys.flag("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
         recipe.recompute = "full"
-    recipe.tp = keys.number("tensor_parallel_size", default=1)
-    recipe.cp = keys.number("context_parallel_size", "sequence_parallel_degree", default=1)
-    recipe.ep = keys.number("expert_parallel_size", default=1)
-    recipe.replicate = keys.number("dp_replicate_size", default=1)
+    keys.degrees(recipe, tp="tensor_parallel_size", ep="expert_parallel_size", replicate="dp_replicate_size")
+    keys.degrees(recipe, cp=("context_parallel_size", "sequence_parallel_degree"))
     if shard := keys.number("dp_shard_size", default=0):
         recipe.dp, recipe.zero = shard * recipe.replicate, recipe.zero or 3
     if config := keys.text("deepspeed"):
         take_deepspeed_file(config, source.path, recipe)
     keys.sort(recipe, left_out=AXOLOTL_LEFT_OUT, ignored=AXOLOTL_SAME_TIME)
     return recipe
-
-
-def is_axolotl(source: SourceFile) -> bool:
-    """Whether a file is one of axolotl."""
-    return source.path.suffix in YAML and bool(AXOLOTL_MARK.search(source.text))
 
 
 # torchtune.
@@ -166,10 +159,8 @@ def read_torchtune(source: SourceFile) -> Recipe:
     name = keys.text("optimizer._component_", default="torch.optim.AdamW").rpartition(".")[2]
     take_optimizer(f"{name}_fused" if keys.flag("optimizer.fused") else name, recipe)
     recipe.software["compiled"] = keys.flag("compile")
-    recipe.tp = keys.number("tensor_parallel_dim", default=1)
-    recipe.cp = keys.number("context_parallel_dim", default=1)
-    recipe.ep = keys.number("expert_parallel_dim", default=1)
-    recipe.replicate = keys.number("data_parallel_replicate_dim", default=1)
+    keys.degrees(recipe, tp="tensor_parallel_dim", cp="context_parallel_dim", ep="expert_parallel_dim")
+    keys.degrees(recipe, replicate="data_parallel_replicate_dim")
     shard = keys.text("data_parallel_shard_dim", default="-1")
     if shard not in ("-1", "0"):
         recipe.dp = keys.number("data_parallel_shard_dim") * recipe.replicate
@@ -234,10 +225,7 @@ def read_lightning(source: SourceFile) -> Recipe:
         recipe.missing["model.name"] = "the model is a class of your own"
     devices, nodes = keys.text(f"{where}devices", default="auto"), keys.number(f"{where}num_nodes", default=1)
     recipe.processes = int(devices) * nodes if devices.isdigit() else 0
-    precision = keys.text(f"{where}precision", default="32-true").lower()
-    if precision not in FORMS:
-        raise ConfigError(f"{keys.framework}: precision = {precision!r} must be one of {', '.join(FORMS)}")
-    recipe.training["precision"] = FORMS[precision]
+    recipe.training["precision"] = keys.choice(FORMS, f"{where}precision", default="32-true")
     if litgpt:
         _take_adapters(recipe, keys)
     strategy = keys.text(f"{where}strategy.class_path", f"{where}strategy", default="fsdp" if litgpt else "auto")
@@ -355,12 +343,9 @@ def read_openrlhf(source: SourceFile) -> Recipe:
     recipe.zero = keys.number("zero_stage", default=2)
     recipe.optimizer_offload = keys.flag("adam_offload")
     recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
-    precision = keys.text("param_dtype", default="bf16" if keys.flag("bf16", default=True) else "fp32")
-    if precision not in PRECISIONS:
-        raise ConfigError(f"{OPENRLHF}: param_dtype = {precision!r} must be one of {', '.join(PRECISIONS)}")
-    recipe.training |= {"precision": PRECISIONS[precision], "optimizer": "adamw_fused"}
-    recipe.tp = keys.number("ds_tensor_parallel_size", default=1)
-    recipe.cp = keys.number("ring_attn_size", default=1)
+    usual = "bf16" if keys.flag("bf16", default=True) else "fp32"
+    recipe.training |= {"precision": keys.choice(PRECISIONS, "param_dtype", default=usual), "optimizer": "adamw_fused"}
+    keys.degrees(recipe, tp="ds_tensor_parallel_size", cp="ring_attn_size")
     keys.number("ring_head_stride", default=1)
     if rank := keys.number("lora_rank", default=0):
         take_adapters(
@@ -382,7 +367,7 @@ FORMATS = {
         what="a YAML file of axolotl",
         tool=AXOLOTL,
         reads="recipe",
-        sniff=is_axolotl,
+        sniff=lambda source: source.path.suffix in YAML and bool(AXOLOTL_MARK.search(source.text)),
         read=read_axolotl,
     ),
     "torchtune": FileFormat(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import Network, gpu_named, load_network, save_network
 from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
-from parsim.report.tables import Column, ReportTable, to_text
+from parsim.report.tables import ReportTable, columns_of, to_text
 from parsim.timeline import SCHEMA_VERSION, Timeline
 from parsim.units import format_percent, format_seconds
 
@@ -125,26 +125,21 @@ def _options_of(row: FileFormat) -> tuple[str, ...]:
     return () if row.reads not in BECOMES else row.options + BECOMES[row.reads][2]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileChange:
-    """A profile with what a file says of the machine; a sentence without a target, and one for what was written; JSON."""
+Made = TypeVar("Made", Profile, Network)
 
-    profile: Profile
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineChange(Generic[Made]):
+    """A profile, or a network, with what a file says of it.
+
+    Attributes: made: the changed one. summary, written: a sentence without a target, and one for what was written ("": the
+        same). document: JSON. warnings, tables: as in `Imported`.
+    """
+
+    made: Made
     summary: str
     document: Mapping[str, Any]
     written: str = ""
-    warnings: tuple[str, ...] = ()
-    tables: tuple[ReportTable, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkChange:
-    """A network with what a file says of it; the rest as of ProfileChange."""
-
-    network: Network
-    summary: str
-    document: Mapping[str, Any]
-    written: str
     warnings: tuple[str, ...] = ()
     tables: tuple[ReportTable, ...] = ()
 
@@ -161,8 +156,8 @@ class MachineReading:
     """
 
     devices: int
-    change: Callable[[Profile], ProfileChange] | None = None
-    between: Callable[[Profile, str, Network | None], NetworkChange] | None = None
+    change: Callable[[Profile], MachineChange[Profile]] | None = None
+    between: Callable[[Profile, str, Network | None], MachineChange[Network]] | None = None
     whole: bool = False
     names: tuple[str, ...] = ()
     fitting: Callable[[], Sequence[str]] = tuple
@@ -185,22 +180,22 @@ def import_machine(
         network: that a new network starts from (None: the nearest that ships).
     Raises: ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
     """
-    change: ProfileChange | NetworkChange
     if network is not None and reading.between is None:
         raise ImportedFileError(f"--network {network}: {source.path} is of one host and says nothing of a network")
+    change: MachineChange[Profile] | MachineChange[Network]
     if reading.between is not None:
         profile = _profile(None, cluster, reading)
-        change = reading.between(profile, cluster or profile.name, _network(into, network))
-        found = {"network": change.network.name, "profile": profile.name, **change.document}
+        change = between = reading.between(profile, cluster or profile.name, _network(into, network))
+        found = {"network": between.made.name, "profile": profile.name, **between.document}
         if into is not None:
-            save_network(change.network.model_copy(update={"name": into.stem}), into)
+            save_network(between.made.model_copy(update={"name": into.stem}), into)
     else:
         assert reading.change is not None
         profile = _profile(into, cluster, reading)
-        change = reading.change(profile)
-        found = {"profile": profile.name, **change.document}
+        change = inside = reading.change(profile)
+        found = {"profile": profile.name, **inside.document}
         if into is not None:
-            save_profile(change.profile, into)
+            save_profile(inside.made, into)
     return Imported(
         kind=kind,
         source=source.path,
@@ -469,7 +464,7 @@ def _ledger_table(ledger: TraceLedger, peak_text: str) -> ReportTable:
     peak = f"The peak is that of {peak_text}. " if peak_text else ""
     return ReportTable(
         title="Where the step goes",
-        columns=(Column(name="part", wraps=True), Column(name="per step", numeric=True), Column(name="share", numeric=True)),
+        columns=columns_of("part", "per step", "share", wraps="part"),
         rows=(*rows, ("measured step", format_seconds(ledger.step_s), format_percent(1.0))),
         notes=(
             f"{peak}Communication runs for {format_seconds(ledger.communication_busy_s)} per step, hidden or not.",
@@ -513,12 +508,7 @@ def _kernel_table(ledger: TraceLedger) -> ReportTable:
     ]
     return ReportTable(
         title="What takes longest",
-        columns=(
-            Column(name="kernel or operator", wraps=True),
-            Column(name="per step", numeric=True),
-            Column(name="calls", numeric=True),
-            Column(name="of the peak", numeric=True),
-        ),
+        columns=columns_of("kernel or operator", "per step", "calls", "of the peak", wraps="kernel or operator"),
         rows=tuple(rows),
     )
 
@@ -538,12 +528,7 @@ def _against_table(ledger: TraceLedger, predicted: Mapping[str, float]) -> Repor
     ]
     return ReportTable(
         title="Beside the prediction",
-        columns=(
-            Column(name="part"),
-            Column(name="measured", numeric=True),
-            Column(name="predicted", numeric=True),
-            Column(name="difference", numeric=True),
-        ),
+        columns=columns_of("part", "measured", "predicted", "difference", words=("part",)),
         rows=tuple(rows),
         notes=("The trace is of one rank; predicted parts are means over ranks.",),
     )

@@ -38,7 +38,7 @@ from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import HeldOut, OperatorFit
 from parsim.numeric import Bools, Floats
 from parsim.predict.breakdown import covered_until, union
-from parsim.report.tables import Column, ReportTable
+from parsim.report.tables import ReportTable, columns_of
 from parsim.units import format_percent
 
 TOP = 8
@@ -355,10 +355,11 @@ def factor_table(factors: Sequence[KindFactor]) -> ReportTable:
         )
         for entry in factors
     ]
-    names = ("shapes", "seconds", "error before", "held-out error", "nine of ten below")
     return ReportTable(
         title="Kernels of the trace against the profile",
-        columns=(Column(name="kernels"), *(Column(name=name, numeric=True) for name in names)),
+        columns=columns_of(
+            *("kernels", "shapes", "seconds", "error before", "held-out error", "nine of ten below"), words=("kernels",)
+        ),
         rows=tuple(rows),
         notes=("Each half of the shapes is predicted with the factor of the other half.",),
     )

@@ -30,13 +30,13 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.measured import fits_of_points
 from parsim.costs.communication.network_fit import fitted_network, log_errors, nearest_network
 from parsim.errors import CostError, ImportedFileError, ProfileError
-from parsim.formats.imports import MachineReading, NetworkChange, ProfileChange
+from parsim.formats.imports import MachineChange, MachineReading
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import Network, NetworkPoint, load_network, shipped_networks
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
-from parsim.report.tables import Column, ReportTable
+from parsim.report.tables import ReportTable, columns_of
 from parsim.units import format_bytes, format_percent
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
@@ -571,7 +571,7 @@ def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
 
 def _network_changed(
     profile: Profile, machine: str, network: Network | None, *, log: NcclLog, source: SourceFile
-) -> NetworkChange:
+) -> MachineChange[Network]:
     """The network (None: the nearest that ships), fitted to all that was measured of it.
 
     Raises: ImportedFileError: nodes of which the profile has no device, or fewer than two sizes.
@@ -612,8 +612,8 @@ def _network_changed(
     hosts = {_shape_of(test) for test in log.tests}
     summary = f"{len(own)} collectives between nodes of {machine} ({listed(sorted(hosts))} devices)"
     errors = [median(abs(math.expm1(error)) for error in one) for one in (before, after)]
-    return NetworkChange(
-        network=made,
+    return MachineChange(
+        made=made,
         summary=f"{summary}; give --into NETWORK.json to use them",
         written=f"{summary}, on {base.name}, fitted and used from now on",
         document={
@@ -658,25 +658,20 @@ def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping
         )
     return ReportTable(
         title="Measured collectives between nodes",
-        columns=(
-            Column(name="collective"),
-            Column(name="devices"),
-            Column(name="points", numeric=True),
-            Column(name="sizes"),
-            Column(name="error", numeric=True),
-            Column(name="error before", numeric=True),
-            Column(name="bias before", numeric=True),
+        columns=columns_of(
+            *("collective", "devices", "points", "sizes", "error", "error before", "bias before"),
+            words=("collective", "devices", "sizes"),
         ),
         rows=tuple(rows),
         notes=("Errors are medians over sizes of |predicted - measured| / measured; bias is signed.",),
     )
 
 
-def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> ProfileChange:
+def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> MachineChange[Profile]:
     made, groups = with_measured(profile, log, source.digest, shown(source.path.name))
     summary = f"{sum(group.points for group in groups)} measured collectives of {len(groups)} group(s)"
-    return ProfileChange(
-        profile=made,
+    return MachineChange(
+        made=made,
         summary=f"{summary}; give --into PROFILE.json to use them",
         written=f"{summary} in {profile.name}, fitted and used from now on",
         document={"groups": [asdict(group) | {"group": list(group.group)} for group in groups]},
@@ -699,14 +694,10 @@ def _group_table(groups: Sequence[FittedGroup]) -> ReportTable:
     ]
     return ReportTable(
         title="Measured collectives",
-        columns=(
-            Column(name="collective"),
-            Column(name="devices", wraps=True),
-            Column(name="points", numeric=True),
-            Column(name="sizes"),
-            Column(name="error of the fit", numeric=True),
-            Column(name="error before", numeric=True),
-            Column(name="bias before", numeric=True),
+        columns=columns_of(
+            *("collective", "devices", "points", "sizes", "error of the fit", "error before", "bias before"),
+            words=("collective", "sizes"),
+            wraps="devices",
         ),
         rows=tuple(rows),
         notes=("Errors are medians of |predicted - measured| / measured; bias is signed. Before: the profile without them.",),

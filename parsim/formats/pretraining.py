@@ -1,8 +1,9 @@
-"""Tools that pretrain by files of their own, read: nanotron, nanoGPT, llm-foundry and OLMo, and programs that train on images.
+"""Tools that pretrain, read: MaxText and Primus, nanotron, nanoGPT, llm-foundry and OLMo, and programs for images.
 
-Key names are those of src/nanotron/config (huggingface/nanotron), train.py and model.py (karpathy/nanoGPT), TrainConfig and
-MPTConfig (mosaicml/llm-foundry), OLMo's older trainer (allenai/OLMo, olmo/config.py), references/classification/train.py
-(pytorch/vision), train.py (huggingface/pytorch-image-models) and imagenet/main.py (pytorch/examples).
+Key names are those of src/MaxText/configs/base.yml (AI-Hypercomputer/maxtext), AMD-AGI/Primus, src/nanotron/config
+(huggingface/nanotron), train.py and model.py (karpathy/nanoGPT), TrainConfig and MPTConfig (mosaicml/llm-foundry), OLMo's older
+trainer (allenai/OLMo, olmo/config.py), references/classification/train.py (pytorch/vision), train.py
+(huggingface/pytorch-image-models) and imagenet/main.py (pytorch/examples).
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError
 from parsim.files import read_text
-from parsim.formats.megatron import note_hanging, option_values, options_of
-from parsim.formats.python import Script, walk
-from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, YAML, FileKeys, Recipe, plain_value, yaml_table
+from parsim.formats.megatron import read_yaml
+from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, VARIABLE, YAML, FileKeys, Recipe, plain_value, yaml_table
+from parsim.formats.scripts import Script, note_hanging, option_values, options_of, overrides_of, walk
 from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.torchtitan import read_toml
 from parsim.formats.trainer import STAGES, take_optimizer
 from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, normalised
 from parsim.model.catalogue.zoo import IMAGENET
@@ -67,8 +70,7 @@ def read_nanotron(document: Mapping[str, Any]) -> Recipe:
     if len(families) != 1:
         raise ConfigError(f"{NANOTRON}: model.model_config must have one of {', '.join(FAMILIES)} = true")
     text(f"model.model_config.{families[0]}")
-    for axis, key in NANOTRON_AXES.items():
-        setattr(recipe, axis, number(key, default=1))
+    keys.degrees(recipe, **NANOTRON_AXES)
     recipe.dp = number("parallelism.dp")
     args = {name: number(f"model.model_config.{key}") for name, key in NANOTRON_SHAPE.items()}
     step = number("model.make_vocab_size_divisible_by", default=1) * recipe.tp
@@ -105,11 +107,6 @@ def read_nanotron(document: Mapping[str, Any]) -> Recipe:
     recipe.processes = recipe.dp * recipe.tp * recipe.pp * recipe.cp
     keys.sort(recipe, left_out=NANOTRON_LEFT_OUT, ignored=NANOTRON_SAME_TIME)
     return recipe
-
-
-def is_nanotron(source: SourceFile) -> bool:
-    """Whether a file is one of nanotron."""
-    return source.path.suffix in YAML and bool(NANOTRON_MARK.search(source.text))
 
 
 # nanoGPT: configurations are assignments in Python, or scripts that name one; read and not run.
@@ -163,10 +160,8 @@ def read_nanogpt(source: SourceFile) -> Recipe:
     recipe.args["seq"] = keys.number("block_size")
     recipe.micro_batch = keys.number("batch_size")
     recipe.training["global_batch"] = recipe.micro_batch * keys.number("gradient_accumulation_steps")
-    dtype = keys.text("dtype", default="bfloat16")
-    if dtype not in NANOGPT_PRECISIONS:
-        raise ConfigError(f"{NANOGPT}: dtype = {dtype!r} must be one of {', '.join(NANOGPT_PRECISIONS)}")
-    recipe.training |= {"precision": NANOGPT_PRECISIONS[dtype], "optimizer": "adamw_fused"}
+    precision = keys.choice(NANOGPT_PRECISIONS, "dtype", default="bfloat16")
+    recipe.training |= {"precision": precision, "optimizer": "adamw_fused"}
     recipe.software["compiled"] = keys.flag("compile", default=True)
     recipe.processes = keys.number("nproc_per_node", default=0)
     keys.sort(recipe, left_out={}, ignored=NANOGPT_SAME_TIME)
@@ -247,10 +242,7 @@ def read_composer(source: SourceFile) -> Recipe:
         recipe.left_out["device_train_microbatch_size"] = why
     else:
         recipe.micro_batch = keys.number("device_train_microbatch_size", default=1)
-    precision = keys.text("precision", default="amp_bf16").lower()
-    if precision not in COMPOSER_PRECISIONS:
-        raise ConfigError(f"{keys.framework}: precision = {precision!r} must be one of {', '.join(COMPOSER_PRECISIONS)}")
-    recipe.training["precision"] = COMPOSER_PRECISIONS[precision]
+    recipe.training["precision"] = keys.choice(COMPOSER_PRECISIONS, "precision", default="amp_bf16")
     take_optimizer(keys.text("optimizer.name", default="adamw").removeprefix("decoupled_"), recipe)
     _divided(keys, recipe)
     again = keys.text("activation_checkpointing", default="none").lower()
@@ -427,6 +419,171 @@ def _is_timm(options: dict[str, Any]) -> bool:
     )
 
 
+# MaxText.
+
+
+MAXTEXT = "MaxText"
+MAXTEXT_MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
+MAXTEXT_STARTS = re.compile(r"\bmaxtext[./]", re.IGNORECASE)
+MAXTEXT_AXES = {
+    "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
+    "pp": ("pipeline",),
+    "cp": ("context", "sequence", "context_autoregressive"),
+    "ep": ("expert",),
+}
+SHARDED, REPLICATED = ("fsdp", "fsdp_transpose"), ("data",)
+MAXTEXT_SHAPE = {
+    "layers": "base_num_decoder_layers",
+    "hidden": "base_emb_dim",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "ffn": "base_mlp_dim",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "experts": "num_experts",
+    "active": "num_experts_per_tok",
+    "expert_ffn": "base_moe_mlp_dim",
+}
+KEPT = ("minimal", "save_qkv_proj", "save_dot_except_mlp", "save_dot_except_mlpwi", "save_dot_with_context_except_mlp")
+MAXTEXT_SAME_TIME = re.compile(
+    r"(run_name|base_output|steps|log_|profiler|skip_first|dataset|hf_|tokenizer|enable_checkpointing|async_|checkpoint|"
+    r"learning_rate|warmup|cosine|adam_|gradient_clip|eval|save_|load_|data_shuffle|enable_goodput|monitor|packing|use_iota|"
+    r"mu_dtype|hardware|jax_|compile|metrics|gcs_|tensorboard|init_|dropout|rope_|normalization|mlp_activations|"
+    r"logits_|attention$|attention_type|scan_layers|shard_mode|num_slices|expansion|grain|remat_policy|megablox|sparse_matmul|"
+    r"base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
+    r"allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
+)
+MAXTEXT_LEFT_OUT = {
+    "capacity_factor": "experts are visited evenly, and no token is dropped",
+    "optimizer_memory_host_offload": "the optimizer's state stays on the device",
+    "parameter_memory_host_offload": "parameters stay on the device",
+    "packing": "every sample has all its tokens",
+}
+
+
+def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
+    """A file of MaxText.
+
+    Args: document: its keys. model: the name that a wrapper gives it; "": the file's own.
+    Raises: ConfigError: a batch that is no whole number per device, or sizes that are missing.
+    """
+    keys = FileKeys(MAXTEXT, document)
+    recipe = Recipe(framework=MAXTEXT, software={"framework": "maxtext"})
+    name = model or keys.text("model_name", default="default")
+    own = {arg: keys.number(key, default=0) for arg, key in MAXTEXT_SHAPE.items() if key in keys.values}
+    if name == "default":
+        recipe.args = {"gated": True, "norm": "rms", "rotary": True, "bias": False, "tied": False, **own}
+        for arg in ("layers", "hidden", "heads", "vocab"):
+            if arg not in own:
+                recipe.missing[f"model.args.{arg}"] = f"neither model_name nor {MAXTEXT_SHAPE[arg]} is set"
+    else:
+        recipe.name_model("model_name", name)
+        recipe.args = own
+    if seq := keys.number("max_target_length", default=0):
+        recipe.args["seq"] = seq
+    for axis, words in MAXTEXT_AXES.items():
+        setattr(recipe, axis, _degree(keys, words))
+    recipe.zero = 0
+    sharded = _degree(keys, SHARDED, free=-1)
+    if sharded != 1:
+        recipe.zero = 3
+    replicated = _degree(keys, REPLICATED, free=-1)
+    if sharded > 1 and replicated > 1:
+        recipe.dp, recipe.replicate = sharded * replicated, replicated
+    elif recipe.zero == 0 and not any("parallelism" in key for key in keys.values):
+        recipe.zero = 3  # the file of defaults divides over all devices
+    batch = keys.text("per_device_batch_size", default="12")
+    shards = recipe.tp * recipe.pp * recipe.cp
+    local = float(batch) * shards if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", batch) else 0.0
+    if local != int(local) or local < 1:
+        raise ConfigError(
+            f"{MAXTEXT}: per_device_batch_size = {batch} on {shards} devices per replica is no whole number of samples"
+        )
+    again = keys.number("gradient_accumulation_steps", default=1)
+    recipe.micro_batch, recipe.local_batch = int(local), int(local) * again
+    if recipe.pp > 1:
+        parts = keys.number("num_pipeline_microbatches", default=recipe.pp)
+        recipe.micro_batch = max(1, int(local) // max(1, parts if parts > 0 else recipe.pp))
+    policy = keys.text("remat_policy", default="full")
+    recipe.recompute = "full" if policy == "full" else "selective" if policy in KEPT else "none"
+    if policy not in ("full", "none", *KEPT):
+        what = "custom policies are" if policy == "custom" else f"{policy} is"
+        recipe.left_out["remat_policy"] = f"{what} not modelled: nothing is computed again"
+    weights, dtype = keys.text("weight_dtype", default="float32"), keys.text("dtype", default="bfloat16")
+    low = keys.text("quantization").lower()
+    recipe.training["precision"] = "fp32" if dtype == "float32" else "bf16" if weights == "bfloat16" else "amp_bf16"
+    if "fp8" in low:
+        recipe.training["precision"] = "fp8"
+    elif low:
+        recipe.left_out["quantization"] = f"{low} is not modelled: products are in 16 bits"
+    kind = keys.text("opt_type", default="adamw").lower()
+    recipe.training["optimizer"] = "sgd_momentum" if kind == "sgd" else "adamw_fused"
+    keys.sort(recipe, left_out=MAXTEXT_LEFT_OUT, ignored=MAXTEXT_SAME_TIME)
+    return recipe
+
+
+def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
+    """Ranks of these axes, inside and between slices together; `free`: for an axis that takes what is left (-1)."""
+    found = [keys.text(f"{place}_{word}_parallelism", default="1") for word in words for place in ("ici", "dcn")]
+    if "-1" in found:
+        return free
+    return prod(max(1, int(text)) if text.lstrip("-").isdigit() else 1 for text in found)
+
+
+def is_maxtext(source: SourceFile) -> bool:
+    """Whether a file is one of MaxText, or a script that starts it with keys of its own."""
+    if source.path.suffix in SCRIPTS:
+        return "per_device_batch_size=" in source.text and bool(MAXTEXT_STARTS.search(source.text))
+    return source.path.suffix in YAML and "framework:" not in source.text and bool(MAXTEXT_MARK.search(source.text))
+
+
+# Primus. The module that trains is read by the reader of its framework, with the model by name.
+
+
+PRIMUS = "Primus"
+PRIMUS_MARKS = (re.compile(r"^modules *:", re.MULTILINE), re.compile(r"\bframework *:"))
+
+
+def read_primus(document: Mapping[str, Any]) -> Recipe:
+    """The module that trains. Raises ConfigError: no such module, or a framework that is not known."""
+    modules = document.get("modules")
+    rows = list(modules.values()) if isinstance(modules, Mapping) else modules if isinstance(modules, list) else []
+    row = next((row for row in rows if isinstance(row, Mapping) and row.get("framework")), None)
+    if row is None:
+        raise ConfigError(f"{PRIMUS}: modules holds none with a framework")
+    framework = str(row["framework"]).lower()
+    tables = [row[key] for key in ("params", "overrides") if row.get(key) is not None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(f"{PRIMUS}: params and overrides of a module must be tables of keys")
+    overrides = {str(key): _default(value) for table in tables for key, value in table.items()}
+    model = row.get("model")
+    name = re.sub(r"\.ya?ml$", "", str(model)) if isinstance(model, str) else ""
+    name = re.sub(r"(?i)[-_](bf16|fp8)$", "", name)
+    if framework == "maxtext":
+        recipe = read_maxtext(overrides, name)
+    elif framework == "torchtitan":
+        table = {"name": "", "flavor": ""} | (dict(model) if isinstance(model, Mapping) else {})
+        own = overrides.pop("model", None)
+        overrides["model"] = {**table, **(own if isinstance(own, Mapping) else {})}
+        recipe = read_toml(overrides, name)
+    elif framework in ("megatron", "megatron_bridge"):
+        recipe = read_yaml(overrides, name)
+    else:
+        raise ConfigError(f"{PRIMUS}: framework = {framework!r} must be megatron, torchtitan or maxtext")
+    recipe.framework = f"{PRIMUS} ({recipe.framework})"
+    return recipe
+
+
+def _default(value: object) -> object:
+    """`${PRIMUS:8}` is 8 where the environment does not say; tables are looked into."""
+    if isinstance(value, Mapping):
+        return {key: _default(entry) for key, entry in value.items()}
+    if isinstance(value, str) and (form := VARIABLE.fullmatch(value)):
+        text = form[1].strip("\"'")
+        return plain_value(text) if text else None
+    return value
+
+
 FORMATS = {
     "nanotron": FileFormat(
         layouts="Llama and Qwen2",
@@ -434,7 +591,7 @@ FORMATS = {
         what="a YAML file of nanotron",
         tool=NANOTRON,
         reads="recipe",
-        sniff=is_nanotron,
+        sniff=lambda source: source.path.suffix in YAML and bool(NANOTRON_MARK.search(source.text)),
         read=lambda source: read_nanotron(yaml_table(source)),
     ),
     "nanogpt": FileFormat(
@@ -463,5 +620,23 @@ FORMATS = {
         reads="recipe",
         sniff=lambda source: source.path.suffix in SCRIPTS and bool(IMAGES_MARK.search(source.text)),
         read=read_images,
+    ),
+    "maxtext": FileFormat(
+        layouts="sizes by name or one by one; scripts that set the keys",
+        refuses="a batch per device that is no whole number of samples",
+        what="a YAML file of MaxText",
+        tool=MAXTEXT,
+        reads="recipe",
+        sniff=is_maxtext,
+        read=lambda source: read_maxtext(overrides_of(source.text) if source.path.suffix in SCRIPTS else yaml_table(source)),
+    ),
+    "primus": FileFormat(
+        layouts="modules as tables or as a list",
+        refuses="frameworks other than Megatron-LM, torchtitan and MaxText",
+        what="a YAML file of Primus",
+        tool=PRIMUS,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and all(mark.search(source.text) for mark in PRIMUS_MARKS),
+        read=lambda source: read_primus(yaml_table(source)),
     ),
 }

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
@@ -26,6 +26,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable
 
+Value = TypeVar("Value")
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
 SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
@@ -266,6 +267,19 @@ class FileKeys:
             raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
         return default
 
+    def choice(self, rows: Mapping[str, Value], *keys: str, default: str) -> Value:
+        """The row that the first of these keys names. Raises ConfigError for a name of none."""
+        text = self.text(*keys, default=default)
+        if text not in rows and (text := text.lower()) not in rows:
+            raise ConfigError(f"{self.framework}: {keys[0].rpartition('.')[2]} = {text!r} must be one of {', '.join(rows)}")
+        return rows[text]
+
+    def degrees(self, recipe: Recipe, **keys: str | Sequence[str]) -> None:
+        """Set fields of the recipe (tp, pp, cp, ep, replicate) by the keys of each; one without a key keeps what it has."""
+        for name, of_field in keys.items():
+            of_field = (of_field,) if isinstance(of_field, str) else of_field
+            setattr(recipe, name, self.number(*of_field, default=getattr(recipe, name)))
+
     def flag(self, *keys: str, default: bool = False) -> bool:
         return self.text(*keys, default=str(default)).lower() in ("true", "1", "yes", "on")
 
@@ -469,7 +483,7 @@ def read_recipe(path: Path) -> Recipe:
         source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
-    row = _format_of(source)
+    row = next((row for _, row in _recipe_formats() if row.sniff(source)), None)
     if row is None or row.read is None:
         raise ConfigError(f"{path} {_other_kind(source)}")
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
@@ -505,10 +519,6 @@ def _other_kind(source: SourceFile) -> str:
                 "with --set plan.mesh.tp=N and the like for what the file fixes"
             )
     return f"is of no kind that parsim knows: give {WHOSE}"
-
-
-def _format_of(source: SourceFile) -> FileFormat | None:
-    return next((row for _, row in _recipe_formats() if row.sniff(source)), None)
 
 
 def _recipe_formats() -> list[tuple[str, FileFormat]]:

@@ -14,7 +14,6 @@ from typing import Any
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.files import document_text, parse_toml, read_text, write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.megatron import options_of
 from parsim.formats.recipe import (
     LARGEST_BYTES,
     SCRIPTS,
@@ -27,6 +26,7 @@ from parsim.formats.recipe import (
     transformer_of,
     whole_number,
 )
+from parsim.formats.scripts import options_of
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, is_transformer, known_names, normalised, shape_of
 from parsim.plans.pipeline import check_torch_schedule
