@@ -43,7 +43,7 @@ from parsim.work import (
 )
 
 LOAD_SIGMA = 0.25
-"""Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
+"""Assumed relative spread of a batch's copy: it is priced by bandwidth, not measured."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,6 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(work, self._device(rank), calls=self.update_calls)
-            case Mix() if not work.accesses:
-                return estimate_mix(work, self._device(rank))
             case ClipGradients() | Mix():
                 return self._computation.arithmetic(work, self._device(rank))
             case Collective():
@@ -257,22 +255,6 @@ class Costs:
         if not 0 <= rank < self.cluster.size:
             raise CostError(f"rank {rank} is outside the cluster's ranks 0 to {self.cluster.size - 1}; use more devices")
         return self.cluster.devices[rank]
-
-
-def estimate_mix(work: Mix, device: Device) -> Estimate:
-    """Price a weighted sum of arrays of 4 bytes per element in one pass, at the memory bandwidth: every array is read and
-    the sum written.
-
-    Leaves out the launch, and that few kernels reach the published bandwidth.
-    """
-    size_bytes = 4 * (work.copies + 1) * work.elements
-    bandwidth = device.type.memory_bandwidth_bytes_per_s
-    return Estimate.of(
-        (Term("bytes", "start", size_bytes / bandwidth, "published", f"{size_bytes:.4g} B over {bandwidth:.4g} B/s"),),
-        source="published",
-        parameters=(("mix", LOAD_SIGMA),),
-        detail=f"{work.copies + 1} accesses of 4 bytes per element over the memory bandwidth, not measured",
-    )
 
 
 def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:

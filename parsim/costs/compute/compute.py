@@ -262,7 +262,7 @@ class ComputeCosts:
         return OPTIMIZERS[optimizer].accesses_per_element + unscaling + casts
 
     def arithmetic(self, work: ClipGradients | Mix, device: Device) -> Estimate:
-        """Seconds of clipping, or of mixing whose accesses are known: their share of an optimizer step over the same arrays.
+        """Seconds of clipping, or of mixing: their share of an optimizer step over the same arrays.
         Errors as of `optimizer`.
 
         All are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself. Clipping reads
@@ -277,7 +277,7 @@ class ComputeCosts:
             accesses, name = CLIP_ACCESSES[work.part], "operator:clip"
             detail = f"{accesses} of {every} accesses of a step of {optimizer}"
         else:
-            accesses, name = work.accesses, "operator:mix"
+            accesses, name = work.accesses or work.copies + 1, "operator:mix"
             detail = f"{accesses} accesses, where a step of {optimizer} has {every}"
         return _multiple_of(step, accesses / every, detail, (name, CLIP_SIGMA))
 
