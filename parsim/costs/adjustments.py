@@ -199,7 +199,7 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    for adjustment in _OF_WORK[type(work)]:
+    for adjustment in _OF_WORK.get(type(work), ()):
         term = adjustment.term(subject, context)
         if term is not None:
             terms.append(term)

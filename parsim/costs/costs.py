@@ -87,8 +87,6 @@ class Costs:
 
         Raises CostError: no cost is known for it, or the rank or component does not exist.
         """
-        if isinstance(work, HostCopy | HostUpdate):
-            return self._on_host(work, rank)
         context = replace(self._context, after_wait=True) if after_wait else self._context
         return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 

@@ -435,10 +435,8 @@ def ranks_per_task(columns: Columns, folding: Folding) -> NDArray[np.float64]:
     """float64 [tasks]: how many ranks each task uses, counting those that its own stand for."""
     weight = np.zeros(columns.world_size)
     weight[list(folding.ranks)] = folding.weights
-    ranks: NDArray[np.float64] = np.bincount(
-        columns.use_tasks, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size
-    )
-    return ranks
+    uses = weight[columns.resource_rank[columns.uses.values]]
+    return np.asarray(np.bincount(columns.use_tasks, weights=uses, minlength=columns.size), dtype=np.float64)
 
 
 def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
