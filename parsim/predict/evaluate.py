@@ -255,7 +255,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     if nearly is None:
         folding = folding if folding.is_exact or gossips else unfolded(plan.mesh)
         compiled = program_of(problem, layout, folding)
-        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding=folding))
+        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding))
     else:
         folding, compiled, estimates = nearly
     columns = compiled.columns
@@ -266,7 +266,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
     period, noise = None, sigma if plan.world_size > 1 else 0.0
     if not is_one_step(plan):
-        period = mixing_period(problem, layout, folding=folding)
+        period = mixing_period(problem, layout, folding)
         steady_s, step_s = _period_s(period, noise)
         step_s = max(step_s + costs.between_steps_s, floor_s)
     else:

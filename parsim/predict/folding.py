@@ -547,6 +547,6 @@ def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding
         return unfolded(layout.plan.mesh)
     shortest_s, longest_s = (
         float(period.steps_s(period.medians_s)[0])
-        for period in (mixing_period(problem, layout, folding=folding, lowest=lowest) for lowest in (True, False))
+        for period in (mixing_period(problem, layout, folding, lowest=lowest) for lowest in (True, False))
     )
     return folding if longest_s <= shortest_s * (1 + NEARLY) else unfolded(layout.plan.mesh)

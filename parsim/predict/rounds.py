@@ -166,32 +166,19 @@ def folds(problem: PlanningProblem, plan: Plan) -> bool:
     return alike and not noisy and profile.overlap is None
 
 
-def step_program(
-    layout: PlanIndex,
-    overlap: OverlapFactors,
-    *,
-    local_steps: int | None = None,
-    folding: Folding | None = None,
-) -> Program:
-    """The steps of one cycle of a plan that mixes.
-
-    Args:
-        overlap: tells whether loading runs ahead.
-        local_steps: before each round (None: as the plan says, less the step that the round follows).
-    """
-    plan, rule = layout.plan, layout.plan.synchronisation
-    cycle = rule.cycle(plan.mesh.dp)
-    alone = rule.round_steps - 1 if local_steps is None else local_steps
+def step_program(layout: PlanIndex, folding: Folding, overlap: OverlapFactors, *, local_steps: int) -> Program:
+    """The steps of one cycle of a plan that mixes, with so many before each step with a round. `overlap`: tells whether loading
+    runs ahead."""
     parts: list[Part] = []
-    for number in cycle:
-        if alone:
-            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
+    for number in layout.plan.synchronisation.cycle(layout.plan.mesh.dp):
+        if local_steps:
+            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=local_steps))
         parts.append(_part(_graph(layout, folding, number), overlap))
     return Program(parts=tuple(parts))
 
 
-def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
-    if folding is None or not folding.is_folded:
+def _graph(layout: PlanIndex, folding: Folding, number: int, *, local: bool = False) -> TaskGraph:
+    if not folding.is_folded:
         return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
     return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
 
@@ -211,7 +198,7 @@ class MixingPeriod:
         rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
         staggers: replicas begin together and then keep a distance, as when they merge in turn. The mean leaves out the first
             cycle, in which they come to it.
-        ranks: that are simulated; None: all.
+        ranks: that are simulated.
     """
 
     cycle: CompiledGraph
@@ -224,7 +211,7 @@ class MixingPeriod:
     steps: int
     simulated: int
     staggers: bool = False
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...]
 
     def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
         """The mean step, from seconds of a cycle and of a local step."""
@@ -298,8 +285,8 @@ class MixingPeriod:
 def mixing_period(
     problem: PlanningProblem,
     layout: PlanIndex,
+    folding: Folding,
     *,
-    folding: Folding | None = None,
     lowest: bool = False,
 ) -> MixingPeriod:
     """The cycle of a plan that mixes, priced. `folding`: which ranks stand for which, of a plan that `folds`; `lowest`: as
@@ -308,14 +295,14 @@ def mixing_period(
     costs = problem.costs(plan.world_size)
     simulated = min(rule.round_steps, UNROLLED_STEPS)
     ahead = costs.overlap([], [])
-    program = step_program(layout, ahead, local_steps=simulated - 1, folding=folding)
+    program = step_program(layout, folding, ahead, local_steps=simulated - 1)
     cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
     local = None
     if simulated < rule.round_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
     rounds = _rounds_of_units(cycle, program, len(units))
-    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
+    estimates = tuple(priced_units(problem, plan, units, folding, rounds=rounds, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
     factors = costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -329,7 +316,7 @@ def mixing_period(
         steps=rule.round_steps,
         simulated=simulated,
         staggers=rule.kind == "merge",
-        ranks=None if folding is None else folding.ranks,
+        ranks=folding.ranks,
     )
 
 
@@ -365,16 +352,16 @@ def priced_units(
     problem: PlanningProblem,
     plan: Plan,
     units: Units,
+    folding: Folding,
     *,
     rounds: Ints | None = None,
-    folding: Folding | None = None,
     lowest: bool = False,
 ) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         rounds: per unit the round that it belongs to; None: all to one.
-        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken, or
+        folding: as of the columns. Of messages that a simulated one stands for the highest price is taken, or
             (`lowest`) the lowest.
 
     Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -392,13 +379,13 @@ def priced_units(
     together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
-    steps = range(1) if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    steps = range(0, plan.mesh.copies, len(folding.replicas))
     end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
         every = _all_moved_on(tuple(pairs), steps, plan.world_size)
         alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
-        nearly = folding is not None and not folding.is_exact
+        nearly = not folding.is_exact
         unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.world_size) if nearly else []
         for place, (pair, number) in enumerate(pairs.items()):
             if nearly:

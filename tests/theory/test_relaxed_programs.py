@@ -30,7 +30,7 @@ from parsim.predict.evaluate import evaluate, simulated_step
 from parsim.predict.folding import NEARLY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import mixing_period, step_program
-from parsim.program.columns import columns_of
+from parsim.program.columns import columns_of, unfolded
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
@@ -130,8 +130,9 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     """The Program run by the dynamic engine without unrolling ends when the cycle written out as one graph ends."""
     plan = plan_of(problem, text)
     layout = problem.layout(plan)
-    period = mixing_period(problem, layout)
-    program = step_program(layout, period.overlap)
+    folding, local_steps = unfolded(plan.mesh), plan.synchronisation.round_steps - 1
+    period = mixing_period(problem, layout, folding)
+    program = step_program(layout, folding, period.overlap, local_steps=local_steps)
     graph = unrolled(program)
     price = {
         (unit.work, unit.rank): estimate.median_s
@@ -162,7 +163,9 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
     plan = plan_of(problem, f"merge/{period}", dp=replicas)
     layout = problem.layout(plan)
     assert len(layout.buckets) == 1
-    cycle = step_program(layout, mixing_period(problem, layout).overlap)
+    folding = unfolded(plan.mesh)
+    overlap = mixing_period(problem, layout, folding).overlap
+    cycle = step_program(layout, folding, overlap, local_steps=period - 1)
     program = replace(cycle, parts=cycle.parts * 5)
     mix_s, paces = 0.5, [1.0, 1.3, 0.7, 1.1][:replicas]
 
@@ -292,7 +295,7 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
     nodes = cluster_from_profile(load_profile("p3-16xlarge"), nodes=2, network="ethernet-25g")
     wide = replace(problem, cluster=nodes, global_batch=64)
     plan = custom_plan(wide, Mesh(dp=16), synchronisation=parse_synchronisation(text))
-    period = mixing_period(wide, wide.layout(plan))
+    period = mixing_period(wide, wide.layout(plan), unfolded(plan.mesh))
     seconds = period.medians_s[0][period.unit]
     tasks = period.cycle.columns.graph.tasks
     rule, number, seen = plan.synchronisation, -1, set()
