@@ -88,7 +88,7 @@ def inside_choice(
     group: tuple[int, ...],
     size_bytes: float,
     cluster: Cluster,
-    concurrent: tuple[tuple[int, ...], ...] = (),
+    concurrent: tuple[tuple[int, ...], ...],
 ) -> InsideChoice:
     """Price a collective among the members of a group (ascending) on each node, as the slowest node runs it.
 
@@ -241,7 +241,7 @@ class AlgorithmChoice:
 
 
 def chosen_terms(
-    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
+    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups
 ) -> Terms:
     """The terms of one choice of `choices` for a group. Contention is the time beyond what the group takes alone."""
     alone = best
@@ -290,7 +290,7 @@ def choices(
     return sorted(options, key=lambda choice: choice.seconds)
 
 
-def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups) -> float:
     """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts on
     its part of an array of `size_bytes`. Raises CostError as `choices`."""
     network, model = parts_of(cluster)

@@ -129,9 +129,9 @@ def moving_terms(
     seconds_per_byte: float,
     latency_s: float,
     *,
-    alone_seconds_per_byte: float | None = None,
-    groups: int = 0,
-    latency: str = "",
+    alone_seconds_per_byte: float,
+    groups: int,
+    latency: str,
 ) -> Terms:
     """Terms for the bytes, for contention if there is some, and for latency.
 
@@ -141,10 +141,10 @@ def moving_terms(
     contention may end before the transfer does.
 
     Args:
-        seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone (None: nothing else runs).
+        seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone.
         groups: how many run at once. latency: what it consists of, as text.
     """
-    alone = seconds_per_byte if alone_seconds_per_byte is None else alone_seconds_per_byte
+    alone = alone_seconds_per_byte
     alone_s, seconds = alone * size_bytes, seconds_per_byte * size_bytes
     terms = [Term("bytes", "start", alone_s, "fitted", f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
     if seconds != alone_s:

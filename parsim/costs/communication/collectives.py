@@ -344,13 +344,12 @@ def _by_measured(fit: CollectiveFit, contention: float, size_bytes: int, groups:
     widened = (("communication:size outside measured range", EXTRAPOLATION_SIGMA),) if outside else ()
     regime, at_bytes = regime_at(fit.regimes, size_bytes)
     where = f"regime up to {'any size' if regime.max_size_bytes is None else format_bytes(regime.max_size_bytes)}"
-    alone = None if contention == 1.0 else regime.seconds_per_byte
     return Estimate.of(
         moving_terms(
             at_bytes,
             regime.seconds_per_byte * contention,
             regime.latency_s,
-            alone_seconds_per_byte=alone,
+            alone_seconds_per_byte=regime.seconds_per_byte,
             groups=groups,
             latency=where,
         ),
