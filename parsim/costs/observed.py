@@ -2,22 +2,18 @@
 
     spans of tasks -> `task_durations_s` -> `class_seconds` -> `observed_over_expected` -> `RunCorrections`
 
-A run shows the seconds of the work its own plan does. Three rules extend them to the work of other plans. (1) A slow rank
-is slow at everything. (2) A collective runs at the speed of its slowest link. So it is at least as slow as any group it
-contains, and at most as slow as any group that contains it. (3) Classes without data get the median factor. So a profile
-that is wrong everywhere does not make untried plans look good.
+Three rules extend what the run's own plan shows to the work of other plans. (1) A slow rank is slow at everything. (2) A
+collective runs at the speed of its slowest link: at least as slow as any group it contains, at most as slow as any group that
+contains it. (3) Classes without data get the median factor, so an untried plan on a wrong profile does not look good.
 
-A controller that averages many windows takes each at its word (`learn`). A validation has one run (`refit`), so a factor must
-pass two tests against noise there. It lies more than two standard errors of its mean over the steps from the previous factor.
-It also explains more of the step than the difference between halves of the measurement (the A/A floor). A learnt factor is
-shrunk by its own standard error. A factor that held before stays until a run contradicts it as clearly (hysteresis), and goes
-when it no longer explains more than the floor. Factors are absolute: on the profile as it was calibrated, whatever held before.
-So updates do not compound, and one learnt after the cause is gone undoes the one before.
+A controller that averages many windows takes each at its word (`learn`). A validation has one run (`refit`), so there a factor
+must lie more than two standard errors of its mean from the previous one, and explain more of the step than the difference
+between halves of the measurement (the A/A floor). It is shrunk by its own standard error. One that held before stays until a
+run contradicts it as clearly (hysteresis), and goes when it no longer explains more than the floor. Factors are absolute, on
+the profile as it was calibrated: updates do not compound.
 
-A profile keeps them by device, a plan has ranks: rank r runs on `cluster.devices[r]`. Leaves out several nodes: a profile
-describes one, and what was seen of its devices says nothing of other machines; only factors of phases hold there. Leaves out as
-well that a factor may depend on sizes, loading, and errors that tasks do not show (time between tasks; see
-`parsim.search.adapt.observed`).
+A profile keeps them by device: rank r runs on `cluster.devices[r]`. Leaves out several nodes, where only factors of phases
+hold; that a factor may depend on sizes; loading, and time between tasks (see `parsim.search.adapt.observed`).
 """
 
 from __future__ import annotations

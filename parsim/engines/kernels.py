@@ -475,7 +475,7 @@ def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, togethe
 
 @njit(cache=True, nogil=True)
 def noise_paths(order, before, end, wrap, spread, level, joins_shards, joins_replicas, mean1, var1):  # type: ignore[no-untyped-def]
-    """The task each task waits for longest, and the variance that noise has added up on the way (see engines/slowest).
+    """The task each task waits for longest, and the variance that noise has added up on the way (see `parsim.engines.noise`).
 
     Returns: int64 [n], -1 for none; and float64 [2, 3, n]. Axis 0 is the first step and a later one. Axis 1 is shards alone,
     replicas, and the mean by which replicas are late.

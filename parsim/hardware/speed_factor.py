@@ -1,19 +1,13 @@
 """The machine's speed factor: how many times as long the same work takes now as while the machine was calibrated.
 
-One fixed training step, the probe (`parsim.execute.processes.speed_probe`), is timed whenever it matters:
+It is the seconds of one fixed training step, the probe (`parsim.execute.processes.speed_probe`), now over those while
+calibrating, of which the profile keeps the means of one rank alone and of a rank on every core (`noise.probe`); in between in
+proportion to the ranks that compute at once. "Now" is one of two:
 
-    seconds of the probe now / seconds of the probe while calibrating      per rank
-
-Where it is measured. While calibrating, before and after every measurement. The profile keeps the means (`noise.probe`)
-of one rank alone and of a rank on every core. Between the two, the value is in proportion to the ranks that compute at
-once. "Now" is one of two:
-    since   `parsim calibrate --refresh PROFILE` measures again for 20 seconds; the profile keeps it (`today`): one factor.
-    beside  `parsim validate` and `parsim demo` measure before and after every round: one factor per rank and round. A
-            training on cores is measured before and after its steps.
-
-How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
-(`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the
-speed that the machine had then (`parsim.predict.evaluate`), relative to the last look that the profile keeps.
+    since   `parsim calibrate --refresh PROFILE` measures again; the profile keeps it (`today`). One factor, which is the
+            adjustment "speed factor" of every price (`parsim.costs.adjustments`)
+    beside  `parsim validate` and `parsim demo` measure around every round, a training on cores around its steps. One factor per
+            rank and round, relative to the last look that the profile keeps: a second prediction (`parsim.predict.evaluate`)
 
 Leaves out: that some work depends less on the speed of the cores than other work.
 """
