@@ -129,7 +129,7 @@ Made = TypeVar("Made", Profile, Network)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineChange(Generic[Made]):
+class MachineUpdate(Generic[Made]):
     """A profile, or a network, with what a file says of it.
 
     Attributes: made: the changed one. summary, written: a sentence without a target, and one for what was written ("": the
@@ -156,8 +156,8 @@ class MachineReading:
     """
 
     devices: int
-    change: Callable[[Profile], MachineChange[Profile]] | None = None
-    between: Callable[[Profile, str, Network | None], MachineChange[Network]] | None = None
+    change: Callable[[Profile], MachineUpdate[Profile]] | None = None
+    between: Callable[[Profile, str, Network | None], MachineUpdate[Network]] | None = None
     whole: bool = False
     names: tuple[str, ...] = ()
     fitting: Callable[[], Sequence[str]] = tuple
@@ -182,7 +182,7 @@ def import_machine(
     """
     if network is not None and reading.between is None:
         raise ImportedFileError(f"--network {network}: {source.path} is of one host and says nothing of a network")
-    change: MachineChange[Profile] | MachineChange[Network]
+    change: MachineUpdate[Profile] | MachineUpdate[Network]
     if reading.between is not None:
         profile = _profile(None, cluster, reading)
         change = between = reading.between(profile, cluster or profile.name, _network(into, network))

@@ -30,7 +30,7 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.measured import fits_of_points
 from parsim.costs.communication.network_fit import fitted_network, log_errors, nearest_network
 from parsim.errors import CostError, ImportedFileError, ProfileError
-from parsim.formats.imports import MachineChange, MachineReading
+from parsim.formats.imports import MachineReading, MachineUpdate
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
@@ -571,7 +571,7 @@ def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
 
 def _network_changed(
     profile: Profile, machine: str, network: Network | None, *, log: NcclLog, source: SourceFile
-) -> MachineChange[Network]:
+) -> MachineUpdate[Network]:
     """The network (None: the nearest that ships), fitted to all that was measured of it.
 
     Raises: ImportedFileError: nodes of which the profile has no device, or fewer than two sizes.
@@ -612,7 +612,7 @@ def _network_changed(
     hosts = {_shape_of(test) for test in log.tests}
     summary = f"{len(own)} collectives between nodes of {machine} ({listed(sorted(hosts))} devices)"
     errors = [median(abs(math.expm1(error)) for error in one) for one in (before, after)]
-    return MachineChange(
+    return MachineUpdate(
         made=made,
         summary=f"{summary}; give --into NETWORK.json to use them",
         written=f"{summary}, on {base.name}, fitted and used from now on",
@@ -667,10 +667,10 @@ def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping
     )
 
 
-def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> MachineChange[Profile]:
+def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> MachineUpdate[Profile]:
     made, groups = with_measured(profile, log, source.digest, shown(source.path.name))
     summary = f"{sum(group.points for group in groups)} measured collectives of {len(groups)} group(s)"
-    return MachineChange(
+    return MachineUpdate(
         made=made,
         summary=f"{summary}; give --into PROFILE.json to use them",
         written=f"{summary} in {profile.name}, fitted and used from now on",

@@ -26,7 +26,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable
 
-Value = TypeVar("Value")
+Choice = TypeVar("Choice")
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
 SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
@@ -267,7 +267,7 @@ class FileKeys:
             raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
         return default
 
-    def choice(self, rows: Mapping[str, Value], *keys: str, default: str) -> Value:
+    def choice(self, rows: Mapping[str, Choice], *keys: str, default: str) -> Choice:
         """The row that the first of these keys names. Raises ConfigError for a name of none."""
         text = self.text(*keys, default=default)
         if text not in rows and (text := text.lower()) not in rows:

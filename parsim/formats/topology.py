@@ -35,7 +35,7 @@ from xml.parsers import expat
 
 from parsim.costs.communication.contention import ports_of
 from parsim.errors import ImportedFileError, ParsimError
-from parsim.formats.imports import MachineChange, MachineReading
+from parsim.formats.imports import MachineReading, MachineUpdate
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, listed, shown
 from parsim.hardware.cluster import NodeShape, Port, cluster_from_profile, node_links
 from parsim.hardware.compose import load_profile
@@ -241,7 +241,7 @@ def _reading(read: Callable[[SourceFile], MachineTree], tool: str, source: Sourc
     )
 
 
-def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> MachineChange[Profile]:
+def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> MachineUpdate[Profile]:
     made = with_links(profile, tree, digest, text)
     old, new = ([link for link in one.links if link.kind == DIRECT] for one in (profile, made))
     to_switch = [link.lanes for link in new if link.b.startswith(SWITCH)]
@@ -267,7 +267,7 @@ def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> 
     if unused := len(tree.cards) - len(made.nics) if tree.cards else 0:
         warnings.append(f"{unused} network cards are farther from every GPU than others, as those for storage are: left out")
     sockets = set(tree.socket)
-    return MachineChange(
+    return MachineUpdate(
         made=made,
         summary=(
             f"{tree.gpus} GPUs, NVLink: {direct}; {len(tree.socket)} PCIe switches on {len(sockets)} socket(s), "
