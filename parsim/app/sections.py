@@ -26,12 +26,11 @@ from parsim.hardware.instances import instance_named, instance_names
 from parsim.hardware.network import CardCount
 from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.catalogue.convolution import ConvolutionSoftware
-from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, Guess, framework_of
+from parsim.model.catalogue.frameworks import FRAMEWORKS, ConvolutionSoftware, Framework, Guess, framework_of
 from parsim.model.catalogue.names import ATTENTION, FUSED_PERMUTATION, KERNEL
+from parsim.model.divided import Dispatcher, ExpertRouting
 from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.model.tuning import TuningKey
 from parsim.registry import RowOf, as_key_error
 

@@ -20,9 +20,8 @@ from parsim.errors import ConfigError, MissingDependencyError, ModelError, Parsi
 from parsim.execute.processes.machine import is_from_here
 from parsim.execute.processes.setup import available_cores
 from parsim.hardware.cluster import Cluster
-from parsim.model.build import build_fake, check_real
+from parsim.model.build import build_fake, check_real, interface_of
 from parsim.model.formats import number_format
-from parsim.model.interface import interface_of
 from parsim.model.model import Model
 from parsim.model.objective import CLASSES
 from parsim.plans.plan import Plan

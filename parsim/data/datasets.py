@@ -6,7 +6,7 @@ from pathlib import Path
 
 from parsim.data import load_dataset
 from parsim.data.samples import VALUES, Samples, Target, TargetValues, image_shape
-from parsim.model.interface import interface_of
+from parsim.model.build import interface_of
 from parsim.model.objective import BINARY, CLASSES
 from parsim.model.spec import ModelSpec
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parsim.execute.streams import Streams
-from parsim.model.shard.pieces import padded_piece
+from parsim.model.shard.apply import padded_piece
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.program.placed import PlanIndex, Reading
 from parsim.program.task import Task

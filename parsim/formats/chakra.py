@@ -24,8 +24,8 @@ from parsim.errors import ConfigError, GraphError
 from parsim.files import write_atomically, write_text_atomically
 from parsim.formats.exports import EvaluatedStep, Exported
 from parsim.formats.source import FileFormat
+from parsim.model.component import narrow
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.program.task import HOST, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.report.trace import task_label

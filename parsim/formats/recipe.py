@@ -21,7 +21,7 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
-from parsim.model.layers import LAYER
+from parsim.model.model import LAYER
 from parsim.plans.plan import Plan
 from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable

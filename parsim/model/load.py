@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
 from parsim.files import cache_folder
-from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
-from parsim.model.catalogue.hugging_face import assumptions, left_out
-from parsim.model.catalogue.names import is_transformer, named_model
-from parsim.model.catalogue.zoo import PRESETS, ZOO, load_preset
-from parsim.model.component import Component
-from parsim.model.inputs import ModelInput, module_inputs, ordered
-from parsim.model.interface import (
+from parsim.model.build import (
     Interface,
+    build_fake,
+    build_module,
+    cast_module,
     checked_form,
+    content_of,
     drawn_batch,
     example_module,
     interface_of,
@@ -36,8 +34,14 @@ from parsim.model.interface import (
     loss_of,
     open_interface,
     settle_module,
+    shared_fake,
     zero_batch,
 )
+from parsim.model.catalogue.hugging_face import assumptions, left_out
+from parsim.model.catalogue.names import is_transformer, named_model
+from parsim.model.catalogue.zoo import PRESETS, ZOO, load_preset
+from parsim.model.component import Component
+from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
 from parsim.model.objective import Objective, OpenLoss, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
@@ -390,7 +394,7 @@ def _form_of_examples(
     import torch
     from torch import Tensor
 
-    from parsim.model.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
+    from parsim.model.total_loss import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
     from parsim.model.trace.record import flatten_inputs
 
     objective = settled.objective

@@ -8,8 +8,11 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.execute.numerics import ComponentRandomness  # noqa: E402
 from parsim.model import ModelSpec, load_model, record  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
+from parsim.model.build import (  # noqa: E402
+    build_module,
+    example_batch,
+    loss_of,
+)
 from parsim.model.runnable import CallProgram  # noqa: E402
 from parsim.plans.layouts import BATCH, REPLICATE, Placement  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402

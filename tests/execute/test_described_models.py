@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch, interface_of
+from parsim.model.build import build_module, example_batch, interface_of
 from parsim.model.spec import ModelSpec
 from parsim.model.total_loss import total_loss
 from tests.execute.described_specs import DESCRIBED

@@ -10,13 +10,19 @@ from torch import Tensor, nn  # noqa: E402
 
 from experiments.common.shards import bytes_of, narrowed, value_piece, values_of  # noqa: E402
 from parsim.model import ModelSpec, record  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.component import Component  # noqa: E402
+from parsim.model.build import (  # noqa: E402
+    build_module,
+    example_batch,
+    loss_of,
+)
+from parsim.model.component import (  # noqa: E402
+    Component,
+    narrow,
+    ways_of,
+)
 from parsim.model.formats import component_in  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import trace_spec  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
-from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
 
 SAMPLES = 5

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from parsim.model.autograd.cut import backward_component, backward_inputs, backward_weights, forward_component
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.build import build_module, example_batch, loss_of
 from parsim.model.load import trace_spec
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec

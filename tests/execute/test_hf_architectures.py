@@ -18,8 +18,7 @@ import parsim as ps  # noqa: E402
 from parsim.app.launch import check_loss  # noqa: E402
 from parsim.app.question import loss_note  # noqa: E402
 from parsim.errors import ModelError, PlanError  # noqa: E402
-from parsim.model.build import build_fake, build_module  # noqa: E402
-from parsim.model.interface import example_batch, interface_of  # noqa: E402
+from parsim.model.build import build_fake, build_module, example_batch, interface_of  # noqa: E402  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import COUPLED, Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402

@@ -17,8 +17,8 @@ from parsim.errors import ConfigError, CostError, ModelError, TraceError  # noqa
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import build as build_file  # noqa: E402
+from parsim.model.build import interface_of  # noqa: E402
 from parsim.model.formats import Numerics  # noqa: E402
-from parsim.model.interface import interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402

@@ -16,12 +16,12 @@ from parsim.app.launch import check_loss
 from parsim.app.training_checks import check_images_suit, steps_per_epoch
 from parsim.data.datasets import dataset_for
 from parsim.errors import PlanError, TraceError
-from parsim.model.coupling import loss_form
 from parsim.model.inputs import inputs_from
 from parsim.model.load import load_model, model_from_module
 from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective import Objective
 from parsim.model.spec import ModelSpec
+from parsim.model.total_loss import loss_form
 from parsim.plans.mesh import Mesh
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 

@@ -19,11 +19,15 @@ from hypothesis import strategies as st  # noqa: E402
 from experiments.common.equality import Case, compare_case, run_cases  # noqa: E402
 from parsim.app.functions import open_run, run  # noqa: E402
 from parsim.errors import ModelError  # noqa: E402
-from parsim.model.component import ParameterShard, Sharding, share_of  # noqa: E402
+from parsim.model.component import (  # noqa: E402
+    ParameterShard,
+    Sharding,
+    narrow,
+    share_of,
+)
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
-from parsim.model.shard.narrow import narrow  # noqa: E402
-from parsim.model.shard.pieces import assemble, piece  # noqa: E402
+from parsim.model.shard.apply import assemble, piece  # noqa: E402
 from parsim.model.shard.rules import largest_of_shard, own_rows  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.total_loss import class_sums  # noqa: E402

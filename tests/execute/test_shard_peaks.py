@@ -12,10 +12,9 @@ from torch import Tensor  # noqa: E402
 
 from experiments.common.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 from parsim.model import Model, record  # noqa: E402
-from parsim.model.component import Component, DividedSize, Sharding, share_of  # noqa: E402
+from parsim.model.component import Component, DividedSize, Sharding, narrow, share_of, ways_of  # noqa: E402  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
-from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
 from tests.quick import some_quick  # noqa: E402

@@ -20,9 +20,9 @@ from parsim.errors import TraceError  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.component import Component, ParameterShard  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
+from parsim.model.shard.apply import assemble, piece  # noqa: E402
 from parsim.model.shard.content import cut_along  # noqa: E402
-from parsim.model.shard.moves import carried  # noqa: E402
-from parsim.model.shard.pieces import assemble, piece  # noqa: E402
+from parsim.model.shard.rules import carried  # noqa: E402
 
 
 class Conv1D(nn.Module):

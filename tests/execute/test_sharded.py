@@ -22,11 +22,14 @@ from experiments.common.shards import (  # noqa: E402
 )
 from parsim.errors import ModelError  # noqa: E402
 from parsim.model import LOSS, ModelSpec, load_model, record  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
+from parsim.model.build import (  # noqa: E402
+    build_module,
+    example_batch,
+    loss_of,
+)
+from parsim.model.component import narrow  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
-from parsim.model.shard.narrow import narrow  # noqa: E402
 from tests.execute.bitwise import bytes_kept  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
 

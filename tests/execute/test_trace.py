@@ -14,8 +14,11 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
+from parsim.model.build import (  # noqa: E402
+    build_module,
+    example_batch,
+    loss_of,
+)
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.objective import LOSSES  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402

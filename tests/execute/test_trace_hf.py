@@ -14,8 +14,11 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
+from parsim.model.build import (  # noqa: E402
+    build_module,
+    example_batch,
+    loss_of,
+)
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402

@@ -14,7 +14,7 @@ from parsim.costs.compute.launches import Launch, forward_launches
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.parts import load_gpu
-from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
+from parsim.model.catalogue.frameworks import ConvolutionSoftware, run_by
 from parsim.model.component import CHANNELS_LAST, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Operator
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -14,10 +14,9 @@ from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import Profile
 from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, gpt, softmax_is_fused
 from parsim.model.catalogue.transformer import transformer
-from parsim.model.component import Component
+from parsim.model.component import Component, narrow
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.work import NORM, SCALE, ClipGradients, Mix, OptimizerStep, Phase
 
 HIDDEN, TOKENS, SAMPLES, HALF = 512, 128, 4, 2

@@ -12,12 +12,11 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
-from parsim.model.build import build_module
+from parsim.model.build import build_module, example_batch, interface_of, loss_of
 from parsim.model.catalogue.zoo import PRESETS, preset_lines
+from parsim.model.component import narrow
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.model import GRANULARITIES
-from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
 from tests.quick import some_quick
 

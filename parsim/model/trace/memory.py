@@ -40,11 +40,11 @@ from parsim.model.component import (
     Size,
     SplitBackward,
     Value,
+    ways_of,
 )
 from parsim.model.runnable import CallProgram, TensorKind, environment_of, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
-from parsim.model.shard.narrow import ways_of
 from parsim.model.trace.fakes import CallWatch, NextCall, with_workspace
 from parsim.model.trace.operators import OperatorMode, RawOperator
 from parsim.private import FakeTensor, FakeTensorMode
