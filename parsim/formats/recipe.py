@@ -660,7 +660,7 @@ def transformer_of(recipe: PlannedRecipe) -> Transformer:
     if not is_transformer(recipe.model):
         raise ConfigError(
             f"{framework} describes a transformer by its sizes, and model.name = {recipe.model!r} is none by name; "
-            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/names.py"
+            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/models.csv"
         )
     if DOCUMENT in args:
         recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"

@@ -188,9 +188,9 @@ def _as_sum(value: Tensor, samples: int, what: str) -> tuple[Tensor, str]:
 
 # Whether a loss is a sum over samples, found out on a few samples of the real module.
 #
-# Gradients of microbatches and replicas add up only if the loss of a batch is the mean of the losses of its samples. A loss that
-# compares samples with each other (contrastive losses, statistics over the batch) is none: dividing the batch changes it. So
-# does a module that mixes samples, as one over the nodes of a graph, under any loss.
+# Gradients of microbatches and replicas add up only if the loss of a batch is the mean of the losses of its samples. A loss
+# that compares samples with each other (contrastive losses, statistics over the batch) is none: dividing the batch changes it.
+# So does a module that mixes samples, as one over the nodes of a graph, under any loss.
 #
 # Leaves out: modules of more than `MOST_ELEMENTS` parameters, and losses that draw random numbers; these stay unchecked. So do
 # modules with more than `MOST_FLOP` under a loss of parsim's.

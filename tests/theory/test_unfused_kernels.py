@@ -12,12 +12,13 @@ from parsim.costs.compute.launches import ComputeRequest
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import Profile
-from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, gpt, softmax_is_fused
+from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, softmax_is_fused
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component, narrow
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.work import NORM, SCALE, ClipGradients, Mix, OptimizerStep, Phase
+from tests.models import gpt
 
 HIDDEN, TOKENS, SAMPLES, HALF = 512, 128, 4, 2
 STREAM = TOKENS * SAMPLES * HIDDEN * HALF

@@ -131,24 +131,6 @@ class Shape:
             raise ModelError(f"{self.name}: active = {self.active} experts per token must be 1 to experts = {self.experts}")
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:
-    """GPT as Megatron trains it."""
-    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
-
-
-def mpt(name: str, layers: int, hidden: int, heads: int) -> Shape:
-    """MPT as its pretraining files have it: no biases, learned positions, tied output."""
-    return gpt(name, layers, hidden, heads, vocab=50368, bias=False)
-
-
-LLAMA = {"gated": True, "norm": "rms", "bias": False, "rotary": True, "tied": False}
-
-
-def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **rest: Any) -> Shape:
-    """Llama and its relatives."""
-    return gpt(name, layers, hidden, heads, vocab, kv_heads=kv_heads, ffn=ffn, **(LLAMA | rest))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
     """What a framework runs besides the products.

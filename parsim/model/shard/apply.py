@@ -16,7 +16,6 @@ from parsim.model.runnable import PLAIN, CallProgram, Nested, Op, Ref, Runnable
 from parsim.model.shard.content import SHARD, WHOLE, Content, Refused, ShardNumber, cut_along, operands_of
 from parsim.model.shard.propagate import Propagation, propagate
 
-
 # Pieces of parameters and buffers as a ParameterShard cuts them, and the whole again.
 
 

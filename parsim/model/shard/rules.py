@@ -45,7 +45,6 @@ from parsim.model.shard.content import (
 from parsim.model.total_loss import class_sums
 from parsim.private import FakeTensor, OpOverload, OpOverloadPacket
 
-
 # --- calls that only move data: where the cut dim of a tensor goes; summands pass through all of them ------------------
 
 
