@@ -1,6 +1,6 @@
 """Models by name: the row a name stands for, its arguments, and its Model.
 
-`models.csv` has a row per model. Its columns: the normalised name; a title; the family, a row of `FAMILIES`, or the file of this
+`models.csv` has a row per model. Its columns: the normalised name; title; family, a row of `FAMILIES`, or the file of this
 package from which transformers builds the module; sizes, as key=value where they have no column; tokens of a sample; parameters
 as published, every array once (none: no count was found, or it is of another vocabulary); other names; where the sizes were
 read; and what differs from the model that is meant.

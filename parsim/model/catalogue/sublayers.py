@@ -326,6 +326,10 @@ class Layer:
     peak: Amount = field(default_factory=Amount)
     peak_fixed: Amount = field(default_factory=Amount)
 
+    def another(self, prefix: str = "h") -> Layer:
+        """An empty component of the same model."""
+        return Layer(prefix, self.shape, self.software, self.part, self.tuning)
+
     def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
         """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
         if dim:
@@ -733,9 +737,9 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     layer.peak.divided = max(layer.peak.divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
 
-def embed(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None = None) -> Component:
-    n, h = part.tokens, shape.hidden
-    layer = Layer("wte" if shape.tied else "embed", shape, software, part, tuning)
+def embed(model: Layer) -> Component:
+    shape, software, part = model.shape, model.software, model.part
+    n, h, layer = part.tokens, shape.hidden, model.another("wte" if shape.tied else "embed")
     lookup = Operator(
         kind="embedding",
         shape=(("rows", n), ("width", h)),
@@ -766,19 +770,19 @@ def embed(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | N
         layer.saved = Amount()
     else:
         layer.peak_fixed.divided = part.element_bytes * shape.vocab * h
-    return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
+    rules = {RULE: (("full",), ("partial",))}
+    return component_of("embed", layer, ("tokens",), ("x0",), rules, limit=EVEN * shape.vocab)
 
 
-def head(
-    shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool, tuning: Tuning | None = None
-) -> Component:
+def head(model: Layer, reads: str, *, norm: bool) -> Component:
     """The last norm, and logits and loss of the tokens that count.
 
     Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
     `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
     """
+    shape, software, part = model.shape, model.software, model.part
     n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
-    layer = Layer("wte" if shape.tied else "lm_head", shape, software, part, tuning)
+    layer = model.another("wte" if shape.tied else "lm_head")
     layer.linear("", counted, v, h, split="column", low=False)
     made = part.element_bytes * n * h if layer.input_bytes("") else 0
     if norm:
@@ -793,14 +797,12 @@ def head(
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
     layer.saved.add((software.loss_bytes + (wider if software.loss_bytes else 0)) * counted * v, divided=True)
     layer.peak = Amount(part.element_bytes * n * h, round((software.loss_peak + wider) * counted * v))
-    return component_of(
-        "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
-    )
+    rules = {RULE: (("full", "full"), ("partial",))}
+    return component_of("head", layer, (reads, "target"), ("loss",), rules, limit=EVEN * v)
 
 
-def _even(vocab: int) -> int:
-    """Frameworks pad the vocabulary so that it divides; every power of two up to 128 does."""
-    return vocab * 128
+EVEN = 128
+"""Frameworks pad the vocabulary so that it divides; every power of two up to this does."""
 
 
 def component_of(
@@ -810,8 +812,10 @@ def component_of(
     outputs: tuple[str, ...],
     rules: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]],
     *,
-    limit: int,
+    limit: int = 0,
 ) -> Component:
+    """What a layer does as a component. `limit`: as of Sharding; 0: the heads."""
+    limit = limit or (layer.shape.heads * (EVEN if layer.shape.experts else 1))
     layer.sum_gradients()
     if not layer.reached and not any(parameter.trainable for parameter in layer.parameters):  # it has no backward
         layer.saved, layer.given, layer.again = Amount(), Amount(), Amount()
@@ -873,17 +877,7 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size]
     return whole, shard
 
 
-def limit_of(shape: Shape) -> int:
-    return shape.heads * 128 if shape.experts else shape.heads
-
-
-def stream_value(
-    name: str, producer: str, shape: Shape, part: SamplePart, savers: tuple[str, ...], width: int | None = None
-) -> Value:
+def stream_value(model: Layer, name: str, producer: str, savers: tuple[str, ...], width: int | None = None) -> Value:
     """An array of `width` elements per token (None: the hidden size)."""
-    size = part.element_bytes * part.tokens * (shape.hidden if width is None else width)
+    size = model.part.element_bytes * model.part.tokens * (model.shape.hidden if width is None else width)
     return Value(name=name, producer=producer, bytes_per_sample=size, savers=savers)
-
-
-def is_mixture(shape: Shape, number: int) -> bool:
-    return bool(shape.experts) and number >= shape.dense_layers

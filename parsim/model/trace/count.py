@@ -85,34 +85,12 @@ from parsim.units import divisors
 Split = Callable[[int, int, str], tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeComponent:
-    """One component as measured whole at one batch.
-
-    Attributes:
-        operators: `op` counted from the component's first call.
-        counted_inputs: per input whether its storage is among the component's saved activations.
-    """
-
-    program: CallProgram
-    fakes: FakeTensorMode
-    operators: list[RawOperator]
-    counted_inputs: tuple[bool, ...]
-
-
-class OperatorDivision(NamedTuple):
-    """What a shard divides of one operator."""
-
-    dim: str
-    activation_bytes: int
-
-
 class Division(NamedTuple):
     """A component by its operators.
 
     Attributes:
         operators: per sample. shardings: of the component.
-        numbers: per call of `WholeComponent.operators` the number of its operator; -1: it is part of a sum over a loop.
+        numbers: per one of `Recorded.operators` the number of its operator; -1: it is part of a sum over a loop.
     """
 
     operators: tuple[Operator, ...]
@@ -120,94 +98,54 @@ class Division(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class _Divided(NamedTuple):
-    variant: Variant
-    cuts: dict[Hashable, OperatorDivision]
-    saved_activation_bytes: int
-    saved_fixed_bytes: int
-
-
 def divide(
-    small: WholeComponent,
-    large: WholeComponent,
-    step: int,
+    small: Recorded,
+    large: Recorded,
     split: Split,
     saved: tuple[int, int],
     cuttable: Sequence[bool],
     logits: Collection[str] = (),
 ) -> Division:
-    """Operators per sample and shardings of a component measured at two batches that differ by `step` samples.
+    """Operators per sample and shardings of a component recorded at two batches.
 
     Args:
         split: (bytes at the small batch, at the large one, what) -> (per sample, fixed). saved: what the whole saves, so.
         cuttable: per input whether dim 0 is the batch in both. logits: the values that the parts of a cross-entropy read.
     """
-    raws = grow(small.operators, large.operators, step)
+    raws = grow(small.operators, large.operators, large.samples - small.samples)
     grown = _numbered(raws)
-    ways_to_divide = [
-        divided
-        for variant in variants(small.program, cuttable)
-        if (divided := _divided(small, large, step, split, saved, variant, grown)) is not None
-    ]
-    counts: dict[tuple[Operator, tuple[OperatorDivision | None, ...]], int] = {}
+    found = [_divided(small, large, split, saved, variant, grown, logits) for variant in variants(small.program, cuttable)]
+    divisions = [division for division in found if division is not None]
+    counts: dict[tuple[Operator, tuple[OperatorCut | None, ...]], int] = {}
     number_of: dict[int, int] = {}
     places: dict[Hashable, int] = {}
     for (key, operator), (raw, _) in zip(grown, raws, strict=True):
-        mark = tuple(divided.cuts.get(key) for divided in ways_to_divide)
+        mark = tuple(cuts.get(key) for _, cuts in divisions)
         counts[operator, mark] = counts.get((operator, mark), 0) + 1
         number_of[id(raw)] = places.setdefault((operator, mark), len(places))
+    shardings = []
+    for place, (sharding, _) in enumerate(divisions):
+        cuts = [(number, mark[place]) for number, (_, mark) in enumerate(counts)]
+        shards = (OperatorShard(number=number, dim=cut[0], activation_bytes=cut[1]) for number, cut in cuts if cut is not None)
+        shardings.append(replace(sharding, operators=tuple(shards)))
     return Division(
         operators=tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items()),
-        shardings=tuple(
-            _sharding(
-                small.program,
-                divided,
-                vocabulary_size(small.program, divided.variant.result, logits),
-                tuple(
-                    OperatorShard(number=number, dim=cut.dim, activation_bytes=cut.activation_bytes)
-                    for number, (_, mark) in enumerate(counts)
-                    if (cut := mark[place]) is not None
-                ),
-            )
-            for place, divided in enumerate(ways_to_divide)
-        ),
+        shardings=tuple(shardings),
         numbers=tuple(number_of.get(id(raw), -1) for raw in small.operators),
     )
 
 
-def _sharding(program: CallProgram, divided: _Divided, size: int, operators: tuple[OperatorShard, ...]) -> Sharding:
-    """`size`: of a vocabulary that may be cut into pieces that do not divide it; else 0."""
-    result = divided.variant.result
-
-    def parts(kind: str) -> tuple[ParameterShard, ...]:
-        names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
-        return tuple(replace(result.parts[name], size=size) for name in names if name in result.parts)
-
-    return Sharding(
-        rule=result.rule,
-        limit=result.limit,
-        inputs=tuple(content.text for content in divided.variant.inputs),
-        outputs=result.outputs,
-        parameters=parts("parameter"),
-        buffers=parts("buffer"),
-        operators=operators,
-        saved_activation_bytes=divided.saved_activation_bytes,
-        saved_fixed_bytes=divided.saved_fixed_bytes,
-        size=size,
-    )
-
-
 def _divided(
-    small: WholeComponent,
-    large: WholeComponent,
-    step: int,
+    small: Recorded,
+    large: Recorded,
     split: Split,
     saved: tuple[int, int],
     variant: Variant,
     grown: list[tuple[Hashable, Operator]],
-) -> _Divided | None:
-    """None if the larger batch does not allow the same."""
-    ways = divisors(variant.result.limit)[1]
+    logits: Collection[str],
+) -> tuple[Sharding, dict[Hashable, OperatorCut]] | None:
+    """The sharding without its operators, and what it divides of these; None if the larger batch does not allow the same."""
+    ways, program = divisors(variant.result.limit)[1], small.program
     try:
         one, other = (propagate(whole.program, variant.inputs, variant.decided, ways) for whole in (small, large))
     except (Refused, Undecided):
@@ -216,14 +154,31 @@ def _divided(
         return None
     runs = []
     for whole, result in ((small, one), (large, other)):
-        program, origins = localise(whole.program, result, 0, ways)
-        program = with_local_tensors(program, variant.inputs, result.parts.values(), Share(1, ways))
-        runs.append(_run_shard(whole, program, origins))
-    local = dict(_numbered(grow(runs[0].operators, runs[1].operators, step)))
+        local_calls, origins = localise(whole.program, result, 0, ways)
+        local_calls = with_local_tensors(local_calls, variant.inputs, result.parts.values(), Share(1, ways))
+        runs.append(_run_shard(whole, local_calls, origins))
+    local = dict(_numbered(grow(runs[0].operators, runs[1].operators, large.samples - small.samples)))
     cuts = {key: cut for key, operator in grown if key in local and (cut := _cut(operator, local[key], ways)) is not None}
-    rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves")
+    rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {program.name} saves")
     rate, fixed = (_whole_of(everything, part, ways) for everything, part in zip(saved, rates, strict=True))
-    return _Divided(variant, cuts, rate, fixed)
+    size = vocabulary_size(program, variant.result, logits)
+
+    def parts(kind: str) -> tuple[ParameterShard, ...]:
+        names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
+        return tuple(replace(variant.result.parts[name], size=size) for name in names if name in variant.result.parts)
+
+    sharding = Sharding(
+        rule=variant.result.rule,
+        limit=variant.result.limit,
+        inputs=tuple(content.text for content in variant.inputs),
+        outputs=variant.result.outputs,
+        parameters=parts("parameter"),
+        buffers=parts("buffer"),
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        size=size,
+    )
+    return sharding, cuts
 
 
 def _whole_of(everything: int, local: int, ways: int) -> int:
@@ -231,12 +186,16 @@ def _whole_of(everything: int, local: int, ways: int) -> int:
     return min(everything, max(0, everything - local) * ways // (ways - 1))
 
 
-def _cut(whole: Operator, local: Operator, ways: int) -> OperatorDivision | None:
+OperatorCut = tuple[str, int]
+"""The dim that shards divide of an operator, and the bytes of activations."""
+
+
+def _cut(whole: Operator, local: Operator, ways: int) -> OperatorCut | None:
     sizes, local_sizes = dict(whole.shape), dict(local.shape)
     dims = [name for name in sizes if local_sizes.get(name) != sizes[name]]
     if len(dims) != 1 or local_sizes.get(dims[0], 0) * ways != sizes[dims[0]]:
         return None
-    return OperatorDivision(dims[0], _whole_of(whole.activation_bytes, local.activation_bytes, ways))
+    return dims[0], _whole_of(whole.activation_bytes, local.activation_bytes, ways)
 
 
 def _numbered(grown: Sequence[tuple[RawOperator | None, Operator]]) -> list[tuple[Hashable, Operator]]:
@@ -258,21 +217,19 @@ class _ShardRun(NamedTuple):
     cast_bytes: int
 
 
-def _run_shard(
-    whole: WholeComponent, program: CallProgram, origins: Sequence[int | None], autocast: torch.dtype | None = None
-) -> _ShardRun:
+def _run_shard(whole: Recorded, program: CallProgram, origins: Sequence[int | None]) -> _ShardRun:
     """Shard 0 on fake tensors laid out in memory as the whole's.
 
     Args:
         program: of the shard, with local shapes. origins: per call the number of the recorded one it stands for.
     """
     position = 0
-    with whole.fakes, autocast_as(autocast), torch.enable_grad():
+    with whole.fakes, autocast_as(whole.autocast), torch.enable_grad():
         kinds = [program.tensors[slot] for _, slot, _ in program.inputs]
         inputs = [like(kind).requires_grad_(kind.differentiable) for kind in kinds]
         state = state_of(program)
         environment = environment_of(program, inputs, state.items())
-        uncounted = [value for value, counted in zip(inputs, whole.counted_inputs, strict=True) if not counted]
+        uncounted = [value for place, value in enumerate(inputs) if place not in whole.counted_inputs]
         saved = SavedTensors(lambda: position)
         mode = OperatorMode(lambda: position, set(map(storage_key, state.values())))
         with saved.open(), mode:
@@ -285,7 +242,7 @@ def _run_shard(
 
 
 def half_divided(
-    small: WholeComponent, large: WholeComponent, sharding: Sharding, half: Footprint[Size], autocast: torch.dtype, split: Split
+    small: Recorded, large: Recorded, sharding: Sharding, half: Footprint[Size], split: Split
 ) -> Footprint[DividedSize]:
     """What shards divide of the bytes that a component saves under autocast.
 
@@ -293,13 +250,12 @@ def half_divided(
     without autocast, halved.
 
     Args:
-        small, large: recorded under `autocast` at two batches. half: what the whole saves. split: as for `divide`.
+        small, large: recorded under autocast at two batches. half: what the whole saves. split: as for `divide`.
     """
     ways = divisors(sharding.limit)[1]
     programs = [local_program(whole.program, sharding, 0, ways) for whole in (small, large)]
     less, more = (
-        _run_shard(whole, program, range(len(program.ops)), autocast)
-        for whole, program in zip((small, large), programs, strict=True)
+        _run_shard(whole, program, range(len(program.ops))) for whole, program in zip((small, large), programs, strict=True)
     )
     rate, fixed = split(less.saved_bytes, more.saved_bytes, f"what a shard of {small.program.name} saves under autocast")
     return Footprint(
@@ -354,19 +310,16 @@ class TracedForward:
         return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
 
     def recorded(self, place: int) -> Recorded:
-        """One component."""
-        counted = tuple(number for number, is_counted in enumerate(self.whole(place).counted_inputs) if is_counted)
-        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
-
-    def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""
-        saved = {key for key, _ in self.saved_in[place]}
-        tensors = self.recording.tensors
-        return WholeComponent(
+        saved, tensors = {key for key, _ in self.saved_in[place]}, self.recording.tensors
+        inputs = enumerate(self.intervals[place].inputs)
+        return Recorded(
             program=self.programs[place],
             fakes=self.fakes,
-            operators=self.operators_in[place],
-            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in self.intervals[place].inputs),
+            samples=self.batch,
+            autocast=self.autocast,
+            operators=tuple(self.operators_in[place]),
+            counted_inputs=tuple(number for number, value in inputs if storage_key(tensors[value]) in saved),
         )
 
 
@@ -699,8 +652,7 @@ class _Counts:
 
     def with_half(self, component: Component, place: int) -> Component:
         """The component with what it and its shards take under the autocast that both forwards ran under."""
-        small, large, autocast = self._small, self._large, self._small.autocast
-        assert autocast is not None, "a forward under autocast"
+        small, large = self._small, self._large
         rounded = bool(small.recording.decisions) or any(component.pair_bytes)
         what = f"what {small.intervals[place].name} saves"
         rate, fixed = self._split(small.saved_bytes(place), large.saved_bytes(place), what, rounded=rounded)
@@ -721,10 +673,9 @@ class _Counts:
         )
         shardings = []
         for sharding in component.shardings:
-            wholes = small.whole(place), large.whole(place)
             divided = self._once(
                 ("divided", component.fingerprint, rate, fixed, casts, sharding.rule),
-                partial(half_divided, *wholes, sharding, half, autocast, self._split),
+                partial(half_divided, *self._recorded(place), sharding, half, self._split),
             )
             counted = self._of_shards(component, place, sharding, recomputed=sharding.selective is not None)
             shardings.append(replace(sharding, half=replace(divided, **counted)))
@@ -736,19 +687,16 @@ class _Counts:
         Args:
             saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the batch.
         """
-        small, large = self._small.whole(place), self._large.whole(place)
+        small, large = self._recorded(place)
         logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((_program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+            *((_program_key(whole.program), whole.operators, whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(key.name for key, _ in small.program.state)
-        step = self._large.batch - self._small.batch
-        first_state, division = self._once(
-            key, lambda: (state, divide(small, large, step, self._split, saved, cuttable, logits))
-        )
+        first_state, division = self._once(key, lambda: (state, divide(small, large, self._split, saved, cuttable, logits)))
         renamed = dict(zip(first_state, state, strict=True))
 
         def mine(parts: tuple[ParameterShard, ...]) -> tuple[ParameterShard, ...]:

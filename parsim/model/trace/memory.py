@@ -170,10 +170,10 @@ def upper_envelope(moments: set[Size]) -> Peaks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One component as recorded at so many samples.
+    """One component as recorded at so many samples, under autocast to a half-precision type or without (None).
 
     Attributes:
-        autocast: the half-precision type it ran under, or None.
+        operators: `op` counted from the component's first call.
         counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
         is_shard: the program is that of a shard, whose backward is not counted in halves.
     """
@@ -182,6 +182,7 @@ class Recorded:
     fakes: FakeTensorMode
     samples: int
     autocast: torch.dtype | None = None
+    operators: tuple[RawOperator, ...] = ()
     counted_inputs: tuple[int, ...] = ()
     is_shard: bool = False
 

@@ -8,7 +8,7 @@ two recordings at different batches says how each operator grows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +210,7 @@ def _size_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
+def grow(small: Sequence[RawOperator], large: Sequence[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
     """Operators per sample from the calls at two batches that differ by `step` samples, each with its call at the small one.
 
     They come in the order of the large batch. A function called more often at the larger batch (a loop over the samples)

@@ -46,26 +46,16 @@ class Lookup(NamedTuple):
     """An input as an index.
 
     Attributes:
-        name: of the input in the recording. rows: what the index stays below. lowest: what it may be at least.
-        what: of the table, in words. where: the module. ignored: an index beyond the rows that is allowed; None: there is none.
+        rows: what the index stays below. what: of the table, in words. lowest: what it may be at least.
+        ignored: an index beyond the rows that is allowed; None: there is none. name: of the input. where: the module.
     """
 
-    name: str
-    rows: int
-    lowest: int
-    what: str
-    where: str
-    ignored: int | None = None
-
-
-class _Index(NamedTuple):
-    """An argument that indexes a table; else as in Lookup."""
-
-    argument: Any
     rows: int
     what: str
     lowest: int = 0
     ignored: int | None = None
+    name: str = ""
+    where: str = ""
 
 
 _EMBEDDINGS = {
@@ -78,31 +68,31 @@ _ALONG_A_DIM = (torch.gather, Tensor.gather, torch.index_select, Tensor.index_se
 _OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
 
-def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[_Index]:
-    """The indices among the arguments of a call."""
-
+def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Lookup]]:
+    """The arguments of a call that are indices, and of what."""
     if op.function in _EMBEDDINGS:
         index, table = _EMBEDDINGS[op.function]
         if type(weight := op.argument(*table)) is Ref:
-            yield _Index(op.argument(*index), tensors[weight.slot].shape[0], "an embedding of")
+            yield op.argument(*index), Lookup(int(tensors[weight.slot].shape[0]), "an embedding of")
     elif op.function in _ALONG_A_DIM:
         given, dim = op.argument("input", 0), op.argument("dim", 1)
         if type(given) is Ref and isinstance(dim, int) and tensors[given.slot].dim():
-            yield _Index(op.argument("index", 2), tensors[given.slot].shape[dim], f"dim {dim} of a tensor with")
+            yield op.argument("index", 2), Lookup(int(tensors[given.slot].shape[dim]), f"dim {dim} of a tensor with")
     elif op.function is functional.one_hot:
         classes = op.argument("num_classes", 1, -1)
         if isinstance(classes, int) and classes > 0:
-            yield _Index(op.argument("tensor", 0), classes, "one_hot of")
+            yield op.argument("tensor", 0), Lookup(classes, "one_hot of")
     elif op.function in _OF_CLASSES:  # where targets are numbers of classes
         given, target = op.argument("input", 0), op.argument("target", 1)
         if type(given) is Ref and type(target) is Ref and not tensors[target.slot].is_floating_point():
             logits, ignored = tensors[given.slot], op.argument("ignore_index", 4, IGNORED)
-            yield _Index(target, logits.shape[1 if logits.dim() > 1 else 0], "the classes of a loss,", ignored=ignored)
+            classes = int(logits.shape[1 if logits.dim() > 1 else 0])
+            yield target, Lookup(classes, "the classes of a loss,", ignored=ignored)
     elif op.function is Tensor.__getitem__ and type(op.arguments[0]) is Ref:
         yield from _indexed(tensors[op.arguments[0].slot], op.arguments[1], tensors)
 
 
-def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[_Index]:
+def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Lookup]]:
     """`table[index]`, also with slices beside; an index may count from the end."""
 
     def is_mask(item: Any) -> bool:
@@ -117,7 +107,8 @@ def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[_
         if item is Ellipsis:
             dim += table.dim() - sum(taken)
         elif type(item) is Ref and not is_mask(item):
-            yield _Index(item, table.shape[dim], f"dim {dim} of a tensor with", lowest=-table.shape[dim])
+            rows = int(table.shape[dim])
+            yield item, Lookup(rows, f"dim {dim} of a tensor with", lowest=-rows)
         dim += dims
 
 
@@ -140,11 +131,10 @@ def lookups(recording: Recording) -> set[Lookup]:
     for op in recording.ops:
         if not inputs:
             break
-        for index in _indices(op, tensors):
-            if type(index.argument) is Ref and index.argument.slot in inputs:
+        for index, lookup in _indices(op, tensors):
+            if type(index) is Ref and index.slot in inputs:
                 where = "" if op.call is None else recording.calls[op.call].module
-                name = inputs[index.argument.slot]
-                found.add(Lookup(name, int(index.rows), index.lowest, index.what, where, index.ignored))
+                found.add(lookup._replace(name=inputs[index.slot], where=where))
         if op.mutated:
             changed = {storage_key(tensors[number]) for number in op.mutated}
             inputs = {number: name for number, name in inputs.items() if storage_key(tensors[number]) not in changed}
