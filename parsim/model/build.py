@@ -23,7 +23,7 @@ from parsim.model.catalogue.names import is_transformer
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.model import COUPLED, MIXING, Model
-from parsim.model.objective import BINARY, Objective, OpenLoss, OutputKind, Settled, parse_objective, settle
+from parsim.model.objective import BINARY, Objective, OutputKind, Settled, parse_objective, settle
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.trace.trace import require_torch
 
@@ -330,28 +330,7 @@ def interface_of(spec: ModelSpec) -> Interface:
             f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
             "its Hugging Face config.json"
         )
-    content = "" if spec.name in ZOO else content_of(spec)
-    interface = known_interface(spec, content)
-    if interface is None:
-        interface = _zoo_interface(spec) if spec.name in ZOO else open_interface(spec, content).settled()
-        keep_interface(spec, content, interface)
-    return interface
-
-
-_kept: dict[tuple[ModelSpec, str], Interface] = {}
-MOST_KEPT = 64
-
-
-def known_interface(spec: ModelSpec, content: str) -> Interface | None:
-    """What an earlier forward has settled for this `parsim.model.build.content_of` a resolved spec, if one has."""
-    return _kept.get((spec, content))
-
-
-def keep_interface(spec: ModelSpec, content: str, interface: Interface) -> None:
-    """For `known_interface`; the oldest are forgotten."""
-    while len(_kept) >= MOST_KEPT:
-        del _kept[next(iter(_kept))]
-    _kept[spec, content] = interface
+    return _zoo_interface(spec) if spec.name in ZOO else _settled_interface(spec, content_of(spec))
 
 
 def _zoo_interface(spec: ModelSpec) -> Interface:
@@ -367,38 +346,12 @@ def _zoo_interface(spec: ModelSpec) -> Interface:
     return Interface(inputs=(takes,), output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenInterface:
-    """An interface whose output and targets one forward of `module` has to tell.
-
-    Attributes:
-        kind: without them. args, kwargs: for that forward. loss: what is known of the loss.
-    """
-
-    module: nn.Module
-    kind: Interface
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss: OpenLoss
-    example: bool
-
-    def settled(self) -> Interface:
-        """The interface by a forward. Raises ModelError where the output leaves the loss open."""
-        return self.with_output(settle_module(self.module, self.args, self.kwargs, self.loss, example=self.example))
-
-    def with_output(self, settled: Settled) -> Interface:
-        """The interface with what a forward has settled."""
-        return replace(self.kind, output=settled.output, loss=str(settled.objective), target=settled.target)
-
-
-def open_interface(spec: ModelSpec, content: str) -> OpenInterface:
-    """The module of a spec, what it takes, and what is asked for; unless the spec says, the loss is that of its output.
+@functools.lru_cache(maxsize=64)
+def _settled_interface(spec: ModelSpec, content: str) -> Interface:
+    """What a module takes, and what one forward says of its output; unless the spec says, the loss is that of its output.
 
     Args:
-        spec: resolved, not of the zoo. content: of `parsim.model.build.content_of`.
-
-    Raises:
-        ModelError: inputs that the module does not take.
+        spec: resolved, not of the zoo. content: of `content_of`.
     """
     example = spec.control_flow == EXAMPLE
     module = example_module(spec) if example else shared_fake(spec, content)
@@ -409,21 +362,28 @@ def open_interface(spec: ModelSpec, content: str) -> OpenInterface:
     objective = spec.objective(usual)
     inputs, positional = module_inputs(module, described, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
-    args, kwargs = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
-    loss = OpenLoss(name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output)
-    return OpenInterface(module=module, kind=kind, args=args, kwargs=kwargs, loss=loss, example=example)
+    batch = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
+    settled = settle_module(
+        module, *batch, name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output, example=example
+    )
+    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
 def settle_module(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: OpenLoss, *, example: bool = False
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    objective: Objective | None,
+    tokens: bool,
+    output: str | None,
+    example: bool,
 ) -> Settled:
-    """What a module trains by, found by one fake forward of a batch.
-
-    Args:
-        example: code that depends on data follows the batch.
+    """What a module trains by, found by one fake forward of a batch, which code that depends on data follows if `example`.
 
     Raises:
-        ModelError: as `settle`. TraceError: the forward fails.
+        ModelError: as `settle`, which has the other arguments. TraceError: the forward fails.
     """
     from parsim.model.total_loss import output_kinds
     from parsim.model.trace.record import run_recorded
@@ -431,7 +391,7 @@ def settle_module(
     recording = run_recorded(module, args, kwargs, loss=None, example=example)
     samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
     kinds = output_kinds({name: recording.tensors[number] for name, number in recording.outputs.items()})
-    return settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
+    return settle(name, kinds, samples, objective, tokens=tokens, output=output)
 
 
 def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:

@@ -226,16 +226,6 @@ class Settled:
     target: ModelInput | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenLoss:
-    """What a model trains by where its output has to tell, see `settle`: the forward that is recorded first settles it."""
-
-    name: str
-    objective: Objective | None
-    tokens: bool
-    output: str | None
-
-
 def settle(
     name: str,
     outputs: Mapping[str, OutputKind],

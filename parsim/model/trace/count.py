@@ -44,7 +44,6 @@ from parsim.model.component import (
     ValueFootprint,
 )
 from parsim.model.model import SUBLAYER, Model
-from parsim.model.objective import OpenLoss
 from parsim.model.runnable import CallProgram, Nested, Ref, environment_of, run_op
 from parsim.model.shard.apply import localise
 from parsim.model.shard.content import Refused, Undecided
@@ -345,7 +344,7 @@ def measure(
     kwargs: Mapping[str, Any],
     *,
     granularity: str,
-    loss: str | OpenLoss | None,
+    loss: str | None,
     autocast: torch.dtype | None = None,
     example: bool = False,
     answers: Sequence[bool] | None = None,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parsim.errors import ModelError, TraceError, first_few
 from parsim.model.inputs import ModelInput
-from parsim.model.objective import TARGET, OpenLoss, parse_objective, settle
+from parsim.model.objective import TARGET, parse_objective, settle
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.total_loss import entries, output_kinds, total_and_form
 from parsim.model.trace.checks import (
@@ -292,7 +292,7 @@ def run_recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    loss: str | OpenLoss | None,
+    loss: str | None,
     loss_in_parts: bool = False,
     watch: Watch | None = None,
     skew: bool = False,
@@ -430,7 +430,7 @@ def _note_output(recorder: Recorder, output: Any) -> None:
     recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
 
 
-def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_parts: bool) -> None:
+def _note_loss(recorder: Recorder, output: Any, loss: str, *, in_parts: bool) -> None:
     """The loss becomes the last component, or several if it is taken in parts.
 
     Its second input is called "target", unless the module takes its targets itself.
@@ -438,16 +438,12 @@ def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_part
     recording, name = recorder.recording, type(recorder.module).__name__
     samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
     kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
-    if isinstance(loss, OpenLoss):
-        settled = settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
     try:
-        if not isinstance(loss, OpenLoss):
-            settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
-        objective, recording.settled = settled.objective, settled
+        recording.settled = settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
         target = None if settled.target is None else _fake_target(recorder, settled.target, settled.entry, samples)
         recording.loss_start = recorder.current if settled.target is not None else _end_of_parameters(recording)
         begin = (lambda part: recording.loss_parts.append((part, recorder.current))) if in_parts else None
-        value, recording.loss_form = total_and_form(objective, output, target, samples, name, begin=begin)
+        value, recording.loss_form = total_and_form(settled.objective, output, target, samples, name, begin=begin)
     except ModelError as error:
         raise TraceError(str(error)) from error
     recording.loss_value = recorder.number_of(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
 from parsim.model.model import COUPLED, MIXING, Model
-from parsim.model.objective import TARGET, OpenLoss, Settled
+from parsim.model.objective import TARGET
 from parsim.model.runnable import Nested, Ref, Runnable
 from parsim.model.total_loss import SUM
 from parsim.model.trace.checks import without_log
@@ -285,28 +285,23 @@ def run_cut(
     return recording, cut(recording, module, granularity, whole)
 
 
-def model_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **settings: Any) -> Model:
-    """The Model of a module; `settings`: as `settled_model` takes them."""
-    return settled_model(module, args, kwargs, **settings)[0]
-
-
 @rare_collections()
-def settled_model(
+def model_of(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
     granularity: str,
     name: str | None = None,
-    loss: str | OpenLoss | None = None,
+    loss: str | None = None,
     source: str = "",
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
-) -> tuple[Model, Settled | None]:
-    """The Model of a module in training mode, whatever the batch of the example inputs; and the loss that its forward settled.
+) -> Model:
+    """The Model of a module in training mode, whatever the batch of the example inputs.
 
-    `example`: code that depends on data does what it does with the example inputs; not with an OpenLoss. `declared`: what is
-    known of each input, in the order of the forward's arguments; integers that no table has rows for are a ModelError.
+    `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
+    the order of the forward's arguments; integers that no table has rows for are a ModelError.
     """
     kind = type(module).__name__
     name = name or kind
@@ -316,13 +311,9 @@ def settled_model(
     largest: TracedForward | None = None
     try:
         if example:
-            assert not isinstance(loss, OpenLoss)
             small, large, halves = _followed(module, args, kwargs, granularity, loss)
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
-            if isinstance(loss, OpenLoss):
-                assert first.recording.settled is not None, "a recording with a loss settles it"
-                loss = str(first.recording.settled.objective)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
 
             def forward(batch: int, autocast: torch.dtype | None) -> TracedForward:
@@ -354,7 +345,6 @@ def settled_model(
     form = small.recording.loss_form if largest is None else COUPLED
     if form != COUPLED and mixes:
         form = MIXING
-    assert not isinstance(loss, OpenLoss)
     model = replace(
         model,
         assumptions=(*model.assumptions, *notes),
@@ -368,7 +358,7 @@ def settled_model(
     except TraceError as error:
         assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
         model = replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
-    return model, small.recording.settled
+    return model
 
 
 def _check_trained(recording: Recording, name: str) -> None:
