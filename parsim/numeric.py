@@ -31,9 +31,7 @@ def rare_collections() -> Iterator[None]:
 
 def keep_what_is_there() -> None:
     """Collect garbage once, and leave all that is left out of later collections: modules, models and plans stay to the end.
-
-    Else a step in which the collector walks through them all takes twice as long.
-    """
+    Else a step in which the collector walks through them all takes twice as long."""
     gc.collect()
     gc.freeze()
 

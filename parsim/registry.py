@@ -121,9 +121,7 @@ def as_key_error(value: Any, validated: Callable[[Any], Any]) -> Any:
 
 class RowOf:
     """A pydantic annotation: text that names a row of a registry, or "package.module:ROW", which is loaded where it is read.
-
-    `also` raises ParsimError for a row that cannot stand here.
-    """
+    `also` raises ParsimError for a row that cannot stand here."""
 
     def __init__(self, registry: Registry[Any], also: Callable[[str], None] = lambda _: None) -> None:
         self.registry = registry

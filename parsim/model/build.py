@@ -34,11 +34,8 @@ if TYPE_CHECKING:
 
 def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
-
-    Raises:
-        ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
-        MissingDependencyError: torch is not installed.
-    """
+    Raises ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
+    MissingDependencyError: torch is not installed."""
     require_torch(f"build {spec.name}")
     from parsim.model.adapters import adapt
 
@@ -95,10 +92,8 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
 
 def _check_factory(name: str, factory: object) -> None:
     """Raise ModelError for what makes no module, before it is called: a call may do anything.
-
     A class must be an nn.Module. A function must be one of Python, and either the user's own or annotated to return an
-    nn.Module. Those of the standard library and of installed packages do all kinds of things.
-    """
+    nn.Module. Those of the standard library and of installed packages do all kinds of things."""
     from torch import nn
 
     inner = inspect.unwrap(factory) if callable(factory) else factory
@@ -184,9 +179,7 @@ _factories: dict[str, list[tuple[object, str]]] = {}
 
 def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
     """`build_fake` of a resolved spec, or the module of the last call if that was for the same content: leave it unchanged.
-
-    One load asks several times. A module that has memory for its weights is not kept.
-    """
+    One load asks several times. A module that has memory for its weights is not kept."""
     from parsim.private import FakeTensor
 
     if (spec, content) in _kept_fake:
@@ -200,10 +193,7 @@ def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
 
 def content_of(spec: ModelSpec) -> str:
     """What the name of a spec stands for now: the text of a config, the source of a factory's file, "" for the zoo.
-
-    Raises:
-        ModelError: the file of a factory has changed since this process imported it.
-    """
+    Raises ModelError: the file of a factory has changed since this process imported it."""
     if is_config(spec.name):
         return json.dumps(read_config(spec), sort_keys=True)
     package, colon, function = spec.name.partition(":")
@@ -241,9 +231,7 @@ def check_real(module: nn.Module) -> None:
 
 def move_hollow(module: nn.Module, device: torch.device) -> None:
     """Move the module to a device whose memory its parameters and buffers do not take: they have no data from then on.
-
-    Shapes, strides and types stay, and so does every tensor's identity. That is all that a recording looks at.
-    """
+    Shapes, strides and types stay, and so does every tensor's identity. That is all that a recording looks at."""
     import torch
 
     state = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
@@ -320,10 +308,7 @@ class Interface:
 
 def interface_of(spec: ModelSpec) -> Interface:
     """Inputs and output of one sample, and the loss. Needs torch for a factory or a Hugging Face config.
-
-    Raises:
-        ModelError: inputs that the module does not take, or an output that leaves the loss open.
-    """
+    Raises ModelError: inputs that the module does not take, or an output that leaves the loss open."""
     spec = resolve(spec)
     if is_transformer(spec.name):
         raise ModelError(
@@ -349,10 +334,7 @@ def _zoo_interface(spec: ModelSpec) -> Interface:
 @functools.lru_cache(maxsize=64)
 def _settled_interface(spec: ModelSpec, content: str) -> Interface:
     """What a module takes, and what one forward says of its output; unless the spec says, the loss is that of its output.
-
-    Args:
-        spec: resolved, not of the zoo. content: of `content_of`.
-    """
+    `spec`: resolved, not of the zoo. `content`: of `content_of`."""
     example = spec.control_flow == EXAMPLE
     module = example_module(spec) if example else shared_fake(spec, content)
     described, usual = spec.inputs, None
@@ -381,10 +363,7 @@ def settle_module(
     example: bool,
 ) -> Settled:
     """What a module trains by, found by one fake forward of a batch, which code that depends on data follows if `example`.
-
-    Raises:
-        ModelError: as `settle`, which has the other arguments. TraceError: the forward fails.
-    """
+    Raises ModelError: as `settle`, which has the other arguments. TraceError: the forward fails."""
     from parsim.model.total_loss import output_kinds
     from parsim.model.trace.record import run_recorded
 
@@ -396,9 +375,7 @@ def settle_module(
 
 def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
     """A batch of zeros by input name, for tracing; `weights`: torch's name of their type.
-
-    No dim 0 of a constant equals its number of samples.
-    """
+    No dim 0 of a constant equals its number of samples."""
     import torch
 
     return {entry.name: entry.zeros(_samples(inputs), getattr(torch, weights)) for entry in inputs}
@@ -431,13 +408,9 @@ def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """A random batch, the same for the same seed on every device.
-
-    Images and other float inputs are standard normal of `dtype` (None: float32); tokens and classes are uniform int64.
-
-    Returns:
-        (inputs by name, target), the first dim of each is `samples`. `Interface.arguments` makes arguments of them. The target
-        is None where the inputs hold it.
-    """
+    Images and other float inputs are standard normal of `dtype` (None: float32); tokens and classes are uniform int64. Returns
+    (inputs by name, target), the first dim of each is `samples`. `Interface.arguments` makes arguments of them. The target is
+    None where the inputs hold it."""
     require_torch("make an example batch")
     return random_batch(interface_of(resolve(spec)), samples, seed=seed, dtype=dtype, device=device)
 
@@ -468,10 +441,7 @@ def loss_of(spec: ModelSpec) -> str:
 
 def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface) -> str:
     """`Model.loss_form`, after comparing a batch with its samples.
-
-    Args:
-        model: as traced. module: gives it with real weights. kind: its interface.
-    """
+    `model`: as traced. `module`: gives it with real weights. `kind`: its interface."""
     from parsim.model.total_loss import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
 
     objective = kind.objective

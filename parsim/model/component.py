@@ -137,10 +137,8 @@ class ParameterShard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShard:
     """An operator that is divided: `number` in the component's operators, cut along `dim` of its shape.
-
     Flop and parameter bytes of a shard are its share of the whole's (`Share`). Of the activation bytes, only the part
-    `activation_bytes` is divided (a column-parallel matmul reads its whole input).
-    """
+    `activation_bytes` is divided (a column-parallel matmul reads its whole input)."""
 
     number: int
     dim: str
@@ -413,9 +411,7 @@ class Component(Footprint[Size]):
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
-
-        The fixed bytes hold for this number of samples alone.
-        """
+        The fixed bytes hold for this number of samples alone."""
         if not self.paged_bytes and not any(self.pair_bytes):
             return self
         rest = sum(-size * samples % PAGE_BYTES for size in self.paged_bytes)
@@ -453,9 +449,7 @@ class Component(Footprint[Size]):
     @property
     def least_samples(self) -> int:
         """Samples that it must see at once in training: 2 where a batch norm has one value per channel and sample.
-
-        Its variance is that of one value otherwise, which torch refuses. Leaves out norms without weight and bias.
-        """
+        Its variance is that of one value otherwise, which torch refuses. Leaves out norms without weight and bias."""
         element = self.parameters[0].element_bytes if self.parameters else 4
         alone = any(
             operator.function == "native_batch_norm"
@@ -532,11 +526,9 @@ def _fingerprint(
 @lru_cache(maxsize=65536)
 def narrow(component: Component, rule: str, ways: int) -> Component:
     """The component that one of `ways` shards under `rule` runs; the component itself for rule "" or one way.
-
     Its operators, parameters and saved bytes are those of one shard, so its fingerprint tells it from the whole. Buffers are
     counted whole. Values keep the sizes they have outside. The memory is that of the component's precision: take that first
-    (`parsim.model.formats.component_in`). Raises ModelError: no such rule, or `ways` does not divide its limit.
-    """
+    (`parsim.model.formats.component_in`). Raises ModelError: no such rule, or `ways` does not divide its limit."""
     if not rule or ways == 1:
         return component
     sharding = component.sharding(rule)
@@ -609,10 +601,7 @@ _CUT = {
 
 def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[Sharding] = ()) -> None:
     """Whether a component, which has a name, can be cut into that many shards. `others`: its shardings, for the message.
-
-    Raises:
-        ModelError: what is cut, the nearest ways that divide it, and the rules that allow these ways.
-    """
+    Raises ModelError: what is cut, the nearest ways that divide it, and the rules that allow these ways."""
     if sharding.allows(ways):
         return
     cut = ", ".join(dict.fromkeys(_CUT.get(name, name) for name in sharding.rule.split("+")))

@@ -76,10 +76,7 @@ class ExpertRouting:
 
     def load(self, visits: float, experts: int, ways: int) -> float:
         """Visits of the fullest of so many ranks over their mean.
-
-        Args:
-            visits: the mean of a rank. experts: of a rank.
-        """
+        `visits`: the mean of a rank. `experts`: of a rank."""
         return self.capacity_factor or busiest_share(visits, ways, self.skew / math.sqrt(experts))
 
 
@@ -116,14 +113,10 @@ def divided_model(
 ) -> Model:
     """The model of one rank; the same object for cp = ep = 1 without a capacity factor.
 
-    Args:
-        model: whole. cp, ep: ranks over which the sequence and the experts are divided.
-        element_bytes: of keys, values and tokens as they are sent.
-        ring: keys and values come one piece after the other, so two are held at once; else all of them.
-        routing: of tokens to experts.
-
-    Raises:
-        PlanError: the model has no attention (cp) or no experts (ep) that parsim knows; sizes that do not divide.
+    `model`: whole. `cp`, `ep`: ranks over which the sequence and the experts are divided. `element_bytes`: of keys, values and
+    tokens as they are sent. `ring`: keys and values come one piece after the other, so two are held at once; else all of them.
+    `routing`: of tokens to experts. Raises PlanError: the model has no attention (cp) or no experts (ep) that parsim knows;
+    sizes that do not divide.
     """
     if cp == ep == 1 and not routing.capacity_factor:
         return model

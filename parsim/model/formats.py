@@ -92,13 +92,9 @@ def number_format(precision: str) -> NumberFormat:
 @cache
 def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
     """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products are in them.
-
     PyTorch has no convolution in 8 or 4 bits that trains, and Transformer Engine and torchao convert linear layers alone.
-
-    Args:
-        precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
-        low: False for a product that is left out of that (`parsim.model.component.NOT_LOW`).
-    """
+    `precision`: of the training. `kind`: of the operator (`parsim.model.component.OPERATOR_KINDS`). `low`: False for a product
+    that is left out of that (`parsim.model.component.NOT_LOW`)."""
     return precision if kind == "matmul" and low else number_format(precision).beside or precision
 
 
@@ -115,10 +111,7 @@ def check_planned(precision: str) -> None:
 
 def check_executable(precision: str, dtype: str, device_kind: str) -> None:
     """Raise ExecutionError unless a device of that kind can train in `precision`, with weights of `dtype` where fp32 is asked.
-
-    Args:
-        dtype: "float32" or "float64" (training.dtype). device_kind: "cpu" or "cuda".
-    """
+    `dtype`: "float32" or "float64" (training.dtype). `device_kind`: "cpu" or "cuda"."""
     devices = number_format(precision).devices
     if not devices:
         raise ExecutionError(
@@ -195,11 +188,9 @@ class Numerics:
 
     def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
         """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
-
         With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights, unless it
         has a type of its own. Master weights add a copy of the weights that stays, and one of the gradients during the update
-        where these are not in fp32.
-        """
+        where these are not in fp32."""
         row, width = OPTIMIZERS[optimizer or self.optimizer], self.format.weight_bytes
         is_full = not self.is_half or self.master_weights
         state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
@@ -225,10 +216,8 @@ HalfSizes = TypeVar("HalfSizes")
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
     """A component with its memory under `precision`, and that of its shards; its work is unchanged.
-
     A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
-    to shrink in proportion, with a cast of every weight under autocast.
-    """
+    to shrink in proportion, with a cast of every weight under autocast."""
     size = _reduced_bytes(precision)
     if size is None:
         return component
@@ -331,10 +320,8 @@ def model_in(model: Model, precision: str) -> Model:
 
 def _with_wide_head(model: Model) -> Model:
     """The model whose last product with a weight stays in 16 bits where others are in 8 or 4.
-
     Which layers a training converts is not recorded when a module is traced. Described transformers say it themselves
-    (`parsim.model.catalogue.sublayers.head`), and are left as they are.
-    """
+    (`parsim.model.catalogue.sublayers.head`), and are left as they are."""
     last: tuple[int, int] | None = None
     for place, component in enumerate(model.components):
         for number, operator in enumerate(component.operators):
@@ -356,9 +343,7 @@ def _with_wide_head(model: Model) -> Model:
 
 def model_as_sent(model: Model, precision: str) -> Model:
     """The model with its values as wide as they are sent under `precision`; the same object where nothing changes.
-
-    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are.
-    """
+    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are."""
     size = _reduced_bytes(precision)
     if size is None:
         return model
@@ -376,9 +361,7 @@ def is_half(precision: str) -> bool:
 
 def check_recorded(model: Model, precision: str) -> None:
     """Raise CostError where a Model cannot tell of a precision.
-
-    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision.
-    """
+    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision."""
     if model.half_refused and is_half(precision):
         raise CostError(
             f"precision {precision!r} runs the forward under autocast, and that of {model.name} fails there: "

@@ -257,11 +257,7 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
 
 def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
     """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
-
-    Raises:
-        TraceError: a module that cannot be cut.
-        MissingDependencyError: torch is not installed.
-    """
+    Raises TraceError: a module that cannot be cut. MissingDependencyError: torch is not installed."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
@@ -320,20 +316,14 @@ def model_from_module(
 ) -> Model:
     """Trace a module on fake tensors, and add its loss as the last component.
 
-    Args:
-        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch;
-            a tensor with another dim 0 is constant.
-        input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
-            and the module an nn.Embedding, else floats.
-        inputs: by the names of the arguments of its forward, instead of both.
-        loss: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the usual one of such an output.
-        output: which output a loss that is left out reads.
-        control_flow: "refuse" or "example", as for `parsim.model.trace`; without `example_inputs` the example is drawn.
-
-    Raises:
-        ModelError: not a module, neither inputs nor a shape, an output that leaves the loss open, or integers that no table has
-            rows for. TraceError: the module cannot be cut into components.
-        MissingDependencyError: without torch.
+    `example_inputs`: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch; a
+    tensor with another dim 0 is constant. `input_shape`: of one sample, instead of `example_inputs`; integers below the table's
+    size where the sample has one dim and the module an nn.Embedding, else floats. `inputs`: by the names of the arguments of
+    its forward, instead of both. `loss`: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the
+    usual one of such an output. `output`: which output a loss that is left out reads. `control_flow`: "refuse" or "example", as
+    for `parsim.model.trace`; without `example_inputs` the example is drawn. Raises ModelError: not a module, neither inputs nor
+    a shape, an output that leaves the loss open, or integers that no table has rows for. TraceError: the module cannot be cut
+    into components. MissingDependencyError: without torch.
     """
     require_torch("trace a module")
     from torch import Tensor, nn

@@ -265,11 +265,8 @@ LONGEST_LAYER = 64
 
 def repeated_blocks(prints: Sequence[str], entering: Sequence[int] = ()) -> Runs:
     """The blocks of several components, in order: of each the first component, and one past the last.
-
-    Args:
-        prints: of every component, equal for those that are alike.
-        entering: by component the bytes per sample that enter it and those behind it from those before; none: alike for all.
-    """
+    `prints`: of every component, equal for those that are alike. `entering`: by component the bytes per sample that enter it
+    and those behind it from those before; none: alike for all."""
     found = _longest_repetition(prints)
     if found is None:
         return ()

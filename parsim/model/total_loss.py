@@ -34,8 +34,7 @@ MAXIMUM, SUMS = f"{LOSS}.maximum", f"{LOSS}.sums"
 def total_in_parts(logits: Tensor, target: Tensor, begin: Callable[[str], None]) -> Tensor:
     """The sum over samples of the mean over their tokens, as the row "cross_entropy" has it.
 
-    Args:
-        logits: [B, ..., classes]. target: classes [B, ...]. begin: called with the name of every part before its first call.
+    `logits`: [B, ..., classes]. `target`: classes [B, ...]. `begin`: called with the name of every part before its first call.
     """
     begin(MAXIMUM)
     with torch.no_grad():
@@ -50,9 +49,7 @@ def total_in_parts(logits: Tensor, target: Tensor, begin: Callable[[str], None])
 
 class ClassSums(torch.autograd.Function):
     """Part 2 for the classes of one shard; keeps the exponentials alone for the backward.
-
-    `classes`: of all shards, if the last one ends in logits that stand for no class. They count nothing.
-    """
+    `classes`: of all shards, if the last one ends in logits that stand for no class. They count nothing."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, maximum: Tensor, target: Tensor, shard: int, classes: int | None = None) -> Tensor:
@@ -121,15 +118,9 @@ def output_kinds(tensors: Mapping[str, Tensor]) -> dict[str, OutputKind]:
 
 def total_loss(objective: Objective, output: Any, target: Tensor | None, samples: int, name: str = "the model") -> Tensor:
     """The sum over the samples of the loss of what a module returned; a scalar.
-
-    Args:
-        output: of the module, for `samples` samples. target: None where the module takes its targets itself.
-        name: of the model, for messages.
-
-    Raises:
-        ModelError: an output that leaves open what the loss reads, or a loss that is neither a scalar nor one number per
-            sample.
-    """
+    `output`: of the module, for `samples` samples. `target`: None where the module takes its targets itself. `name`: of the
+    model, for messages. Raises ModelError: an output that leaves open what the loss reads, or a loss that is neither a scalar
+    nor one number per sample."""
     return total_and_form(objective, output, target, samples, name)[0]
 
 
@@ -143,10 +134,7 @@ def total_and_form(
     begin: Callable[[str], None] | None = None,
 ) -> tuple[Tensor, str]:
     """`total_loss`, and what the loss gave: MEAN, PER_SAMPLE or SUM.
-
-    Args:
-        begin: take the loss in parts where it has any, and tell the name of each before its first call.
-    """
+    `begin`: take the loss in parts where it has any, and tell the name of each before its first call."""
     row = objective.row
     tensors = entries(output)
     kinds = output_kinds(tensors)
@@ -230,12 +218,9 @@ def loss_form(
     """Whether the loss is a sum over the samples: `form` where it is.
 
     COUPLED where it is no such sum, ADDED_UP where it is one and was taken as a mean, `form` and UNCHECKED where that is open.
-    Under a loss of parsim's: MIXING where the module is seen to mix samples, else `form`.
-
-    Args:
-        module: with real weights; it stays as it is. form: what the loss gave, see `total`.
-        inputs, target: a batch by name. constants: names of inputs without a batch.
-        call: makes the arguments of the module of such inputs.
+    Under a loss of parsim's: MIXING where the module is seen to mix samples, else `form`. `module`: with real weights; it stays
+    as it is. `form`: what the loss gave, see `total`. `inputs`, `target`: a batch by name. `constants`: names of inputs without
+    a batch. `call`: makes the arguments of the module of such inputs.
     """
     unchecked = form if objective.adds_up else f"{form} {UNCHECKED}".strip()
     if sum(parameter.numel() for parameter in module.parameters()) > MOST_ELEMENTS:
@@ -277,9 +262,7 @@ def _form(total: _Totals, whole: float, samples: int, objective: Objective, form
 
 def _mixes(total: _Totals, whole: float, samples: int) -> bool:
     """Whether the batch's loss is another one in parts. A batch that runs whole and in no part mixes, too.
-
-    Of two samples that run in no part, each is taken twice: the module may only squeeze a batch of one.
-    """
+    Of two samples that run in no part, each is taken twice: the module may only squeeze a batch of one."""
     for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
         with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
             parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
@@ -291,10 +274,7 @@ def _mixes(total: _Totals, whole: float, samples: int) -> bool:
 
 def _mixes_in_training(total: _Totals, evaluated: float, samples: int) -> bool:
     """Whether a module mixes samples in training alone, as batch statistics of one's own do. Open where it draws numbers.
-
-    Args:
-        total: in training mode. evaluated: the loss in eval mode: where it is the same, nothing else is done in training.
-    """
+    `total`: in training mode. `evaluated`: the loss in eval mode: where it is the same, nothing else is done in training."""
     with contextlib.suppress(Exception):  # a module may need another batch, or have no loss in this type
         whole = total(0, samples, 0)
         if not math.isfinite(whole) or total.are_close(whole, evaluated) or whole != total(0, samples, 1):
@@ -332,10 +312,8 @@ def _own_backwards(uses: list[bool]) -> Iterator[None]:
 
 class _Totals:
     """The loss of some samples, added up, of a copy in float64 and eval mode.
-
     `training`: in training mode, but for BatchNorm and dropout of torch. Each loss is that of the first state. `own_backwards`
-    has entries where a forward has used a torch.autograd.Function.
-    """
+    has entries where a forward has used a torch.autograd.Function."""
 
     def __init__(
         self,

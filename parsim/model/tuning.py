@@ -144,10 +144,8 @@ class Tuning(ConfigSection):
     @property
     def stored_bytes(self) -> float:
         """Bytes of a weight in `storage`, with its share of the scales.
-
-        nf4: half a byte, and for every 64 weights a scale of 4 bytes, or of 1 and for every 256 of these 4. int8: leaves out
-        4 bytes per row.
-        """
+        nf4: half a byte, and for every 64 weights a scale of 4 bytes, or of 1 and for every 256 of these 4. int8: leaves out 4
+        bytes per row."""
         if self.storage == "int8":
             return 1.0
         return 0.5 + (1 / 64 + 4 / (64 * 256) if self.double_quantisation else 4 / 64)
@@ -155,9 +153,7 @@ class Tuning(ConfigSection):
     @property
     def parts(self) -> frozenset[str]:
         """The products of a transformer by name that have adapters.
-
-        Raises ModelError for a target that no such model has.
-        """
+        Raises ModelError for a target that no such model has."""
         if not self.has_adapters:
             return frozenset()
         found: set[str] = set()
@@ -223,10 +219,8 @@ def check_storage(tuning: Tuning | None, device: DeviceType) -> None:
 
 def stored(model: Model, tuning: Tuning) -> Model:
     """The model with the weights of its frozen products in `tuning.storage`; the same object where they have no such.
-
     Every product unpacks its weight into 16 bits first, in the forward and in the backward, one weight at a time. The head and
-    embeddings stay as they are, as bitsandbytes leaves them.
-    """
+    embeddings stay as they are, as bitsandbytes leaves them."""
     if tuning.storage is None:
         return model
     kept = any(op.function == NOT_LOW for component in model.components for op in component.operators)

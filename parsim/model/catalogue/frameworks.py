@@ -527,10 +527,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
 
 def framework_of(name: str, year: int | None = None) -> Framework:
     """The row of a framework, in the version of a year; without one, the current version.
-
-    Raises:
-        ModelError: no such framework.
-    """
+    Raises ModelError: no such framework."""
     row = FRAMEWORKS[name]
     if year is None:
         return row
@@ -577,11 +574,9 @@ def plausible_frameworks(
 
     Divided parameters are FSDP's, and torchtitan's where something else is divided too, where recomputation is selective, or
     products are in 8 bits. Otherwise what is divided, experts and 8 bits are Megatron's. Whole states are those of DDP; on one
-    GPU recent models are fine-tuned, most often by transformers.Trainer. BERT has MLPerf's kernels on GPUs after A100.
-
-    Args:
-        gpu: a part by name, of which so many train. divided: what is along tp, pp, cp or ep, in words; "": nothing.
-        zero: stage; None: not known. selective: parts of layers are recomputed. low: products are in 8 or 4 bits.
+    GPU recent models are fine-tuned, most often by transformers.Trainer. BERT has MLPerf's kernels on GPUs after A100. `gpu`: a
+    part by name, of which so many train. `divided`: what is along tp, pp, cp or ep, in words; "": nothing. `zero`: stage; None:
+    not known. `selective`: parts of layers are recomputed. `low`: products are in 8 or 4 bits.
     """
     year = None if is_recent(shape) else SOFTWARE_OF.get(gpu.split("-")[0])
     whole = states_are_whole(shape, memory_bytes)

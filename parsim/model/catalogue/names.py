@@ -204,10 +204,7 @@ def config_path(row: NamedModel) -> str:
 
 def shape_of(name: str, args: dict[str, Any]) -> Shape:
     """The sizes of a named transformer, with those that the arguments change.
-
-    Raises:
-        ModelError: an unknown argument, or sizes that do not go together.
-    """
+    Raises ModelError: an unknown argument, or sizes that do not go together."""
     row = NAMED[normalised(name)]
     assert row.shape is not None
     changed: dict[str, Any] = {}
@@ -236,10 +233,7 @@ def sequence_of(name: str, args: dict[str, Any]) -> int:
 
 def document_of(name: str, args: dict[str, Any]) -> int:
     """Tokens of a document; without the argument, those of a sample.
-
-    Raises:
-        ModelError: a number that does not divide the sample, or attention that computes the scores under a mask.
-    """
+    Raises ModelError: a number that does not divide the sample, or attention that computes the scores under a mask."""
     seq = sequence_of(name, args)
     if DOCUMENT not in args:
         return seq
@@ -303,14 +297,9 @@ def software_of(args: Mapping[str, Any]) -> Software:
 
 def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str, tuning: Tuning | None = None) -> Model:
     """The Model of a named transformer, without torch.
-
-    Args:
-        granularity: "block" for one component per layer; else such as tensor parallelism can cut. weights: torch's name.
-        tuning: what is trained of it; None: everything.
-
-    Raises:
-        ModelError: an unknown argument or target of adapters, or sizes that do not go together.
-    """
+    `granularity`: "block" for one component per layer; else such as tensor parallelism can cut. `weights`: torch's name.
+    `tuning`: what is trained of it; None: everything. Raises ModelError: an unknown argument or target of adapters, or sizes
+    that do not go together."""
     check_own(name, args)
     seq = sequence_of(name, args)
     own = OWN | args

@@ -221,9 +221,7 @@ FUSED_SOFTMAX_KEYS = 2048
 
 def softmax_is_fused(heads: int, keys: int) -> bool:
     """Whether Megatron's kernel for scale, mask and softmax runs.
-
-    `heads`: of all samples of a microbatch on one rank; `keys`: that a query attends to.
-    """
+    `heads`: of all samples of a microbatch on one rank; `keys`: that a query attends to."""
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
 
 
@@ -360,9 +358,7 @@ class Layer:
 
     def input_bytes(self, *names: str) -> int:
         """Bytes per element that are kept of what these products read: for the gradient of a weight, or of an adapter.
-
-        An adapter computes in 16 bits beside a product in 8. With dropout it keeps a copy of its own (`_adapter`).
-        """
+        An adapter computes in 16 bits beside a product in 8. With dropout it keeps a copy of its own (`_adapter`)."""
         if not self.frozen:
             return self.part.operand_bytes(self.software)
         trained = self.tuning is not None and self.tuning.method == HEAD and "" in names
@@ -397,9 +393,7 @@ class Layer:
 
     def stop_early(self) -> None:
         """Everything up to the last product runs again, and makes all that is kept beside the component's input.
-
-        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
-        """
+        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept."""
         last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
         self.repeated = list(range(last))
         self.again = self.saved.less(self.given)
@@ -490,9 +484,7 @@ class Layer:
 
     def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
         """The product that makes queries, keys and values; its bias has no other kernel that could add it.
-
-        The gradients of the three, which are views of one array, are copied together before the product's backward.
-        """
+        The gradients of the three, which are views of one array, are copied together before the product's backward."""
         widths = {"q": queries, "k": keys, "v": keys}
         self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS, widths=widths)
         if self.software.bias_kernels:
@@ -500,9 +492,7 @@ class Layer:
 
     def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
         """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it.
-
-        A frozen bias has no gradient.
-        """
+        A frozen bias has no gradient."""
         if self.software.bias_kernels and not (self.frozen and function == BIAS_GRADIENT):
             self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
 
@@ -536,9 +526,7 @@ class Layer:
 
     def sum_gradients(self) -> None:
         """The last operator: every microbatch adds its gradients of the parameters to those before it.
-
-        Leaves out: experts, whose share of a rank depends on the plan.
-        """
+        Leaves out: experts, whose share of a rank depends on the plan."""
         if not self.software.gradient_arrays:
             return
         cut = {part.name for part in self.cut_parameters}
@@ -776,10 +764,8 @@ def embed(model: Layer) -> Component:
 
 def head(model: Layer, reads: str, *, norm: bool) -> Component:
     """The last norm, and logits and loss of the tokens that count.
-
     Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
-    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
-    """
+    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out."""
     shape, software, part = model.shape, model.software, model.part
     n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
     layer = model.another("wte" if shape.tied else "lm_head")
@@ -854,9 +840,8 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size]
     """What runs again by operator, of the whole component and of its shards.
 
     With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do. A second
-    forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
-
-    Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
+    forward that stops early runs again whole, up to its last product (`Layer.stop_early`). Leaves out: gradients beside what
+    the second forward makes, and what it makes and lets go of.
     """
     if layer.software.early_stop and layer.given.total:
         layer.stop_early()

@@ -46,13 +46,8 @@ HALF_BYTES = 2
 @lru_cache(maxsize=256)
 def transformer(shape: Shape, software: Software, part: SamplePart, granularity: str, tuning: Tuning | None = None) -> Model:
     """The Model of a shape, with `part.element_bytes` per parameter and activation.
-
-    Args:
-        granularity: "layer", "sublayer" or "sequence". tuning: what is trained of it; None: everything.
-
-    Raises:
-        ModelError: sizes that do not go together, or a head that cannot be trained alone.
-    """
+    `granularity`: "layer", "sublayer" or "sequence". `tuning`: what is trained of it; None: everything. Raises ModelError:
+    sizes that do not go together, or a head that cannot be trained alone."""
     shape.check()
     if tuning is not None and tuning.method == HEAD and shape.tied:
         raise ModelError(
@@ -98,13 +93,7 @@ def recorded(
     shape: Shape, software: Software, part: SamplePart, granularity: str, weights: str, tuning: Tuning | None = None
 ) -> Model:
     """A Model as traced ones are: with weights of a type, and in fp32 also with what autocast to half precision keeps.
-
-    Args:
-        weights: "float32" or "bfloat16".
-
-    Raises:
-        ModelError: sizes that do not go together.
-    """
+    `weights`: "float32" or "bfloat16". Raises ModelError: sizes that do not go together."""
     half = transformer(shape, software, replace(part, element_bytes=HALF_BYTES), granularity, tuning)
     if weights != "float32":
         return half
@@ -121,9 +110,7 @@ def recorded(
 
 def _with_half(full: Component, half: Component) -> Component:
     """A component with what it keeps under autocast: its activations in half precision, and casts of its weights.
-
-    Gradients of parameters stay in fp32.
-    """
+    Gradients of parameters stay in fp32."""
 
     def sharding(divided: Sharding) -> Sharding:
         narrow = half.sharding(divided.rule)
@@ -238,9 +225,7 @@ def _by_sequence(model: Layer) -> Chain:
 
 def _attention_steps(model: Layer) -> list[tuple[Component, str, str, int]]:
     """Attention as one component; or as three where its inside alone is computed again: products, scores, product.
-
-    Each with its name, the name of what it makes ("" for the last) and how wide that is per token.
-    """
+    Each with its name, the name of what it makes ("" for the last) and how wide that is per token."""
     shape, software, part = model.shape, model.software, model.part
     if not software.selective or software.flash:
         layer = model.another()

@@ -21,9 +21,7 @@ from parsim.model.shard.propagate import Propagation, propagate
 
 def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
     """Shard `shard` of `ways`: from each of the runs of dim `part.dim` its piece; a copy.
-
-    Raises ModelError if the dim does not divide.
-    """
+    Raises ModelError if the dim does not divide."""
     if part.size:
         return padded_piece(tensor, part.dim, shard, ways)
     entries = tensor.shape[part.dim]
@@ -75,14 +73,11 @@ def _split(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
 def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int) -> Runnable:
     """Shard `shard` of `ways` of a component; it runs (and goes through `autograd_cut`) like any Runnable.
 
-    It reads the parameters and buffers of the same live module under the same names, where those that `sharding` divides
-    must have been replaced by their pieces (`piece`). Inputs come as `sharding.inputs` says, outputs leave as
-    `sharding.outputs` says. Gradients: of a full input and of an undivided parameter a summand; of a piece its own.
-
-    Args:
-        runnable: recorded with whole shapes, at the number of samples the shard sees.
-
-    Raises ModelError if `ways` does not divide the sharding's limit, or the component has no such sharding.
+    It reads the parameters and buffers of the same live module under the same names, where those that `sharding` divides must
+    have been replaced by their pieces (`piece`). Inputs come as `sharding.inputs` says, outputs leave as `sharding.outputs`
+    says. Gradients: of a full input and of an undivided parameter a summand; of a piece its own. `runnable`: recorded with
+    whole shapes, at the number of samples the shard sees. Raises ModelError if `ways` does not divide the sharding's limit, or
+    the component has no such sharding.
     """
     return Runnable(shard_program(runnable.program, sharding, shard, ways), runnable.module)
 

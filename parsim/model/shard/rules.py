@@ -232,9 +232,7 @@ def reduced(step: Step, content: Content) -> RuleOutcome:
 
 def drawn_by_shard(function: Callable[..., Any], shard: int, value: Tensor, *arguments: Any, **keywords: Any) -> Any:
     """`function(value, ...)` with the random numbers of that shard.
-
-    Seeds make a chain that never comes back to one it had, whatever else was drawn in between.
-    """
+    Seeds make a chain that never comes back to one it had, whatever else was drawn in between."""
     if isinstance(value, FakeTensor) or value.is_meta:
         return function(value, *arguments, **keywords)
     generator = generator_of(value.device)
@@ -504,10 +502,8 @@ EXPERT_PRODUCTS = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
 
 def grouped_product(step: Step) -> RuleOutcome:
     """y = x W[expert of the row], W [experts, inputs, outputs]: by columns, or by rows where x is cut.
-
     So every shard has its part of all experts, and which experts the tokens choose changes nothing between shards. A table is a
-    parameter [experts, features, features], or its transpose.
-    """
+    parameter [experts, features, features], or its transpose."""
     tokens, weight = step.op.arguments[:2]
     content, table = step.content(tokens), step.content(weight)
     others = [slot for slot in step.operands() if slot not in (tokens.slot, weight.slot)]
@@ -596,10 +592,7 @@ def attention_of_shard(
     picks: bool = False,
 ) -> Tensor:
     """Scaled dot-product attention of the query heads of one shard.
-
-    Args:
-        key, value: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads.
-    """
+    `key`, `value`: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads."""
     if picks:
         key, value = (_heads_for(heads, query.shape[-3], shard, ways) for heads in (key, value))
         grouped = key.shape[-3] < query.shape[-3]
@@ -627,9 +620,7 @@ _UNUSUAL = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_se
 
 def _multi_head(step: Step) -> RuleOutcome:
     """Whole, or the input projections by heads and the output projection by rows.
-
-    Every shard does whole, and this leaves out: other widths of keys and values, biases added to them, and masks per head.
-    """
+    Every shard does whole, and this leaves out: other widths of keys and values, biases added to them, and masks per head."""
     bound = _SIGNATURE.bind(*step.op.arguments, **dict(step.op.keywords))
     bound.apply_defaults()
     given = bound.arguments
@@ -696,10 +687,7 @@ def heads_of_shard(
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`torch.nn.functional.multi_head_attention_forward` for the `heads` of one shard: summands of its results.
-
-    Args:
-        products: 1 if query, key and value are one tensor, 2 if key and value are; the projections are as many products.
-    """
+    `products`: 1 if query, key and value are one tensor, 2 if key and value are; the projections are as many products."""
     length, samples, _ = query.shape
     width = in_weight.shape[0] // 3
     query, key, value = (
@@ -788,9 +776,7 @@ def _embedding(step: Step) -> RuleOutcome:
 
 def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
     """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
-
-    Row `padding` of the whole table gets no gradient.
-    """
+    Row `padding` of the whole table gets no gradient."""
     rows = table.shape[0]
     local = tokens - shard * rows
     foreign = (local < 0) | (local >= rows)

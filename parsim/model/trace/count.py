@@ -86,11 +86,8 @@ Split = Callable[[int, int, str], tuple[int, int]]
 
 class Division(NamedTuple):
     """A component by its operators.
-
-    Attributes:
-        operators: per sample. shardings: of the component.
-        numbers: per one of `Recorded.operators` the number of its operator; -1: it is part of a sum over a loop.
-    """
+    `operators`: per sample. `shardings`: of the component. `numbers`: per one of `Recorded.operators` the number of its
+    operator; -1: it is part of a sum over a loop."""
 
     operators: tuple[Operator, ...]
     shardings: tuple[Sharding, ...]
@@ -106,11 +103,8 @@ def divide(
     logits: Collection[str] = (),
 ) -> Division:
     """Operators per sample and shardings of a component recorded at two batches.
-
-    Args:
-        split: (bytes at the small batch, at the large one, what) -> (per sample, fixed). saved: what the whole saves, so.
-        cuttable: per input whether dim 0 is the batch in both. logits: the values that the parts of a cross-entropy read.
-    """
+    `split`: (bytes at the small batch, at the large one, what) -> (per sample, fixed). `saved`: what the whole saves, so.
+    `cuttable`: per input whether dim 0 is the batch in both. `logits`: the values that the parts of a cross-entropy read."""
     raws = grow(small.operators, large.operators, large.samples - small.samples)
     grown = _numbered(raws)
     found = [_divided(small, large, split, saved, variant, grown, logits) for variant in variants(small.program, cuttable)]
@@ -218,10 +212,7 @@ class _ShardRun(NamedTuple):
 
 def _run_shard(whole: Recorded, program: CallProgram, origins: Sequence[int | None]) -> _ShardRun:
     """Shard 0 on fake tensors laid out in memory as the whole's.
-
-    Args:
-        program: of the shard, with local shapes. origins: per call the number of the recorded one it stands for.
-    """
+    `program`: of the shard, with local shapes. `origins`: per call the number of the recorded one it stands for."""
     position = 0
     with whole.fakes, autocast_as(whole.autocast), torch.enable_grad():
         kinds = [program.tensors[slot] for _, slot, _ in program.inputs]
@@ -244,13 +235,9 @@ def half_divided(
     small: Recorded, large: Recorded, sharding: Sharding, half: Footprint[Size], split: Split
 ) -> Footprint[DividedSize]:
     """What shards divide of the bytes that a component saves under autocast.
-
-    Autocast halves what products read, and leaves the residual stream as it is. So the part that is divided is not that
-    without autocast, halved.
-
-    Args:
-        small, large: recorded under autocast at two batches. half: what the whole saves. split: as for `divide`.
-    """
+    Autocast halves what products read, and leaves the residual stream as it is. So the part that is divided is not that without
+    autocast, halved. `small`, `large`: recorded under autocast at two batches. `half`: what the whole saves. `split`: as for
+    `divide`."""
     ways = divisors(sharding.limit)[1]
     programs = [local_program(whole.program, sharding, 0, ways) for whole in (small, large)]
     less, more = (
@@ -326,9 +313,7 @@ def recorded_in_parts(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, granularity: str, example: bool, **settings: Any
 ) -> tuple[Recording, frozenset[str]]:
     """One forward, and the modules in it that depend on the data and so are called as a whole.
-
-    `settings`: further ones, as for `run_recorded`.
-    """
+    `settings`: further ones, as for `run_recorded`."""
     parts = granularity == SUBLAYER
     recording = run_recorded(module, args, kwargs, loss_in_parts=parts, example=example, **settings)
     if not recording.decisions:
@@ -350,9 +335,7 @@ def measure(
     answers: Sequence[bool] | None = None,
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
-
-    `example`, `answers`: as for `run_recorded`.
-    """
+    `example`, `answers`: as for `run_recorded`."""
     watch = Watch()
     with autocast_as(autocast):
         recording, whole = recorded_in_parts(
@@ -423,12 +406,8 @@ def combine(
     untrained: frozenset[str] = frozenset(),
 ) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
-
-    Args:
-        largest: at a third batch, where the loss compares samples. untrained: parameters that get no gradient.
-
-    Raises TraceError if a size is not linear in the batch.
-    """
+    `largest`: at a third batch, where the loss compares samples. `untrained`: parameters that get no gradient. Raises
+    TraceError if a size is not linear in the batch."""
     if [interval.name for interval in small.intervals] != [interval.name for interval in large.intervals]:
         raise TraceError(
             f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
@@ -473,9 +452,7 @@ HALF = torch.bfloat16
 
 def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
     """The model with what two forwards under autocast, at different batches, say of its components and values.
-
-    Raises TraceError if a size is not linear in the batch.
-    """
+    Raises TraceError if a size is not linear in the batch."""
     count = _Counts(small, large)
     return replace(
         model,
@@ -486,10 +463,7 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
 
 class _Counts:
     """Components and values in numbers per sample, from forwards at two batches. What is alike is counted once.
-
-    Args:
-        small, large: both with autocast or both without.
-    """
+    `small`, `large`: both with autocast or both without."""
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
@@ -511,9 +485,7 @@ class _Counts:
 
     def _split(self, small: int, large: int, what: str, *, rounded: bool | None = None) -> tuple[int, int]:
         """(per sample, fixed) of a size at two batches.
-
-        `rounded`: it need not be linear exactly; None: if it may rest on assumptions about the data.
-        """
+        `rounded`: it need not be linear exactly; None: if it may rest on assumptions about the data."""
         rate, rest = divmod(large - small, self._batches[1] - self._batches[0])
         if rounded is None:
             rounded = bool(self._small.recording.decisions)
@@ -578,11 +550,8 @@ class _Counts:
         untrained: frozenset[str],
     ) -> Component:
         """The numbers of one component.
-
-        Args:
-            buffers: counted with earlier components; this one's are added. largest: a third forward, if it compares samples.
-            untrained: parameters that get no gradient.
-        """
+        `buffers`: counted with earlier components; this one's are added. `largest`: a third forward, if it compares samples.
+        `untrained`: parameters that get no gradient."""
         small, large, interval = self._small, self._large, self._small.intervals[place]
         collapsed, tensors = small.collapsed_intervals[place], small.recording.tensors
         calls = small.collapsed.ops[collapsed.start : collapsed.end]
@@ -682,10 +651,7 @@ class _Counts:
 
     def _division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
         """The component at that place by its operators.
-
-        Args:
-            saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the batch.
-        """
+        `saved`: bytes that it saves, per sample and fixed. `cuttable`: per input whether dim 0 is the batch."""
         small, large = self._recorded(place)
         logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
@@ -729,10 +695,7 @@ class _Counts:
         self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
     ) -> Selective[Size] | None:
         """How the component at that place is recomputed by operator; None where that keeps no less.
-
-        Args:
-            component: as counted so far. numbers: of its calls, as in Division; None: it gains, and its operators are known.
-        """
+        `component`: as counted so far. `numbers`: of its calls, as in Division; None: it gains, and its operators are known."""
         names = (*component.inputs, *component.outputs)
 
         def count() -> tuple[Selective[Size] | None, tuple[str, ...]]:
@@ -770,9 +733,7 @@ _TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 def _canonical(value: Any) -> Hashable:
     """A recorded argument (a constant, Ref or Nested) in a form that can be compared and hashed.
-
-    Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves.
-    """
+    Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves."""
     kind = type(value)
     if kind is Nested:
         return "nested", _canonical_function(value.rebuild), *map(_canonical, value.items)
@@ -838,10 +799,7 @@ def _program_key(program: CallProgram) -> Hashable:
 
 def untrained(recording: Recording) -> tuple[str, ...]:
     """Names of the trainable parameters that autograd finds no way to from the loss.
-
-    Args:
-        recording: with its loss. Where the forward depends on data, another batch may reach what this one does not: none.
-    """
+    `recording`: with its loss. Where the forward depends on data, another batch may reach what this one does not: none."""
     if recording.decisions or recording.loss_value is None:
         return ()
     waiting, seen, reached = [recording.tensors[recording.loss_value].grad_fn], set[object](), set[int]()

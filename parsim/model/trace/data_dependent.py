@@ -34,10 +34,7 @@ class _EscapesError(Exception):
 @dataclass(frozen=True, slots=True)
 class Collapsed:
     """A recording in which some calls of modules are one call each.
-
-    Attributes:
-        starts: of every call of it, where its own begin in the recording that it was made of; one more for the end.
-    """
+    `starts`: of every call of it, where its own begin in the recording that it was made of; one more for the end."""
 
     recording: Recording
     starts: tuple[int, ...]
@@ -61,10 +58,7 @@ def _module_of(recording: Recording, call: int | None) -> str:
 
 def whole_modules(first: Recording, second: Recording, root: nn.Module) -> frozenset[str]:
     """The modules that have to run as a whole: those whose code looked at values, and those around whose values escape.
-
-    Args:
-        first, second: of one forward under different choices. root: the module.
-    """
+    `first`, `second`: of one forward under different choices. `root`: the module."""
     whole = frozenset(_module_of(recording, entry.call) for recording in (first, second) for entry in recording.decisions)
     while True:
         whole = _outermost(whole)
@@ -140,13 +134,8 @@ def _span(recording: Recording, call: int) -> tuple[int, int]:
 
 def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Collapsed:
     """The recording with one call for each call of the modules `whole`.
-
-    Args:
-        recording: of a forward. whole: names of modules, none inside another. root: the module that was recorded.
-
-    Raises:
-        TraceError: what such a module hands on besides its result leaves the whole model.
-    """
+    `recording`: of a forward. `whole`: names of modules, none inside another. `root`: the module that was recorded. Raises
+    TraceError: what such a module hands on besides its result leaves the whole model."""
     if not whole:
         return Collapsed(recording, tuple(range(len(recording.ops) + 1)))
     last = len(recording.ops) if recording.loss_start is None else recording.loss_start

@@ -46,10 +46,7 @@ NextCall = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 
 class CallWatchHost(ABC):
     """A mode that calls watches itself while it is the innermost one.
-
-    Attributes:
-        outermost: the watch that was entered last; None: there is none, or one of them is running.
-    """
+    `outermost`: the watch that was entered last; None: there is none, or one of them is running."""
 
     outermost: NextCall | None = None
 
@@ -71,11 +68,8 @@ class CallWatch(TorchDispatchMode, ABC):
     @abstractmethod
     def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns.
-
-        Args:
-            call: runs this or another operator as those watch it that were entered before. func, types, args, kwargs: of the
-                call, as torch dispatches it.
-        """
+        `call`: runs this or another operator as those watch it that were entered before. `func`, `types`, `args`, `kwargs`: of
+        the call, as torch dispatches it."""
 
     def __enter__(self) -> Self:
         innermost = _get_current_dispatch_mode()
@@ -127,14 +121,9 @@ def lstm_workspace_arrays(
     length: int, batch: int, features: int, hidden: int, element_bytes: int = 4, cell_bytes: int = 4
 ) -> tuple[int, ...]:
     """Bytes of the arrays in the workspace of one direction of one layer.
-
-    Args:
-        length: steps. features: of the input. hidden: of the state. element_bytes: of the input. cell_bytes: of an element of
-            the cells, which are as wide as the first ones; gradients are in fp32.
-
-    Returns:
-        Gates, hidden states, inputs of cells, cells, and the gradients of the last two and of the states.
-    """
+    `length`: steps. `features`: of the input. `hidden`: of the state. `element_bytes`: of the input. `cell_bytes`: of an
+    element of the cells, which are as wide as the first ones; gradients are in fp32. Returns gates, hidden states, inputs of
+    cells, cells, and the gradients of the last two and of the states."""
     rows, steps = length * batch, 2 * (length + 1) * batch
     widest = max(features, hidden)
     return (
@@ -188,10 +177,7 @@ CTC = frozenset((*_FORWARD, *_BACKWARD))
 
 def fake_ctc(func: Any, args: Sequence[Any]) -> Tensor | tuple[Tensor, Tensor]:
     """What one of `CTC` makes of fake arguments.
-
-    Raises:
-        DynamicOutputShapeException: targets in one row, whose longest only the lengths tell.
-    """
+    Raises DynamicOutputShapeException: targets in one row, whose longest only the lengths tell."""
     if func in _BACKWARD:
         return torch.empty_like(args[1])
     log_probs, targets = args[0], args[1]
@@ -220,11 +206,8 @@ class _Kind(NamedTuple):
 
 class _Made(NamedTuple):
     """One output of an operator.
-
-    Attributes:
-        same_as: the argument that it is, changed in place. view_of: the argument whose memory it sees.
-        kind: of a tensor that is not an argument; None for an argument, or without a tensor. attributes: of the Python object.
-    """
+    `same_as`: the argument that it is, changed in place. `view_of`: the argument whose memory it sees. `kind`: of a tensor that
+    is not an argument; None for an argument, or without a tensor. `attributes`: of the Python object."""
 
     same_as: int | None = None
     view_of: int | None = None
@@ -286,9 +269,7 @@ _ANSWERS: dict[Hashable, _Answer | None] = {}
 
 def _strided_view(args: Sequence[Any]) -> tuple[Any, ...] | None:
     """The arguments of `as_strided` for a view in another shape; None where another way is needed.
-
-    torch finds such a view dim by dim in Python. Of a dense tensor without dims of one entry only one such view exists.
-    """
+    torch finds such a view dim by dim in Python. Of a dense tensor without dims of one entry only one such view exists."""
     given, shape = args
     if not all(type(size) is int and size > 1 for size in (*given.shape, *shape)):
         return None
@@ -303,9 +284,7 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _check_types(func: Any, args: Sequence[Any]) -> None:
     """Raises RuntimeError for a product of two types, and for indices that are none, as the real kernels do.
-
-    Those for fake tensors multiply any types, and in torch 2.11 look up any index.
-    """
+    Those for fake tensors multiply any types, and in torch 2.11 look up any index."""
     if func is _LOOK_UP and args[1].dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{func} takes indices of dtype int32 or int64, got {args[1].dtype}")
     if func in _PRODUCTS:
@@ -316,9 +295,7 @@ def _check_types(func: Any, args: Sequence[Any]) -> None:
 
 class QuickFakeMode(FakeTensorMode, CallWatchHost):
     """torch's FakeTensorMode, with a shorter way to the answers that torch keeps.
-
-    A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode.
-    """
+    A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]

@@ -134,10 +134,7 @@ ShardPeaks = tuple[DividedSize, ...]
 
 def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
     """The envelope of moments' bytes at two batches; empty where they are not the same moments.
-
-    Args:
-        less, more: bytes at the batches `small` and `large`.
-    """
+    `less`, `more`: bytes at the batches `small` and `large`."""
     return upper_envelope(set(_sizes(less, more, (small, large)))) if len(less) == len(more) else ()
 
 
@@ -201,9 +198,7 @@ def like(kind: TensorKind) -> Tensor:
 
 class CountedPeaks(NamedTuple):
     """Moments of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's.
-
-    `split`: its backward in halves; None: it has none.
-    """
+    `split`: its backward in halves; None: it has none."""
 
     forward: Peaks
     backward: Peaks
@@ -213,9 +208,7 @@ class CountedPeaks(NamedTuple):
 
 def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
     """Forward and backward of one component as recorded at two batches.
-
-    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
-    """
+    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none."""
     less, more = counted_moments(small), counted_moments(large)
     batches = small.samples, large.samples
     split = None
@@ -232,10 +225,8 @@ def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
 
 class Moments(NamedTuple):
     """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward.
-
     `views`: as in CountedPeaks. `inputs_first`: such bytes in the first half of a backward; None: it has no halves. `waiting`:
-    bytes that this half leaves for the second one, without the gradients of inputs.
-    """
+    bytes that this half leaves for the second one, without the gradients of inputs."""
 
     forward: list[int]
     backward: list[int]
@@ -265,9 +256,7 @@ def counted_moments(recorded: Recorded) -> Moments:
 
 def _split_moments(recorded: Recorded) -> tuple[list[int], int] | None:
     """The half for inputs, behind a forward of its own: what is neither saved for the other half nor waits is let go.
-
-    None where the graph allows no halves. Else as `Moments.inputs_first` and `Moments.waiting`.
-    """
+    None where the graph allows no halves. Else as `Moments.inputs_first` and `Moments.waiting`."""
     given = _given_to(recorded.program)
     with LiveBytes() as live:
         _, saved, gradients_of_outputs = _forward_of(recorded, given, live)
@@ -369,11 +358,8 @@ def _parts(smaller: Sequence[Tensor | None], larger: Sequence[Tensor | None]) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
     """Bytes of one component at one batch.
-
-    Attributes:
-        inputs, outputs: per one whether its storage stays. kept, again: as in Selective. first, second: every moment.
-        functions, repeated: of every kernel of the first forward its name, and whether it runs again.
-    """
+    `inputs`, `outputs`: per one whether its storage stays. `kept`, `again`: as in Selective. `first`, `second`: every moment.
+    `functions`, `repeated`: of every kernel of the first forward its name, and whether it runs again."""
 
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
@@ -449,14 +435,8 @@ def selective_of(
     small: Recorded, large: Recorded, functions: Sequence[str], numbers: Sequence[int] | None
 ) -> Selective[Size] | None:
     """A component as recorded at two batches.
-
-    Args:
-        functions: of the kernels that were recorded at the small batch. numbers: of each the operator that stands for it, or
-            -1; None: operators are not asked for.
-
-    Returns:
-        None where it cannot be counted.
-    """
+    `functions`: of the kernels that were recorded at the small batch. `numbers`: of each the operator that stands for it, or
+    -1; None: operators are not asked for. Returns None where it cannot be counted."""
     try:
         one, other = _counts(small, kernels=numbers is not None), _counts(large)
     except TraceError:
@@ -497,10 +477,7 @@ def _line(small: int, large: int, batches: tuple[int, int]) -> Size | None:
 
 def gains(selective: Selective[Size] | None, component: Component, values: Mapping[str, Value]) -> bool:
     """Whether a component keeps less per sample by operator than it saves otherwise.
-
-    Args:
-        selective: of the component. component: as counted. values: of its model.
-    """
+    `selective`: of the component. `component`: as counted. `values`: of its model."""
     if selective is None or not selective.operators:
         return False
     now, before = selective.kept[0], component.saved_activation_bytes
@@ -515,9 +492,7 @@ def gains(selective: Selective[Size] | None, component: Component, values: Mappi
 
 def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
     """Forward and backward of the shards of one component as recorded at two batches.
-
-    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
-    """
+    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none."""
 
     def moments(recorded: Recorded) -> dict[str, list[int]]:
         counted = counted_moments(recorded)
@@ -529,10 +504,7 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
 
 def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Selective[DividedSize] | None:
     """How the shards of a component are recomputed by operator; None where they cannot be counted.
-
-    Args:
-        small, large: the whole component.
-    """
+    `small`, `large`: the whole component."""
 
     def counts(recorded: Recorded) -> dict[str, list[int]]:
         count = _counts(recorded)
@@ -556,13 +528,7 @@ def _shard_sizes(
     small: Recorded, large: Recorded, sharding: Sharding, count: Callable[[Recorded], Mapping[str, list[int]]]
 ) -> dict[str, set[DividedSize]] | None:
     """Sizes of a shard for every number of ways and samples, by what was counted.
-
-    Args:
-        count: moments of a program, by name.
-
-    Returns:
-        None where the two batches differ in more than their sizes.
-    """
+    `count`: moments of a program, by name. Returns None where the two batches differ in more than their sizes."""
     widths = ways_of(sharding)[:2]
     counted_shards = [0]
     first, second = (shard_program(small.program, sharding, shard, widths[0]).ops for shard in (0, 1))
@@ -598,8 +564,7 @@ def with_local_tensors(
 ) -> CallProgram:
     """The calls of one shard, with the shapes that its inputs, parameters and buffers have there.
 
-    Args:
-        program: of the shard, with whole shapes. inputs: content per input. parts: what is cut of the state. share: of it.
+    `program`: of the shard, with whole shapes. `inputs`: content per input. `parts`: what is cut of the state. `share`: of it.
     """
     cuts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in parts}
     given = [(slot, content) for (_, slot, _), content in zip(program.inputs, inputs, strict=True)]
@@ -614,9 +579,7 @@ def with_local_tensors(
 
 def _affine(lines: list[list[Size]], shares: list[Share]) -> Iterator[DividedSize]:
     """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
-
-    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
-    """
+    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired."""
     if len(shares) == 1:  # a prime limit: no other ways exist
         yield from (DividedSize(rate, fixed, 0, 0) for rate, fixed in lines[0])
         return
@@ -669,13 +632,8 @@ def compares_samples(less: Sequence[int], more: Sequence[int], batches: tuple[in
 
 def square_size(sizes: Sequence[int], batches: Sequence[int], what: str) -> SquareSize:
     """The one parabola through three sizes.
-
-    Args:
-        sizes: at the batches, which are equally far apart. what: has them, for messages.
-
-    Raises:
-        TraceError: the sizes are not of this form.
-    """
+    `sizes`: at the batches, which are equally far apart. `what`: has them, for messages. Raises TraceError: the sizes are not
+    of this form."""
     first, step = batches[0], batches[1] - batches[0]
     pairs, rest = divmod(sizes[2] - 2 * sizes[1] + sizes[0], 2 * step * step)
     slope, more = divmod(sizes[1] - sizes[0], step)
@@ -690,9 +648,7 @@ def square_size(sizes: Sequence[int], batches: Sequence[int], what: str) -> Squa
 
 def square_peaks(runs: Sequence[Recorded], name: str) -> tuple[Peaks, Peaks, tuple[int, int]]:
     """Forward and backward moments of a component as recorded at three batches, and the most that pairs add to either.
-
-    Empty where the recordings differ in more than the batch.
-    """
+    Empty where the recordings differ in more than the batch."""
     counted = list(map(counted_moments, runs))
     batches = [run.samples for run in runs]
 

@@ -27,11 +27,8 @@ aten = torch.ops.aten
 
 class RawOperator(NamedTuple):
     """One kernel over the whole batch, or `count` equal ones; `op` is the recorded torch-level call it happened in.
-
-    Attributes:
-        flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
-        gradients: as in `Operator`. paged_arrays: bytes of what it keeps on pages of their own.
-    """
+    `flop`, `activation_bytes`, `parameter_bytes`: of one. `made_elements`: of its largest output. `gradients`: as in
+    `Operator`. `paged_arrays`: bytes of what it keeps on pages of their own."""
 
     op: int
     function: str
@@ -65,10 +62,7 @@ _PRODUCTS = (*_BIAS, "mm", "bmm")
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects RawOperators while calls run on fake tensors.
-
-    Attributes:
-        casts: parameters in another precision, by storage. frozen: some parameter takes no gradient.
-    """
+    casts: parameters in another precision, by storage. `frozen`: some parameter takes no gradient."""
 
     def __init__(
         self,
@@ -121,10 +115,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gradients(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> str:
         """What the backward of a call computes, where it is not the usual: gradients are off, or something is frozen.
-
         A custom autograd function runs with gradients off and has a backward all the same. A bias counts with nothing: its
-        gradient is a sum.
-        """
+        gradient is a sum."""
         if not self._has_gradients():
             return "none"
         if not self.frozen or not torch.is_grad_enabled() or not given:
@@ -145,10 +137,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor], out: Any
     ) -> list[RawOperator]:
         """The kernels of one aten call by the operator table.
-
-        Args:
-            given, made: the tensors of its arguments and results. out: what it returned.
-        """
+        `given`, `made`: the tensors of its arguments and results. `out`: what it returned."""
         packet = func._overloadpacket
         call = TracedCall(
             name=str(packet),
@@ -212,10 +201,8 @@ def _size_bytes(tensor: Tensor) -> int:
 
 def grow(small: Sequence[RawOperator], large: Sequence[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
     """Operators per sample from the calls at two batches that differ by `step` samples, each with its call at the small one.
-
     They come in the order of the large batch. A function called more often at the larger batch (a loop over the samples)
-    becomes one memory-bound operator with the right flop and bytes, and no call.
-    """
+    becomes one memory-bound operator with the right flop and bytes, and no call."""
     grown: list[tuple[int, RawOperator | None, Operator]] = []
     place = {id(raw): number for number, raw in enumerate(large)}
     for function in dict.fromkeys(raw.function for raw in (*small, *large)):
@@ -311,10 +298,7 @@ def _rate(growth: int, step: int) -> int:
 
 class SavedTensors:
     """What autograd keeps, by the number of the call it happens in.
-
-    Attributes:
-        saves: (number of the call, storage, bytes), in order.
-    """
+    saves: (number of the call, storage, bytes), in order."""
 
     def __init__(self, current: Callable[[], int]) -> None:
         self.saves: list[tuple[int, int, int]] = []
@@ -341,10 +325,7 @@ class SavedTensors:
 
 class Watch:
     """Operators and saved tensors of one forward that is being recorded.
-
-    Attributes:
-        state: storages of parameters and buffers.
-    """
+    `state`: storages of parameters and buffers."""
 
     fakes: FakeTensorMode
     state: set[int]

@@ -97,9 +97,7 @@ class KnownValues:
 
     def value_of(self, number: int) -> tuple[Tensor, bool]:
         """The value now of a tensor of the recording, and whether it rests on more than constants.
-
-        Raises UnknownValueError.
-        """
+        Raises UnknownValueError."""
         self._index()
         needed = self._needed(number)
         assumed = self._recording.is_example or any(place in self._recording.routings for place in needed)
@@ -232,13 +230,9 @@ def _draws(name: str) -> bool:
 
 def balanced_choice(routing: Routing, samples: int, *, skew: bool = False) -> Tensor:
     """Which experts every token goes to: [positions, chosen], each expert as often as any other.
-
     Where a sample has a token for every expert the pattern repeats with the samples, so that all numbers are linear in the
-    batch. Else it runs on from one sample to the next.
-
-    Args:
-        routing: how many tokens and experts. samples: of the batch. skew: the first half of the tokens takes the first experts.
-    """
+    batch. Else it runs on from one sample to the next. `routing`: how many tokens and experts. `samples`: of the batch. `skew`:
+    the first half of the tokens takes the first experts."""
     token = torch.arange(routing.positions)
     if routing.positions % samples == 0 and routing.divisor(samples) == 1:
         token = token % (routing.positions // samples)
@@ -291,11 +285,8 @@ def _parts(index: Any) -> tuple[Any, ...]:
 @dataclass(slots=True)
 class Call:
     """One call of one module.
-
-    Attributes:
-        number: counts the calls of that module, from 1. parent: the call it happened in.
-        args, kwargs, context, output: what it was given, in which context, and what it returned.
-    """
+    `number`: counts the calls of that module, from 1. `parent`: the call it happened in. `args`, `kwargs`, `context`, `output`:
+    what it was given, in which context, and what it returned."""
 
     module: str
     number: int
@@ -317,9 +308,7 @@ class DataDecision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp(Op):
     """One torch-level call of a module call; Refs hold value numbers of the whole recording.
-
-    `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed.
-    """
+    `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed."""
 
     call: int | None
     reads: tuple[int, ...]
@@ -499,9 +488,7 @@ class Recorder(TorchFunctionMode):
 
     def number_of(self, tensor: Tensor) -> int:
         """The value number of a tensor used in a call or returned; unknown ones become constants.
-
-        Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter.
-        """
+        Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter."""
         if id(tensor) in self.numbers:
             return self.numbers[id(tensor)]
         if isinstance(tensor, FakeTensor):
@@ -604,9 +591,7 @@ class Recorder(TorchFunctionMode):
 
     def _real(self, value: Any, *, fractions: bool) -> tuple[Any, bool]:
         """An argument with real tensors, and whether one of them rests on an assumption. Raises UnknownValueError.
-
-        `fractions`: also of floats, which stay fake otherwise.
-        """
+        `fractions`: also of floats, which stay fake otherwise."""
         if isinstance(value, Tensor):
             if _has_fractions(value) and not fractions:
                 return value, False
@@ -642,10 +627,8 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: object
     ) -> tuple[Any, tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], bool]:
         """Run a call whose sizes depend on data with the values of its masks and indices.
-
-        Returns the result, the call that stands for it in a measurement, and whether its result is real.
-        Raises TraceError where the values are unknown.
-        """
+        Returns the result, the call that stands for it in a measurement, and whether its result is real. Raises TraceError
+        where the values are unknown."""
         try:
             (real, keywords), assumed = self._real((args, kwargs), fractions=False)
         except UnknownValueError as reason:

@@ -44,11 +44,8 @@ from parsim.private import FakeTensor, tree_unflatten
 
 class Lookup(NamedTuple):
     """An input as an index.
-
-    Attributes:
-        rows: what the index stays below. what: of the table, in words. lowest: what it may be at least.
-        ignored: an index beyond the rows that is allowed; None: there is none. name: of the input. where: the module.
-    """
+    `rows`: what the index stays below. `what`: of the table, in words. `lowest`: what it may be at least. `ignored`: an index
+    beyond the rows that is allowed; None: there is none. `name`: of the input. `where`: the module."""
 
     rows: int
     what: str
@@ -146,9 +143,7 @@ def lookups(recording: Recording) -> set[Lookup]:
 
 def seen_ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ModelInput | None, ...]:
     """What the integers of an example batch are, as if they had been declared; None where it has no values.
-
-    Nothing is known of a batch that holds one tensor twice.
-    """
+    Nothing is known of a batch that holds one tensor twice."""
     tensors = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
     names = {id(value): key for key, value in kwargs.items()}
     if len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -166,14 +161,9 @@ def seen_ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Model
 
 def check_index_ranges(small: Recording, large: Recording, declared: Sequence[ModelInput | None], name: str) -> None:
     """Refuse an input whose declared integers no table has rows for.
-
-    Args:
-        small, large: recordings at two batches: a table that grows with the batch has no bound.
-        declared: the inputs in the order of the recording; None: nothing is known of one. name: of the model, for messages.
-
-    Raises:
-        ModelError: with the input, both ranges, the module and the fix.
-    """
+    `small`, `large`: recordings at two batches: a table that grows with the batch has no bound. `declared`: the inputs in the
+    order of the recording; None: nothing is known of one. `name`: of the model, for messages. Raises ModelError: with the
+    input, both ranges, the module and the fix."""
     ranges = dict(zip((name for name, _ in small.inputs if name != TARGET), declared, strict=False))
     if small.settled is not None:
         ranges[TARGET] = small.settled.target
@@ -199,11 +189,8 @@ BATCHES = (2, 3)
 
 class Traced:
     """Calling it runs the components in order; returns what the module returns (or the loss, if one was asked for).
-
-    Attributes:
-        model: numbers per sample. components: for the batch, mode, dtype and device of the example inputs; a call with
-            other shapes is an error of torch: trace again.
-    """
+    `model`: numbers per sample. `components`: for the batch, mode, dtype and device of the example inputs; a call with other
+    shapes is an error of torch: trace again."""
 
     def __init__(
         self,
@@ -299,10 +286,8 @@ def model_of(
     declared: Sequence[ModelInput | None] = (),
 ) -> Model:
     """The Model of a module in training mode, whatever the batch of the example inputs.
-
     `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
-    the order of the forward's arguments; integers that no table has rows for are a ModelError.
-    """
+    the order of the forward's arguments; integers that no table has rows for are a ModelError."""
     kind = type(module).__name__
     name = name or kind
     modes = [(part, part.training) for part in module.modules()]
@@ -363,10 +348,7 @@ def model_of(
 
 def _check_trained(recording: Recording, name: str) -> None:
     """Refuse a loss through which no gradient reaches a parameter: a ModelError that says what to look for.
-
-    Args:
-        recording: with its loss. name: of the model, for messages.
-    """
+    `recording`: with its loss. `name`: of the model, for messages."""
     tensors = recording.tensors
     parameters = [tensors[number] for number, key in recording.state.items() if key.kind == "parameter"]
     trained = any(parameter.requires_grad for parameter in parameters)
