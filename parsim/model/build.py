@@ -12,24 +12,35 @@ import sysconfig
 import traceback
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import FactoryError, ModelError
+from parsim.errors import FactoryError, MissingDependencyError, ModelError, TraceError
 from parsim.model.catalogue.hugging_face import default_inputs, default_loss, module_from_config, read_config
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective import BINARY, Objective, OutputKind, Settled, parse_objective, settle
-from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
-from parsim.model.trace.trace import require_torch
+from parsim.model.spec import CONTROL_FLOW, EXAMPLE, ModelSpec, is_config, resolve
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from parsim.model.runnable import Runnable
+
+
+def require_torch(purpose: str) -> None:
+    """Raises MissingDependencyError that says how to get torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"torch is needed to {purpose}, and it is not installed; install parsim[torch], or use a preset or saved Model"
+        ) from error
 
 
 def build_module(spec: ModelSpec) -> nn.Module:
@@ -454,3 +465,56 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     inputs, target = random_batch(kind, samples_judged(model.forward_flop))
     constants = frozenset(entry.name for entry in kind.inputs if entry.constant)
     return loss_form(module(), objective, model.loss_form, inputs, target, constants=constants, call=kind.arguments)
+
+
+# The components of a module as it is: what the executor runs.
+
+
+def record(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    granularity: str = "block",
+    loss: str | None = None,
+    control_flow: str = "refuse",
+) -> tuple[Runnable, ...]:
+    """Cut `module` into runnable components, for the batch, training mode, dtype and device of now.
+
+    Running them in order equals `module(*inputs)` bitwise: outputs, gradients, buffers. Nothing is computed here, and the
+    module is unchanged.
+
+    Args:
+        example_inputs: a Tensor, a tuple of positional or a dict of keyword inputs; dim 0 is the batch.
+        granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
+        loss: a row of `parsim.model.objective` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the
+            logits and an input "target".
+        control_flow: "refuse" code that depends on the values of tensors, or follow the "example" inputs and say so in the
+            Model's `assumptions`. Experts that a topk or argmax chooses need neither: they are taken as balanced.
+
+    Raises:
+        TraceError: if the forward depends on tensor values, or fails.
+        MissingDependencyError: without torch.
+    """
+    require_torch("record a module")
+    from parsim.model.trace.cut import runnables
+    from parsim.model.trace.traced import run_cut
+
+    args, kwargs = split_inputs(example_inputs)
+    example = follows_example(control_flow)
+    return runnables(*run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example), module)
+
+
+def follows_example(control_flow: str) -> bool:
+    """Whether code that depends on data follows the example. Raises TraceError for an unknown word."""
+    if control_flow not in CONTROL_FLOW:
+        raise TraceError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {control_flow!r}")
+    return control_flow == EXAMPLE
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of the module."""
+    if isinstance(example_inputs, Mapping):
+        return (), example_inputs
+    if isinstance(example_inputs, Sequence):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

@@ -28,10 +28,13 @@ from parsim.model.build import (
     content_of,
     drawn_batch,
     example_module,
+    follows_example,
     interface_of,
     loss_of,
+    require_torch,
     settle_module,
     shared_fake,
+    split_inputs,
     zero_batch,
 )
 from parsim.model.catalogue.hugging_face import assumptions, left_out
@@ -42,7 +45,6 @@ from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
 from parsim.model.objective import Objective, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
-from parsim.model.trace.trace import follows_example, require_torch, split_inputs
 from parsim.model.tuning import tuned
 
 if TYPE_CHECKING:
@@ -316,14 +318,20 @@ def model_from_module(
 ) -> Model:
     """Trace a module on fake tensors, and add its loss as the last component.
 
-    `example_inputs`: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch; a
-    tensor with another dim 0 is constant. `input_shape`: of one sample, instead of `example_inputs`; integers below the table's
-    size where the sample has one dim and the module an nn.Embedding, else floats. `inputs`: by the names of the arguments of
-    its forward, instead of both. `loss`: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the
-    usual one of such an output. `output`: which output a loss that is left out reads. `control_flow`: "refuse" or "example", as
-    for `parsim.model.trace`; without `example_inputs` the example is drawn. Raises ModelError: not a module, neither inputs nor
-    a shape, an output that leaves the loss open, or integers that no table has rows for. TraceError: the module cannot be cut
-    into components. MissingDependencyError: without torch.
+    Args:
+        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch;
+            a tensor with another dim 0 is constant.
+        input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
+            and the module an nn.Embedding, else floats.
+        inputs: by the names of the arguments of its forward, instead of both.
+        loss: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the usual one of such an output.
+        output: which output a loss that is left out reads.
+        control_flow: "refuse" or "example", as for `record`; without `example_inputs` the example is drawn.
+
+    Raises:
+        ModelError: not a module, neither inputs nor a shape, an output that leaves the loss open, or integers that no table has
+            rows for. TraceError: the module cannot be cut into components.
+        MissingDependencyError: without torch.
     """
     require_torch("trace a module")
     from torch import Tensor, nn

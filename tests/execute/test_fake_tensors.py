@@ -16,7 +16,7 @@ from parsim.errors import TraceError  # noqa: E402
 from parsim.model.trace import fakes as fake_tensors  # noqa: E402
 from parsim.model.trace import record as recording  # noqa: E402
 from parsim.model.trace.fakes import QuickFakeMode  # noqa: E402
-from parsim.model.trace.trace import trace  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 F = nn.functional
 

@@ -15,7 +15,6 @@ from experiments.common.equality import Case, even_plan  # noqa: E402
 from parsim.costs.compute.launches import backward_launches  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.compose import load_profile  # noqa: E402
-from parsim.model import trace  # noqa: E402
 from parsim.model.formats import Numerics  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
@@ -28,6 +27,7 @@ from parsim.work import Collective  # noqa: E402
 from tests.execute import frozen_modules  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, bytes_kept  # noqa: E402
 from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 KINDS = ("adapters", "parametrized_adapters", "frozen_start", "frozen_middle", "biases_only")
 

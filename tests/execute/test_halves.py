@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from parsim.model.autograd.cut import backward_component, backward_inputs, backward_weights, forward_component
-from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.build import build_module, example_batch, loss_of, record
 from parsim.model.load import trace_spec
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.memory import LiveBytes
-from parsim.model.trace.trace import record
 
 BATCH = 4
 SPECS = (

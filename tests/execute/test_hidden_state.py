@@ -14,7 +14,8 @@ from torch import Tensor, nn  # noqa: E402
 
 import parsim  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
+from parsim.model import record  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 EXAMPLE = torch.zeros(4, 6)
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
+from parsim.model import record  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.trace.checks import eager  # noqa: E402
 from parsim.model.trace.recorder import Routing, balanced_choice  # noqa: E402
@@ -32,6 +32,7 @@ from tests.execute.module_kinds import (  # noqa: E402
     WhereExperts,
 )
 from tests.quick import some_quick  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 UNCOUNTED = ("lstm", "gru_state", "rnn", "lstm_cells", "complex", "normalised")
 """torch's counter has no formula for some of their kernels."""

@@ -14,7 +14,6 @@ from parsim.costs.compute.formula import WINOGRAD_REDUCTION  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.compose import load_profile  # noqa: E402
-from parsim.model import trace  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
@@ -31,6 +30,7 @@ from tests.execute.operator_modules import (  # noqa: E402
     LowRank,
     Recurrent,
 )
+from tests.traced import trace  # noqa: E402
 
 SAMPLES = 256
 

@@ -12,10 +12,9 @@ from experiments.common.equality import run_cases
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.recompute import forward_to_recompute, recompute
-from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.build import build_module, example_batch, loss_of, record
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.trace.trace import record
 from parsim.plans.mesh import Mesh
 from tests.execute.small_plans import GPT, RESNET, case
 

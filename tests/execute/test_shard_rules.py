@@ -17,12 +17,12 @@ from torch import Tensor, nn  # noqa: E402
 
 from experiments.common.shards import assert_shards_equal_whole  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model import trace  # noqa: E402
 from parsim.model.component import Component, ParameterShard  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.apply import assemble, piece  # noqa: E402
 from parsim.model.shard.content import cut_along  # noqa: E402
 from parsim.model.shard.rules import carried  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 
 class Conv1D(nn.Module):

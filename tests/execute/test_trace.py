@@ -13,7 +13,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
+from parsim.model import record  # noqa: E402
 from parsim.model.build import (  # noqa: E402
     build_module,
     example_batch,
@@ -25,6 +25,7 @@ from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components  # noqa: E402
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 

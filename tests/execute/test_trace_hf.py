@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
+from parsim.model import record  # noqa: E402
 from parsim.model.build import (  # noqa: E402
     build_module,
     example_batch,
@@ -24,6 +24,7 @@ from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 from tests.quick import some_quick  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 pytestmark = pytest.mark.hf
 

@@ -19,9 +19,9 @@ from torch import nn  # noqa: E402
 from parsim.errors import ExecutionError  # noqa: E402
 from parsim.execute.checkpoint.fragments import check_names  # noqa: E402
 from parsim.execute.stage import recorded_programs  # noqa: E402
+from parsim.model.build import record  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.trace.trace import record  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 
 SEEDS = ("0", "1")

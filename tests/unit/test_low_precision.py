@@ -15,9 +15,9 @@ from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.names import named_model
 from parsim.model.formats import Numerics, model_in
 from parsim.model.model import Model
-from parsim.model.trace.trace import trace
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Phase
+from tests.traced import trace
 from tests.unit.test_parts import model_of, product
 
 LOW = ("fp8", "nvfp4")

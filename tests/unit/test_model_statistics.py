@@ -12,10 +12,11 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from parsim.model import Model, trace  # noqa: E402
+from parsim.model import Model  # noqa: E402
 from parsim.model.component import Component, Operator  # noqa: E402
 from parsim.model.objective import LOSSES  # noqa: E402
 from tests.execute.bitwise import bytes_kept  # noqa: E402
+from tests.traced import trace  # noqa: E402
 
 F32 = 4
 

@@ -1,4 +1,4 @@
-"""A traced module: its Model (numbers per sample) and its runnable components."""
+"""The Model of a module, and its calls cut into components: what a forward says of them at two batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
 from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective import TARGET
-from parsim.model.runnable import Nested, Ref, Runnable
+from parsim.model.runnable import Nested, Ref
 from parsim.model.total_loss import SUM
 from parsim.model.trace.checks import without_log
 from parsim.model.trace.count import (
@@ -28,12 +28,12 @@ from parsim.model.trace.count import (
     untrained_note,
     with_half_precision,
 )
-from parsim.model.trace.cut import CallInterval, cut, runnables, value_names
+from parsim.model.trace.cut import CallInterval, cut
 from parsim.model.trace.data_dependent import collapse
 from parsim.model.trace.record import carried, flatten_inputs, kept_note, run_recorded
 from parsim.model.trace.recorder import RecordedOp, Recording, storage_key
 from parsim.numeric import rare_collections
-from parsim.private import FakeTensor, tree_unflatten
+from parsim.private import FakeTensor
 
 # Declared integers that a table has no row for: an input, as it was given, is an index beyond what it looks up.
 #
@@ -185,76 +185,6 @@ def check_index_ranges(small: Recording, large: Recording, declared: Sequence[Mo
 
 
 BATCHES = (2, 3)
-
-
-class Traced:
-    """Calling it runs the components in order; returns what the module returns (or the loss, if one was asked for).
-    `model`: numbers per sample. `components`: for the batch, mode, dtype and device of the example inputs; a call with other
-    shapes is an error of torch: trace again."""
-
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        model: Model,
-        recording: Recording,
-        components: tuple[Runnable, ...],
-        names: Mapping[int, str],
-    ) -> None:
-        self.module = module
-        self.model = model
-        self.components = components
-        self._recording = recording
-        self._names = names
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Inputs as the module takes them (a single dict stands for keyword inputs); with a loss, the target comes last."""
-        if not kwargs and args and isinstance(args[0], Mapping):
-            kwargs, args = dict(args[0]), args[1:]
-        recording = self._recording
-        leaves = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
-        names = [name for name, _ in recording.inputs]
-        if len(leaves) != len(names):
-            raise TraceError(f"{self.model.name} was traced with {len(names)} tensors ({', '.join(names)}), got {len(leaves)}")
-        values = dict(zip(names, leaves, strict=True))
-        for component in self.components:
-            made = component([values[name] for name in component.input_names])
-            values.update(zip(component.output_names, made, strict=True))
-        if recording.loss_value is not None:
-            return values[self._names[recording.loss_value]]
-        assert recording.output_spec is not None
-        return tree_unflatten([self._leaf(leaf, values) for leaf in recording.output_leaves], recording.output_spec)
-
-    def _leaf(self, leaf: Any, values: dict[str, Tensor]) -> Any:
-        if type(leaf) is not Ref:
-            return leaf
-        if leaf.slot in self._names:
-            return values[self._names[leaf.slot]]
-        if leaf.slot in self._recording.constants:
-            return self._recording.constants[leaf.slot]
-        key = self._recording.state[leaf.slot]
-        return self.module.get_parameter(key.name) if key.kind == "parameter" else self.module.get_buffer(key.name)
-
-
-def trace_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    granularity: str,
-    name: str | None,
-    loss: str | None,
-    example: bool = False,
-) -> Traced:
-    """See `parsim.model.trace.trace.trace`."""
-    recording, intervals = run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example)
-    return Traced(
-        module=module,
-        model=model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example),
-        recording=recording,
-        components=runnables(recording, intervals, module),
-        names=value_names(recording, intervals),
-    )
 
 
 def run_cut(
