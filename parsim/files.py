@@ -1,9 +1,8 @@
-"""Reading and writing files: JSON and TOML that others wrote, texts that are never half written, tables as CSV."""
+"""Reading and writing files: JSON and TOML that others wrote, texts that are never half written."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import gzip
 import io
@@ -14,7 +13,7 @@ import re
 import stat
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,10 +145,10 @@ def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
         raise error(f"{what}: {text}; {fix}") from problem
 
 
-def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """The document of a JSON file. Raises OSError as `read_regular`, json.JSONDecodeError for everything else."""
     try:
-        return parse_json(read_regular(path, largest_bytes))
+        return parse_json(read_regular(path))
     except json.JSONDecodeError:
         raise
     except ValueError as error:
@@ -363,12 +362,3 @@ def finite(document: object) -> Any:
         case list() | tuple():
             return [finite(value) for value in document]
     return document
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """At least one row; the keys of the first are the columns."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, fieldnames=list(rows[0]))
-    table.writeheader()
-    table.writerows(rows)
-    write_text_atomically(path, text.getvalue())

@@ -16,6 +16,8 @@ GRADIENTS = ("", "input", "weight", "none")
 (no operand requires a gradient)."""
 OPERATOR_KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound")
 LOSS = "loss"
+FULL_BYTES, HALF_BYTES = 4, 2
+"""Of an element in fp32, in which Models count, and in half precision."""
 PAGE_BYTES = 4096
 """On which some kernels begin their arrays."""
 

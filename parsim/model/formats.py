@@ -11,7 +11,19 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from parsim.errors import CostError, ExecutionError
-from parsim.model.component import NOT_LOW, Bytes, Component, DividedSize, Footprint, Sharding, Size, Value, ValueFootprint
+from parsim.model.component import (
+    FULL_BYTES,
+    HALF_BYTES,
+    NOT_LOW,
+    Bytes,
+    Component,
+    DividedSize,
+    Footprint,
+    Sharding,
+    Size,
+    Value,
+    ValueFootprint,
+)
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import Registry
@@ -135,11 +147,6 @@ def recorded_weights(precision: str) -> str:
     check_planned(precision)
     return RECORDED_WEIGHTS[number_format(precision).weight_bytes]
 
-
-RECORDED_BYTES = 2
-"""Per element under the autocast that Models are recorded under."""
-
-FULL_BYTES = 4
 
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 """Of an element of an optimizer's state, by the type that it is kept in. Leaves out the scales of fp8 and int8: 4 bytes for
@@ -368,7 +375,7 @@ def check_recorded(model: Model, precision: str) -> None:
             f'{model.half_refused}; cast the operands of that call to one type, or set precision = "fp32"'
         )
     stored = number_format(precision).weight_bytes
-    for parameter in model.parameters if stored == RECORDED_BYTES else ():
+    for parameter in model.parameters if stored == HALF_BYTES else ():
         if parameter.trainable and parameter.element_bytes != stored:
             raise CostError(
                 f"precision {precision!r} stores weights in {stored} bytes, and {model.name} was recorded with "
@@ -385,4 +392,4 @@ def _reduced_bytes(precision: str) -> int | None:
 
 def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
     """The values recorded under autocast, if they have that many bytes per element."""
-    return half if element_bytes == RECORDED_BYTES else None
+    return half if element_bytes == HALF_BYTES else None

@@ -70,7 +70,10 @@ class Op:
         return self.arguments[place] if place < len(self.arguments) else default
 
 
-def _fill(template: Any, environment: list[Any]) -> Any:
+Environment = list[Any] | dict[int, Any]
+
+
+def _fill(template: Any, environment: Environment) -> Any:
     if type(template) is Ref:
         return environment[template.slot]
     if type(template) is Nested:
@@ -89,7 +92,7 @@ def _entered(context: Context) -> Any:
         yield
 
 
-def run_op(op: Op, environment: list[Any]) -> None:
+def run_op(op: Op, environment: Environment) -> None:
     """One call: reads and fills `environment`, a tensor (or None) per slot."""
     arguments = [_fill(item, environment) for item in op.arguments]
     keywords = {name: _fill(item, environment) for name, item in op.keywords}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,14 +22,10 @@ from pydantic_core import PydanticCustomError
 from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.hardware.devices import DeviceType
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.component import DEQUANTISE, NOT_LOW, Component, DividedSize, Operator, OperatorShard
+from parsim.model.component import DEQUANTISE, FULL_BYTES, HALF_BYTES, NOT_LOW, Component, DividedSize, Operator, OperatorShard
 from parsim.model.model import Model
 from parsim.units import format_count
 
-if TYPE_CHECKING:
-    pass
-
-FULL_BYTES, HALF_BYTES = 4, 2
 TuningMethod = Literal["full", "head", "lora", "qlora"]
 WeightStorage = Literal["nf4", "int8"]
 

@@ -33,8 +33,8 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import Device, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
-from parsim.model.component import Component, Operator, narrow
-from parsim.model.formats import DEFAULT_NUMERICS, FULL_BYTES, Numerics, number_format
+from parsim.model.component import FULL_BYTES, Component, Operator, narrow
+from parsim.model.formats import DEFAULT_NUMERICS, Numerics, number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase
 

@@ -49,6 +49,7 @@ from parsim.model.component import (
     BIAS,
     BIAS_GRADIENT,
     DEQUANTISE,
+    FULL_BYTES,
     GRADIENT_SUM,
     NORM_ADD_RELU,
     NORM_RELU,
@@ -57,7 +58,7 @@ from parsim.model.component import (
     Component,
     Operator,
 )
-from parsim.model.formats import FULL_BYTES, number_format
+from parsim.model.formats import number_format
 from parsim.work import Phase
 
 CAST_BYTES = 6

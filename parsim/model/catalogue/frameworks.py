@@ -16,9 +16,9 @@ from typing import Literal
 from parsim.errors import ModelError
 from parsim.hardware.cluster import Cluster
 from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Shape, Software
-from parsim.model.component import CHANNELS_LAST, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Operator
+from parsim.model.component import CHANNELS_LAST, FULL_BYTES, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Operator
 from parsim.model.divided import Dispatcher, ExpertRouting
-from parsim.model.formats import FULL_BYTES, number_format
+from parsim.model.formats import number_format
 from parsim.model.model import Model
 from parsim.registry import Registry
 

@@ -16,6 +16,7 @@ from parsim.model.component import (
     BIAS,
     BIAS_GRADIENT,
     BY_EXPERT,
+    FULL_BYTES,
     GRADIENT_SUM,
     NOT_LOW,
     PARTS,
@@ -250,9 +251,6 @@ COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=
 # Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
 #
 # As in traced Models, operators count four bytes per element; the precision decides what is moved.
-
-
-FULL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

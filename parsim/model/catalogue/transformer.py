@@ -19,7 +19,6 @@ from functools import cache, lru_cache, partial
 from parsim.errors import ModelError
 from parsim.model.catalogue.sublayers import (
     ATTENTION_READS,
-    FULL_BYTES,
     MLP_READS,
     RULE,
     SEQUENCE,
@@ -36,11 +35,19 @@ from parsim.model.catalogue.sublayers import (
     scores_of,
     stream_value,
 )
-from parsim.model.component import Bytes, Component, Footprint, Parameter, Sharding, Value, ValueFootprint
+from parsim.model.component import (
+    FULL_BYTES,
+    HALF_BYTES,
+    Bytes,
+    Component,
+    Footprint,
+    Parameter,
+    Sharding,
+    Value,
+    ValueFootprint,
+)
 from parsim.model.model import Model
 from parsim.model.tuning import HEAD, Tuning
-
-HALF_BYTES = 2
 
 
 @lru_cache(maxsize=256)

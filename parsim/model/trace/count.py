@@ -341,9 +341,9 @@ def measure(
         recording, whole = recorded_in_parts(
             module, args, kwargs, granularity=granularity, loss=loss, example=example, answers=answers, watch=watch
         )
-    collapsed = collapse(recording, whole, module)
-    cuts = cut(collapsed.recording, module, granularity, whole)
-    intervals = [replace(part, start=collapsed.starts[part.start], end=collapsed.starts[part.end]) for part in cuts]
+    collapsed, starts = collapse(recording, whole, module)
+    cuts = cut(collapsed, module, granularity, whole)
+    intervals = [replace(part, start=starts[part.start], end=starts[part.end]) for part in cuts]
     operators = _per_interval(intervals, watch.mode.operators, lambda raw: raw.op)
     first_saves = _per_interval(intervals, watch.saved.first_saves(watch.state), itemgetter(0))
     savers: dict[int, dict[str, None]] = {}
@@ -354,7 +354,7 @@ def measure(
         batch=recording.tensors[recording.inputs[0][1]].shape[0],
         recording=recording,
         intervals=intervals,
-        collapsed=collapsed.recording,
+        collapsed=collapsed,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
         operators_in=[

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parsim.errors import TraceError
 from parsim.model.objective import Settled
-from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey
+from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey, run_op
 from parsim.model.trace.checks import at_line, gradient_message, hint, hook_message, value_message, weight_message
 from parsim.private import (
     DataDependentOutputException,
@@ -84,7 +84,7 @@ class KnownValues:
         self._recording = recording
         self._skew = skew
         self._example: Mapping[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self._values = _Values(recording, {})
         self._done: set[int] = set()
         self._producer: dict[int, int] = {}
         self._changed: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class KnownValues:
 
     def follow(self, example: Mapping[int, Tensor]) -> None:
         """From now on inputs, parameters and buffers have the values of an example, by value number."""
-        self._example = example
+        self._example, self._values = example, _Values(self._recording, example)
         self._recording.is_example = True
 
     def value_of(self, number: int) -> tuple[Tensor, bool]:
@@ -104,12 +104,12 @@ class KnownValues:
         last = max(self._done, default=-1)
         fresh = sorted(needed - self._done)
         if fresh and fresh[0] < last:  # something later has run: a storage may have changed since
-            self._values, self._done, fresh = {}, set(), sorted(needed)
+            self._values, self._done, fresh = _Values(self._recording, self._example), set(), sorted(needed)
         with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             for place in fresh:
                 self._run(place)
                 self._done.add(place)
-            return self._value(number), assumed
+            return self._values[number], assumed
 
     def _index(self) -> None:
         """Note which calls made a value or changed a storage since this was last asked."""
@@ -195,12 +195,7 @@ class KnownValues:
         op = self._recording.ops[place]
         routing = self._recording.routings.get(place)
         if routing is None:
-            result = op.function(*[self._fill(item) for item in op.arguments], **{k: self._fill(v) for k, v in op.keywords})
-            for path, number in op.outputs:
-                value = result
-                for step in path:
-                    value = value[step]
-                self._values[number] = value
+            run_op(op, self._values)
             return
         scores = self._recording.tensors[op.arguments[0].slot]
         shape = [size for dim, size in enumerate(scores.shape) if dim != routing.dim]
@@ -210,18 +205,17 @@ class KnownValues:
             if not indices.is_floating_point():
                 self._values[number] = choice.movedim(-1, routing.dim).reshape(indices.shape).to(indices.dtype)
 
-    def _value(self, number: int) -> Tensor:
-        if number not in self._values:
-            constant = self._recording.constants.get(number)
-            self._values[number] = (self._example[number] if constant is None else constant).detach().clone()
-        return self._values[number]
 
-    def _fill(self, template: Any) -> Any:
-        if type(template) is Ref:
-            return self._value(template.slot)
-        if type(template) is Nested:
-            return template.rebuild([self._fill(item) for item in template.items])
-        return template
+class _Values(dict[int, Any]):
+    """Values by number; the first ones are those of constants and of the example."""
+
+    def __init__(self, recording: Recording, example: Mapping[int, Tensor]) -> None:
+        self._recording, self._example = recording, example
+
+    def __missing__(self, number: int) -> Tensor:
+        constant = self._recording.constants.get(number)
+        self[number] = value = (self._example[number] if constant is None else constant).detach().clone()
+        return value
 
 
 def _draws(name: str) -> bool:

@@ -198,7 +198,7 @@ def run_cut(
 ) -> tuple[Recording, list[CallInterval]]:
     """One forward as it is run: modules that depend on the data are called as a whole."""
     recording, whole = recorded_in_parts(module, args, kwargs, granularity=granularity, loss=loss, example=example)
-    recording = collapse(recording, whole, module).recording
+    recording, _ = collapse(recording, whole, module)
     return recording, cut(recording, module, granularity, whole)
 
 
