@@ -16,8 +16,7 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.static import compile_graph
 from parsim.predict.breakdown import breakdown
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase
 
 RANKS = 8

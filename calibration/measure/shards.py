@@ -29,7 +29,7 @@ from parsim.model.component import FULL, Component, Sharding, narrow
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
 from parsim.model.shard.apply import piece, shard_runnable
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.work import Phase
 
 KEPT_RUNS = 2

@@ -147,8 +147,7 @@ def bench_graphs(
         ConfigError: an unknown model, or fewer than two graphs. PlanError, DataError, AlgorithmError: graphs, shards or
             replicas that cannot be. MissingDependencyError: without torch or scikit-learn.
     """
-    from parsim.relaxed.dbench import GRAPHS, bench_tables, run_bench
-    from parsim.relaxed.models import MODELS
+    from parsim.relaxed.dbench import GRAPHS, MODELS, bench_tables, run_bench
 
     for name in models:
         if name not in MODELS:

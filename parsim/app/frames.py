@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.predict.breakdown import RankBreakdown
 from parsim.predict.memory import RankMemory
 from parsim.predict.result import PlanResult
-from parsim.program.task import parse_resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, parse_resource
 from parsim.timeline import Timeline
 from parsim.work import kind_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parsim.app.config import Question
-from parsim.data.datasets import dataset_for, target_of
+from parsim.data import dataset_for, target_of
 from parsim.data.samples import BatchOrder
 from parsim.data.shards import ShardedOrder, deal
 from parsim.errors import AlgorithmError, DataError, ModelError
@@ -22,8 +22,17 @@ from parsim.plans.synchronisation import Synchronisation
 from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, SampleOrder, check_room
-from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
+from parsim.relaxed.replicas import (
+    LOCAL_OPTIMIZERS,
+    LearningCourse,
+    LearntSteps,
+    LocalOptimizer,
+    LocalTraining,
+    SampleOrder,
+    check_room,
+    course_to,
+    learnt_steps,
+)
 
 HIDDEN = (64,)
 RATES = (0.1, 0.2, 0.4)

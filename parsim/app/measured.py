@@ -14,7 +14,7 @@ from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RUN, RunFolder
 from parsim.costs.diagnosis import Diagnosis
 from parsim.errors import ConfigError
-from parsim.execute.metrics_file import lines_of
+from parsim.execute.measurement import lines_of
 from parsim.formats.exports import Exported
 from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown

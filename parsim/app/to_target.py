@@ -17,7 +17,7 @@ from parsim.search.relaxed import relaxed_search
 from parsim.units import format_seconds
 
 if TYPE_CHECKING:
-    from parsim.relaxed.to_target import LearntSteps
+    from parsim.relaxed.replicas import LearntSteps
 
 
 RULES = (

@@ -41,7 +41,7 @@ from parsim.app.write_folder import write_run_files
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import SCORE, AdaptiveSpec
-from parsim.execute.metrics_file import loss_curve
+from parsim.execute.measurement import loss_curve
 from parsim.files import parse_json, read_json, read_regular
 from parsim.plans.constraints import FREE, SearchConstraints
 from parsim.plans.plan import Plan

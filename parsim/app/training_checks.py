@@ -12,8 +12,7 @@ from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.app.prediction import Prediction
 from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
-from parsim.data import DATASETS
-from parsim.data.datasets import dataset_for, target_of
+from parsim.data import DATASETS, dataset_for, target_of
 from parsim.data.samples import Order, Samples, check_images, order_of, train_and_validation
 from parsim.data.shards import training_order
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
@@ -39,8 +38,7 @@ def check_training(config: Question, model: Model) -> None:
             optimizer, or a pattern of no_weight_decay matches nothing. ModelError: complex parameters.
             MissingDependencyError: TensorBoard is not installed.
     """
-    from parsim.execute.learning_rate import check_schedule
-    from parsim.execute.optimizer import check_exempt, check_states
+    from parsim.execute.optimizer import check_exempt, check_schedule, check_states
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)

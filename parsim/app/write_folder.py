@@ -11,7 +11,7 @@ from parsim.app.judging import ask_again, reopen, typical_step
 from parsim.app.measured import Measured, compared
 from parsim.app.prediction import Prediction, describe
 from parsim.app.run_folder import RunFolder, write_json
-from parsim.execute.metrics_file import lines_of
+from parsim.execute.measurement import lines_of
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from parsim.errors import DeadlockError, GraphError
-from parsim.program.task import Resource
-from parsim.program.taskgraph import TaskGraph, in_order, work_text
+from parsim.program.taskgraph import Resource, TaskGraph, in_order, work_text
 
 _RANKS_SHOWN = 16
 _REASONS_SHOWN = 12

@@ -37,8 +37,7 @@ from parsim.engines.static import AnyGraph, Slowdown, checked_durations_s, check
 from parsim.errors import StandstillError
 from parsim.numeric import Floats
 from parsim.program.columns import Columns, columns_of
-from parsim.program.task import COMPUTE, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, is_communication
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from parsim.costs.draws import rank_noise
 from parsim.engines.static import CompiledGraph
 from parsim.numeric import Floats, Ints
-from parsim.program.fold import Folding
+from parsim.program.columns import Folding
 from parsim.timeline import Timeline
 from parsim.work import Collective
 

@@ -31,8 +31,7 @@ from parsim.engines.static import CompiledGraph, checked_durations_s
 from parsim.errors import GraphError
 from parsim.numeric import Floats, Ints
 from parsim.program.columns import Columns, columns_of
-from parsim.program.task import HOST, Resource, Task, outlasts
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import HOST, Resource, Task, TaskGraph, outlasts
 
 Carried = Mapping[str, tuple[int, ...]]
 """Value -> numbers of tasks."""
@@ -252,7 +251,7 @@ def _check_repeat(repeat: int) -> None:
 #
 # So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
 # not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast a
-# step (`parsim.program.task.outlasts`).
+# step (`parsim.program.taskgraph.outlasts`).
 
 
 def mean_step_s(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parsim.data import dataset_for
 from parsim.data.blocks.exchange import available_bytes
-from parsim.data.datasets import dataset_for
 from parsim.data.samples import Samples, train_and_validation
 from parsim.data.shards import training_order
 from parsim.errors import DivergedError, ExecutionError
@@ -36,26 +36,24 @@ from parsim.execute.cuda.faults import (
 from parsim.execute.cuda.gpu import STAGED, MemoryUse, counters_of, sharing
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import RunSpec
-from parsim.execute.learning_rate import LearningRates
 from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
-from parsim.execute.mixing import MixingRounds, is_message, mean_groups
+from parsim.execute.mixing import MixingRounds, StaleStage, is_message, mean_groups
 from parsim.execute.numerics import numerics_of
+from parsim.execute.operations import StepWatch
+from parsim.execute.optimizer import LearningRates
 from parsim.execute.processes.exchange import default_device, gather_values, meet
 from parsim.execute.processes.group import ProcessPlace, Stream, StreamLink, make_groups, open_links
 from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.runtime import RankProgram, required_groups, required_links
 from parsim.execute.stage import LOSS_SCALE, StageReplica, recorded_programs
-from parsim.execute.stale import StaleStage
-from parsim.execute.store import StepWatch
 from parsim.execute.streams import Streams, TaskTime, ThreadStreams
 from parsim.model.formats import number_format
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.plan import Plan
 from parsim.program.lower import lower, step_graphs
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Task, TaskGraph
 from parsim.work import Compute, Phase
 
 MOVING = ("inputs", "receive_buffers")

@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.mixing import GroupsByStream, MixingRounds
-from parsim.execute.operations import Communicating, Computing, StepValues
+from parsim.execute.mixing import GroupsByStream, MixingRounds, StaleStage, runs
+from parsim.execute.operations import Communicating, Computing, StepValues, StepWatch, Store
 from parsim.execute.processes.group import StreamLink
 from parsim.execute.stage import StageReplica
-from parsim.execute.stale import StaleStage, runs
-from parsim.execute.store import StepWatch, Store
 from parsim.execute.streams import BatchSource, Operation, Streams, TaskTime
 from parsim.program.lifetimes import bucket_rooms, message_rooms
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, HOST, RankTasks, Task
-from parsim.program.taskgraph import TaskGraph, in_order, rank_tasks
+from parsim.program.taskgraph import COMPUTE, HOST, RankTasks, Task, TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 

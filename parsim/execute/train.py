@@ -20,7 +20,7 @@ from parsim.execute.checkpoint.checkpoint import set_aside_newer
 from parsim.execute.cuda.faults import is_out_of_memory
 from parsim.execute.evaluation import BATCH, Validation, score
 from parsim.execute.job import SCORE, Job
-from parsim.execute.metrics_file import FILE
+from parsim.execute.measurement import FILE
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.heartbeat import Doing, pulse

@@ -26,8 +26,7 @@ from parsim.formats.exports import EvaluatedStep, Exported
 from parsim.formats.source import FileFormat
 from parsim.model.component import narrow
 from parsim.model.model import Model
-from parsim.program.task import HOST, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import HOST, Task, TaskGraph
 from parsim.report.trace import task_label
 from parsim.work import Collective, Compute, Phase, SendRecv
 

@@ -17,7 +17,7 @@ from typing import Any
 from parsim.files import write_text_atomically
 from parsim.formats.exports import EvaluatedStep, Exported
 from parsim.formats.source import FileFormat
-from parsim.program.task import HOST, Task, parse_resource
+from parsim.program.taskgraph import HOST, Task, parse_resource
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Span
 from parsim.work import Collective, HostCopy, LoadBatch, Mix, SendRecv

@@ -31,20 +31,25 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
 from parsim.hardware.records import Count, Name, Number
-from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
     ADA_KINDS,
     CLOSED_LOOP,
     GRAPHS,
+    MERGES,
     Ada,
     LoopState,
     Matrix,
+    MergeRule,
     MixingGraph,
+    OuterOptimizer,
+    averaging_matrix,
     check_column_stochastic,
     check_connected,
     check_doubly_stochastic,
     mixing_graph,
+    participation_weights,
+    turn_weight,
     unreached,
 )
 
@@ -643,7 +648,7 @@ class Synchronisation:
         """W of round `number` (of a closed loop the place of a lattice): float64 [replicas, replicas], row i what replica i
         takes of each (before an outer optimizer).
 
-        Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.averaging.turn_weight`).
+        Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.mixing.turn_weight`).
         """
         if self.kind == "merge":
             return np.array([[self.turn_weight(number, replica, replicas) for replica in range(replicas)]])

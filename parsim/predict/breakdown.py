@@ -36,7 +36,7 @@ from parsim.model.model import Model
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, stable_order
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.timeline import Timeline
 
 # Checked columns of a Timeline, and interval arithmetic on them.

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from parsim.costs.observed import task_durations_s
 from parsim.errors import ParsimError
 from parsim.predict.result import Interval
-from parsim.program.task import Origin
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Origin, TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import kind_of
 

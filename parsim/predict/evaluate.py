@@ -33,8 +33,7 @@ from parsim.predict.nearly_alike import nearly_alike, nearly_shifted, program_of
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units
-from parsim.program.columns import Columns, Unit
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Columns, Folding, Unit, unfolded
 from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.units import format_percent, format_seconds

@@ -36,7 +36,7 @@ from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, con
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Folding, unfolded
 from parsim.program.passes.convert import hop_collective, hop_message, transfer_bytes
 from parsim.program.passes.gradients import bucket_work, replica_sum_work
 from parsim.program.passes.inside import CONTEXT_STREAM, inner_steps
@@ -273,7 +273,7 @@ def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, 
     """The smallest m for which moving all replicas of a gossip on by m changes nothing; the number of copies if there is none.
 
     Args:
-        replica_of: per replica the first that costs the same by itself (`parsim.program.fold`).
+        replica_of: per replica the first that costs the same by itself (`parsim.program.columns`).
         leaves: False takes all leaf switches for one.
     """
     replicas, rule = plan.mesh.dp, plan.synchronisation

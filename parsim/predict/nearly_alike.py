@@ -30,7 +30,7 @@ from parsim.plans.stages import concurrent_groups
 from parsim.predict.folding import merged
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import beside_products, mixing_period
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Folding, unfolded
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns, moved_work
 from parsim.work import Collective, Work, is_communication, ranks_of_work

@@ -32,8 +32,7 @@ from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s
 from parsim.predict.problem import PlanningProblem
-from parsim.program.columns import Columns, Unit, Units, columns_of
-from parsim.program.fold import Folding
+from parsim.program.columns import Columns, Folding, Unit, Units, columns_of
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph

@@ -55,7 +55,7 @@ from parsim.plans.pipeline import (
 from parsim.program.buckets import Bucket
 from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
-from parsim.program.task import COMPUTE, RankTasks, Task
+from parsim.program.taskgraph import COMPUTE, RankTasks, Task
 from parsim.records import once
 from parsim.work import ClipGradients, Compute, OptimizerStep, Phase, SendRecv
 

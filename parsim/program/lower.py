@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
-from parsim.program.draft import Draft
 from parsim.program.passes.compute import add_computation
 from parsim.program.passes.gradients import (
     add_clipping,
@@ -20,7 +19,7 @@ from parsim.program.passes.offload import add_activation_copies, add_offloaded_o
 from parsim.program.passes.rounds import add_packing, add_round, without_arrivals, without_idle
 from parsim.program.passes.unsharded import add_unsharded_buckets
 from parsim.program.placed import PlanIndex
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Draft, TaskGraph
 
 PASSES_AT_THE_END = (
     add_activation_copies,

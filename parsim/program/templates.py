@@ -27,15 +27,12 @@ from parsim.model.model import Model
 from parsim.numeric import Ints
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
-from parsim.program.columns import Columns, RaggedTable, Unit, Units, columns_of
-from parsim.program.draft import Draft, TaskKey
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Columns, Folding, RaggedTable, Unit, Units, columns_of, unfolded
 from parsim.program.lower import PASSES_AT_THE_END, lower
 from parsim.program.passes.compute import add_component, add_loads, computations
 from parsim.program.passes.rounds import add_round
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Draft, Origin, Resource, Task, TaskGraph, TaskKey
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 # Templates of computation: what a component does in one phase of a microbatch, lowered once for every kind of component.

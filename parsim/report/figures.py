@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from parsim.predict.memory import NOT_TENSORS
-from parsim.program.task import parse_resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, parse_resource
 from parsim.report.legend import (
     BLUE,
     CATEGORY_COLOURS,

@@ -15,7 +15,7 @@ import numpy as np
 
 from parsim.engines.static import CompiledGraph
 from parsim.numeric import Floats, Ints
-from parsim.program.task import COMPUTE, FROM_HOST, HOST, HOST_CORES, TO_HOST, parse_resource
+from parsim.program.taskgraph import COMPUTE, FROM_HOST, HOST, HOST_CORES, TO_HOST, parse_resource
 from parsim.timeline import Timeline
 from parsim.work import ClipGradients, Collective, Compute, HostCopy, HostUpdate, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 

@@ -20,8 +20,7 @@ from typing import Any
 from parsim.errors import GraphError
 from parsim.files import write_text_atomically
 from parsim.program.passes.gradients import sums_norm
-from parsim.program.task import COMPUTE, HOST, Task, parse_resource
-from parsim.program.taskgraph import TaskGraph, work_text
+from parsim.program.taskgraph import COMPUTE, HOST, Task, TaskGraph, parse_resource, work_text
 from parsim.timeline import Span, Timeline
 from parsim.work import (
     ClipGradients,

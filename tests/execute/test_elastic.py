@@ -239,7 +239,7 @@ def test_ranks_that_die_at_a_random_step_cost_no_digit(
 ) -> None:
     """The first death restarts the same plan, the second leaves a device out and trains under another one."""
     from parsim.app.functions import run
-    from parsim.data.datasets import dataset_for
+    from parsim.data import dataset_for
     from parsim.execute.checkpoint.checkpoint import load_state
 
     rng = np.random.default_rng(ranks)

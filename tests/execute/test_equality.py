@@ -22,7 +22,7 @@ from experiments.common.mixed import MODELS as MIXED
 from experiments.common.mixed import random_case
 from experiments.common.placements import choices
 from experiments.common.reference import largest_difference, train_reference
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import load_state

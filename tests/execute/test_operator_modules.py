@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.costs.compute.compute import ComputeCosts  # noqa: E402
-from parsim.costs.compute.formula import WINOGRAD_REDUCTION  # noqa: E402
-from parsim.errors import TraceError  # noqa: E402
-from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.compose import load_profile  # noqa: E402
-from parsim.model.model import Model  # noqa: E402
-from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow  # noqa: E402
-from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.plans.plan import Plan, Stage  # noqa: E402
-from parsim.predict.evaluate import evaluate  # noqa: E402
-from parsim.predict.problem import PlanningProblem  # noqa: E402
-from parsim.work import Compute, Phase  # noqa: E402
-from tests.execute.operator_modules import (  # noqa: E402
+import torch
+
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.formula import WINOGRAD_REDUCTION
+from parsim.errors import TraceError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.model.model import Model
+from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.problem import PlanningProblem
+from parsim.work import Compute, Phase
+from tests.execute.operator_modules import (
     CASES,
     FEATURES,
     LENGTH,
@@ -30,7 +32,7 @@ from tests.execute.operator_modules import (  # noqa: E402
     LowRank,
     Recurrent,
 )
-from tests.traced import trace  # noqa: E402
+from tests.traced import trace
 
 SAMPLES = 256
 

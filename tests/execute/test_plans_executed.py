@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from experiments.executor import plans_executed as run  # noqa: E402
-from experiments.executor.comparing import (  # noqa: E402
+import torch
+
+from experiments.executor import plans_executed as run
+from experiments.executor.comparing import (
     LEAST_MOVED,
     TOLERANCE,
     Outcome,
@@ -22,14 +24,14 @@ from experiments.executor.comparing import (  # noqa: E402
     outcomes_of,
     planted_fault,
 )
-from experiments.executor.drawing import (  # noqa: E402
+from experiments.executor.drawing import (
     FEATURES,
     counted,
     drawn,
 )
-from experiments.executor.judge import run_of, summary  # noqa: E402
-from experiments.executor.models import SUBJECTS  # noqa: E402
-from parsim.plans.plan import Plan  # noqa: E402
+from experiments.executor.judge import run_of, summary
+from experiments.executor.models import SUBJECTS
+from parsim.plans.plan import Plan
 
 PLANS, STEPS = 50, 100
 EVERY, FEWER_STEPS = 6, 30

@@ -7,25 +7,22 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record  # noqa: E402
-from parsim.model.build import (  # noqa: E402
-    build_module,
-    example_batch,
-    loss_of,
-)
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.objective import LOSSES  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components  # noqa: E402
-from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
-from tests.traced import trace  # noqa: E402
+from parsim.errors import TraceError
+from parsim.model import record
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.load import load_model
+from parsim.model.objective import LOSSES
+from parsim.model.spec import ModelSpec
+from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components
+from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights
+from tests.quick import some_quick
+from tests.traced import trace
 
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 

@@ -8,23 +8,22 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
-transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("transformers", reason="needs the hf extra")
 
-from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record  # noqa: E402
-from parsim.model.build import (  # noqa: E402
-    build_module,
-    example_batch,
-    loss_of,
-)
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
-from tests.hugging_face_configs import SMALL  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
-from tests.traced import trace  # noqa: E402
+import torch
+import transformers
+
+from experiments.common.shards import assert_shards_equal_whole, values_of
+from parsim.errors import TraceError
+from parsim.model import record
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from tests.execute.bitwise import assert_equal_to_module
+from tests.hugging_face_configs import SMALL
+from tests.quick import some_quick
+from tests.traced import trace
 
 pytestmark = pytest.mark.hf
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.common.shards import assert_shards_equal_whole, values_of
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import BatchOrder
 from parsim.errors import ParsimError
 from parsim.execute.loading import Loader

@@ -10,7 +10,7 @@ import pytest
 from parsim.engines import static
 from parsim.errors import PlanError
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_torch_schedule, in_flight, pipeline_actions
-from tests.theory.test_engines_pipeline import durations_s, pipeline_graph
+from tests.theory.test_engines import durations_s, pipeline_graph
 
 pytestmark = pytest.mark.real
 

@@ -28,8 +28,7 @@ from parsim.errors import ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.program.columns import columns_of
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph, from_text
+from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph, from_text
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, Work, is_communication
 

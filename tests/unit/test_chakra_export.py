@@ -14,8 +14,7 @@ from parsim.app.export_folder import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
 from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
 
 SCHEMA: dict[str, list[tuple[str, int, str]]] = {

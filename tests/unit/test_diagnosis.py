@@ -18,7 +18,7 @@ from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.search.adapt.observed import diagnosis_of
 from parsim.work import Phase
 from tests.models import chain_model
-from tests.unit.test_updates import plan_of, problem_on
+from tests.unit.test_speed import plan_of, problem_on
 
 STEPS = 24
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ROOT / "parsim" / "private.py"

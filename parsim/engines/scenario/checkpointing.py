@@ -20,8 +20,7 @@ from parsim.engines.scenario.scenario import Failures, Run
 from parsim.engines.scenario.whole_run import Training, course_of, simulate_run
 from parsim.errors import ScenarioError
 from parsim.numeric import Floats
-from parsim.program.task import COMPUTE, Resource, Task
-from parsim.program.taskgraph import TaskGraph, in_order
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph, in_order
 from parsim.work import Collective, Mix, OptimizerStep
 
 

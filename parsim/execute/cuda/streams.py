@@ -34,7 +34,7 @@ from torch import Tensor
 from parsim.execute.cuda.driver import Driver
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.streams import Operation, TaskTime
-from parsim.program.task import HOST
+from parsim.program.taskgraph import HOST
 
 S = TypeVar("S")
 E = TypeVar("E")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parsim.plans.pipeline import pipeline_actions
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.convert import (
     Moving,
     add_arriving_gradient,
@@ -26,7 +25,7 @@ from parsim.program.passes.convert import (
 )
 from parsim.program.passes.inside import add_parts
 from parsim.program.placed import PlanIndex
-from parsim.program.task import HOST, Origin, Resource
+from parsim.program.taskgraph import HOST, Draft, Origin, Resource, TaskKey
 from parsim.work import BY_OPERATOR_PART, Compute, LoadBatch, Phase
 
 

@@ -20,9 +20,8 @@ from parsim.plans.layouts import (
     hop_groups,
     hop_pairs,
 )
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.placed import PlanIndex, Reading
-from parsim.program.task import COMPUTE, Origin, Resource
+from parsim.program.taskgraph import COMPUTE, Draft, Origin, Resource, TaskKey
 from parsim.work import Collective, Phase, SendRecv
 
 TP_STREAM = "tp"

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from parsim.plans.pipeline import pipeline_actions, rank_of_stage
 from parsim.program.buckets import Bucket, BucketFamily
-from parsim.program.draft import Draft, DraftEntry, TaskKey
 from parsim.program.passes.inside import first_key
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import COMPUTE, Draft, DraftEntry, Origin, Resource, Task, TaskKey
 from parsim.work import NORM, SCALE, ClipGradients, Collective, OptimizerStep, Phase
 
 DP_STREAM = "dp"

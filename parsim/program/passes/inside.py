@@ -30,9 +30,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parsim.model.component import InnerExchange
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, Origin, Resource
+from parsim.program.taskgraph import COMPUTE, Draft, Origin, Resource, TaskKey
 from parsim.work import BY_OPERATOR_PART, Collective, Compute, Phase
 
 CONTEXT_STREAM = "cp"

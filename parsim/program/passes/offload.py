@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from parsim.errors import PlanError
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.gradients import (
     gradients_complete,
     last_backward_key,
@@ -27,7 +26,7 @@ from parsim.program.passes.gradients import (
 from parsim.program.passes.inside import first_key
 from parsim.program.passes.unsharded import Use, uses_of
 from parsim.program.placed import PlanIndex
-from parsim.program.task import FROM_HOST, HOST_CORES, TO_HOST, Origin, Resource
+from parsim.program.taskgraph import FROM_HOST, HOST_CORES, TO_HOST, Draft, Origin, Resource, TaskKey
 from parsim.work import HostCopy, HostUpdate, Phase
 
 

@@ -24,11 +24,9 @@ import numpy as np
 from parsim.errors import PlanError
 from parsim.plans.synchronisation import Synchronisation
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.gradients import DP_STREAM, summed_groups
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, TURN, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, TURN, Draft, Origin, Resource, Task, TaskGraph, TaskKey
 from parsim.work import Collective, Compute, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
@@ -204,7 +202,7 @@ def _message(bucket: Bucket, peers: tuple[int, ...], kept: int, source: int, to:
     """The key of the message that stands for one from replica `source` to `to`: the same one to a kept replica.
 
     The first `kept` replicas are simulated, and those that are a multiple of `kept` apart are alike
-    (`parsim.program.fold`). Unfolded all are kept, and a message stands for itself.
+    (`parsim.program.columns`). Unfolded all are kept, and a message stands for itself.
     """
     receiver = to % kept
     return ("message", bucket.number, peers[(source - to + receiver) % len(peers)], peers[receiver])

@@ -28,12 +28,11 @@ from typing import NamedTuple
 
 from parsim.plans.pipeline import Action, pipeline_actions
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.compute import computations
 from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
 from parsim.program.passes.inside import first_key
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Origin, Resource
+from parsim.program.taskgraph import Draft, Origin, Resource, TaskKey
 from parsim.work import Collective, Phase
 
 
