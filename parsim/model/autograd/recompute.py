@@ -30,7 +30,7 @@ from torch import Tensor
 from parsim.errors import TraceError
 from parsim.model.autograd.cut import Forward, Saved, StorageRef, forward_component, tensors_among
 from parsim.model.runnable import Runnable
-from parsim.model.trace.fakes import CallWatch, NextCall
+from parsim.model.trace.fakes import CallWatch
 from parsim.private import FakeTensor, tree_flatten, tree_unflatten
 
 # Which operators are kept where a component is recomputed by operator, and what their schemas say of them.
@@ -195,13 +195,13 @@ class FirstForward(CallWatch):
         self._versions.append(0)
         return number
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, which is noted."""
         if func is _DETACH:
-            return call(func, types, args, kwargs)
+            return func(*args, **kwargs)
         given = tensors_among((*args, *kwargs.values()) if kwargs else args)
         read = tuple(dict.fromkeys([(number, self._versions[number]) for number in map(self._storage, given)]))
-        result = call(func, types, args, kwargs)
+        result = func(*args, **kwargs)
         leaves, structure = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         fresh: dict[int, int] = {}
@@ -318,10 +318,10 @@ class SecondForward(CallWatch):
         super().__init__()
         self._calls = iter(kept.calls)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, or what stands for it."""
         if func is _DETACH:
-            return call(func, types, args, kwargs)
+            return func(*args, **kwargs)
         noted = next(self._calls, None)
         if noted is None or noted.function is not func:
             raise TraceError(
@@ -330,7 +330,7 @@ class SecondForward(CallWatch):
             )
         match noted.repeat:
             case Repeat.RUN:
-                return call(func, types, args, kwargs)
+                return func(*args, **kwargs)
             case Repeat.WRITTEN:
                 return tensors_among((*args, *kwargs.values()))[noted.returned]
         leaves = noted.held if noted.held is not None else noted.outputs
@@ -339,9 +339,7 @@ class SecondForward(CallWatch):
             device = next(output.device for output in noted.outputs if isinstance(output, Like))
             set_generator_state(noted.state, device)
         made = [
-            call(_EMPTY, types, (leaf.shape, leaf.stride), {"dtype": leaf.dtype, "device": leaf.device})
-            if isinstance(leaf, Like)
-            else leaf
+            _EMPTY(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Like) else leaf
             for leaf in leaves
         ]
         return made[0] if noted.structure is None else tree_unflatten(made, noted.structure)

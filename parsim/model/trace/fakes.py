@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,80 +24,30 @@ from parsim.private import (
     TorchDispatchMode,
     _BypassDispatchCache,
     _CacheKeyState,
-    _get_current_dispatch_mode,
     default_device,
     mutable_data_ptr_guard,
 )
 
-# Watching every call below autograd: as a mode of torch, or inside a mode that takes such watches in.
-#
-# torch hands a call from mode to mode, and each way takes longer than what a watch does. A host (the mode of fake tensors)
-# calls its watches itself, in the order in which modes would have been called: the last one that was entered first.
-
-
 DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor several times per call."""
-
-NextCall = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs an operator: (function, types of tensors, arguments, keywords)."""
-
-
-class CallWatchHost(ABC):
-    """A mode that calls watches itself while it is the innermost one.
-    `outermost`: the watch that was entered last; None: there is none, or one of them is running."""
-
-    outermost: NextCall | None = None
-
-    @abstractmethod
-    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, without watches."""
 
 
 class CallWatch(TorchDispatchMode, ABC):
     """Sees every call below autograd while it is entered."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._entered: list[tuple[CallWatchHost, NextCall | None] | None] = []
 
     @abstractmethod
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call returns.
-        `call`: runs this or another operator as those watch it that were entered before. `func`, `types`, `args`, `kwargs`: of
-        the call, as torch dispatches it."""
-
-    def __enter__(self) -> Self:
-        innermost = _get_current_dispatch_mode()
-        if isinstance(innermost, CallWatchHost):
-            before = innermost.outermost
-            self._entered.append((innermost, before))
-            innermost.outermost = partial(self.around, before or innermost.answer)
-        else:
-            self._entered.append(None)
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        entered = self._entered.pop()
-        if entered is None:
-            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        else:
-            host, before = entered
-            host.outermost = before
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is DEVICE:
-            return args[0].device
-        return self.around(lambda func, types, args, kwargs: func(*args, **kwargs), func, types, args, kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].device if func is DEVICE else self.around(func, args, kwargs or {})
 
 
 # What kernels save for their backward and fake tensors do not know.
@@ -293,7 +241,7 @@ def _check_types(func: Any, args: Sequence[Any]) -> None:
             raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
 
 
-class QuickFakeMode(FakeTensorMode, CallWatchHost):
+class QuickFakeMode(FakeTensorMode):
     """torch's FakeTensorMode, with a shorter way to the answers that torch keeps.
     A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode."""
 
@@ -314,17 +262,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
     ) -> Any:
         if func is DEVICE:
             return args[0].device
-        outermost = self.outermost
-        if outermost is None:
-            return self.answer(func, types, args, kwargs or {})
-        self.outermost = None  # what torch calls to find an answer is not a call of the program
-        try:
-            return outermost(func, types, args, kwargs or {})
-        finally:
-            self.outermost = outermost
-
-    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, without watches."""
+        kwargs = kwargs or {}
         if func in _DISPATCH_META_HANDLERS:  # sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
         if func in CTC:

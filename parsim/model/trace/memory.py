@@ -45,7 +45,7 @@ from parsim.model.component import (
 from parsim.model.runnable import CallProgram, TensorKind, environment_of, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
-from parsim.model.trace.fakes import CallWatch, NextCall, with_workspace
+from parsim.model.trace.fakes import CallWatch, with_workspace
 from parsim.model.trace.operators import OperatorMode, RawOperator
 from parsim.private import FakeTensor, FakeTensorMode
 
@@ -112,9 +112,9 @@ class LiveBytes(CallWatch):
         self.current_bytes -= self._live.pop(ref.key, (0, "", None))[0]
         self._ignored.discard(ref.key)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, whose storages count from now on."""
-        result = with_workspace(func, args, call(func, types, args, kwargs))
+        result = with_workspace(func, args, func(*args, **kwargs))
         for tensor in (result,) if type(result) in _ONE_TENSOR else tensors_among((result,)):
             if self._moving:
                 key = tensor.untyped_storage()._cdata

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 from parsim.model.autograd.cut import tensors_among
 from parsim.model.component import Operator
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
-from parsim.model.trace.fakes import DEVICE, paged_arrays, with_workspace
+from parsim.model.trace.fakes import CallWatch, paged_arrays, with_workspace
 from parsim.model.trace.recorder import Recorder, storage_key
-from parsim.private import FakeTensorMode, TorchDispatchMode
+from parsim.private import FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ _BIAS = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2, "l
 _PRODUCTS = (*_BIAS, "mm", "bmm")
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMode(CallWatch):
     """Collects RawOperators while calls run on fake tensors.
     casts: parameters in another precision, by storage. `frozen`: some parameter takes no gradient."""
 
@@ -77,7 +77,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             current: tells the number of the torch-level call that is running. state: storages of parameters and buffers.
             has_gradients: tells whether gradients were enabled at that call.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._current = current
         self._state = state
         self._has_gradients = has_gradients
@@ -85,14 +85,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.casts: dict[int, Tensor] = {}
         self.operators: list[RawOperator] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:
-            return args[0].device
-        kwargs = kwargs or {}
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, which is noted."""
         out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket
         given, made = _unique((args, kwargs)), _unique((out,))
