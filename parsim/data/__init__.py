@@ -45,10 +45,12 @@ __all__ = [
     "Samples",
     "Target",
     "TargetValues",
+    "dataset_for",
     "hold_out",
     "load_dataset",
     "order_of",
     "part",
+    "target_of",
     "train_and_validation",
 ]
 
@@ -57,7 +59,6 @@ SPLITS = ("train", "validation", "test")
 
 
 def _from_factory(row: Any) -> Any:
-    """A factory of the user's own as a DataSource; anything else as it is."""
     is_factory = callable(row) and not isinstance(row, DataSource)
     return DataSource(load=partial(load_own, row), is_own=True) if is_factory else row
 
@@ -103,9 +104,8 @@ def load_dataset(
             `synthetic` alone.
         inputs, targets: what the model takes and predicts, where `target.task` is "values".
 
-    Raises:
-        DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit.
-        MissingDependencyError: digits without scikit-learn.
+    Raises DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit;
+    MissingDependencyError: digits without scikit-learn.
     """
     source = DATASETS[name]
     if split not in SPLITS:
@@ -151,7 +151,6 @@ def target_of(spec: ModelSpec) -> Target:
 
 
 def dataset_for(spec: ModelSpec, name: str, *, root: str | None, split: str = "train", seed: int = 0) -> Samples:
-    """Load `name` for the model. Raises DataError as `load_dataset`."""
     interface = interface_of(spec)
     described = interface.target
     binary = interface.objective.row.targets == BINARY

@@ -49,27 +49,24 @@ def mean_groups(layout: PlanIndex) -> list[Stream]:
 
 
 def is_message(stream: Stream) -> bool:
-    """Whether a stream carries the messages of one link of gossip, or of merging in turn.
-
-    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
-    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
-    """
+    """Whether a stream carries the messages of one link of gossip, or of merging in turn. Under gloo all links share one group,
+    where tags tell messages apart. A group per link would have a thread per link: on a machine of two cores, four ranks with
+    twelve links each way sometimes stood still for minutes."""
     return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
 
 
 class MixingRounds:
     """What a rank keeps from round to round, and how it does the tasks of one.
 
-    Args:
-        stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
-        used: `Streams.used`: computation reads what a communication's stream has allocated.
+    received: called with every buffer for what arrives. used: `Streams.used`: computation reads what a communication's stream
+    has allocated.
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
             the model behind the last round; and of gossip that combines first, the weights that the step began with.
-        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
-            of them. Of a buffered merge `starts` is the model that a replica began with.
+        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed of
+            them. Of a buffered merge `starts` is the model that a replica began with.
         taken, place: of a closed loop, by bucket what mixing took from n D since the lattice was chosen and in how many rounds,
             float64 [2]; and under 0 the place of that lattice, int64 [1].
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
@@ -128,12 +125,10 @@ class MixingRounds:
         return self._stage.layout.rank_buckets(self._stage.rank)
 
     def _packed(self, bucket: Bucket) -> Tensor:
-        """A copy of a bucket's parameters, one after another."""
         with torch.no_grad():
             return torch.cat([self._stage.parameters[held.name].detach().flatten() for held in bucket.parameters])
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive between steps."""
         return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
     def round_of(self, step: int) -> int:
@@ -154,10 +149,8 @@ class MixingRounds:
         return int(self.place[0])
 
     def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do.
-
-        graph: of the step that the round follows, or of a step before it (local), which packs where a plan combines first.
-        """
+        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows, or of a
+        step before it (local), which packs where a plan combines first."""
         operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
         merges = self._rule.kind == "merge"
@@ -223,7 +216,6 @@ class MixingRounds:
         return self.means.get(bucket, self._stage.buckets[bucket])
 
     def _mass(self, bucket: int) -> float:
-        """Of this replica."""
         return float(self.masses[bucket][self._replica])
 
     def _parameters(self, bucket: int) -> list[Tensor]:
@@ -241,7 +233,6 @@ class MixingRounds:
         return run
 
     def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
-        """The group and the tag of a message."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -271,11 +262,9 @@ class MixingRounds:
         return receive
 
     def _handing_on(self, task: Task) -> Callable[[], None]:
-        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
-
-        One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
-        sent has arrived by then.
-        """
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait. One
+        array is enough at each end: a replica is handed the model again only after all others have had it, so what it sent has
+        arrived."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -335,7 +324,6 @@ class MixingRounds:
                 handed.wait()
 
     def settle(self) -> None:
-        """Wait until no global model is on its way to or from this rank."""
         for bucket in {bucket for bucket, _ in self._handed}:
             self._settle(bucket)
 
@@ -416,7 +404,6 @@ class MixingRounds:
 
     @property
     def marker(self) -> str:
-        """What a checkpoint's own part must have been written by."""
         return own_marker(self._stage.layout.plan)
 
     @property
@@ -425,7 +412,6 @@ class MixingRounds:
         return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
 
     def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
-        """By name what a checkpoint keeps of rounds."""
         kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
         return tuple({**kept, "taken": self.taken, "place": self.place}.items())
 
@@ -443,9 +429,7 @@ class MixingRounds:
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Go on where this very rank stopped; from another plan's checkpoint with what that holds, and a new outer optimizer.
-
-        Raises ExecutionError where a part of the own state is missing.
-        """
+        Raises ExecutionError where a part of the own state is missing."""
         if state.get(PLAN) != self.marker or state.get(HELD, self.held) != self.held:
             self._begin()
             return
@@ -508,7 +492,6 @@ HELD = "held"
 
 
 def lacking(error: KeyError, rank: int) -> ExecutionError:
-    """What a checkpoint says whose own part of a rank lacks something."""
     return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
 
 
@@ -551,10 +534,9 @@ def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
 class WaitingBatch:
     """A batch between its forward and its backward on this stage.
 
-    Attributes:
-        runnables: by component, on the weights of the forward. inputs: what came for it from other stages, by task.
-        records: by component and microbatch, for the backward. kept: likewise for the second forward, where it is replayed.
-        draw: of the random numbers of its forward.
+    runnables: by component, on the weights of the forward. inputs: what came for it from other stages, by task. records, kept:
+    by component and microbatch, for the backward, and for the second forward, where it is replayed. draw: of the random numbers
+    of its forward.
     """
 
     runnables: Mapping[str, Runnable]
@@ -567,11 +549,9 @@ class WaitingBatch:
 class StaleStage:
     """What a rank of a decoupled plan keeps from step to step.
 
-    Attributes:
-        filling: steps until every stage runs a forward and a backward in every step.
-        began: the step in which the first stage ran its first forward.
-        forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
-        arrived: what the step before has received, by task.
+    filling: steps until every stage runs a forward and a backward in every step. began: the step in which the first stage ran
+    its first forward. forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
+    arrived: what the step before has received, by task.
     """
 
     def __init__(self, stage: StageReplica) -> None:
@@ -656,12 +636,10 @@ class StaleStage:
 
     @property
     def _is_resumable(self) -> bool:
-        """Whether what waits can be made again, on all stages alike."""
         return self._plan.synchronisation.backward != "fresh"
 
     @property
     def marker(self) -> str:
-        """What a checkpoint's own part must have been written by."""
         return own_marker(self._plan)
 
     def own_state(self) -> dict[str, Any]:
@@ -684,11 +662,8 @@ class StaleStage:
     ) -> None:
         """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
 
-        Args:
-            state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number.
-            run_forward: of a batch, with the number that its random draws follow from.
-
-        Raises ExecutionError: a part of the state is missing.
+        state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number. run_forward:
+        of a batch, with the number that its random draws follow from. Raises ExecutionError: a part of the state is missing.
         """
         self.restart(step)
         if state.get(PLAN) != self.marker or not self._is_resumable:

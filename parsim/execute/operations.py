@@ -51,8 +51,6 @@ class ValueKey(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """An item in one layout."""
-
     item: ValueKey
     layout: ValueLayout
 
@@ -62,7 +60,6 @@ Place = tuple[Instance, int]
 
 
 def batch_piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
-    """Piece `number` of `pieces` along dim 0, a view."""
     size = tensor.shape[0] // pieces
     return tensor.narrow(0, number * size, size)
 
@@ -73,8 +70,6 @@ class Store:
 
     What the computation has put here is its memory, or a view of something that it has taken: then the allocator knows of the
     computation. So a communication can borrow it (`lends`).
-
-    Attributes: shard, tp: the rank's place on the tp axis and its length.
     """
 
     def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Streams) -> None:
@@ -94,7 +89,6 @@ class Store:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: a new step begins."""
         self._there: dict[Place, Tensor] = {}
         self._left: dict[Place, int] = {}
         self._pieces: dict[Place, dict[int, Tensor]] = {}
@@ -117,10 +111,8 @@ class Store:
             self._pieces.setdefault((instance, microbatch), {})[shard] = tensor
 
     def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor | None:
-        """One read. None for a gradient that nobody has made here.
-
-        lends: to a communication, behind which the computation comes before it gives the memory up.
-        """
+        """One read. None for a gradient that nobody has made here. lends: to a communication, behind which the computation
+        comes before it gives the memory up."""
         place = (instance, microbatch)
         with self._lock:
             if place not in self._there:
@@ -168,7 +160,6 @@ class Store:
     # --- counted once -------------------------------------------------------------------------------------------------
 
     def _read_by(self, task: Task) -> Sequence[Instance]:
-        """What the task takes from the store of this rank."""
         origin, layout = task.origin, self._layout
         match task.work:
             case Compute(phase=Phase.FORWARD, component=name):
@@ -192,7 +183,6 @@ class Store:
         return [Instance(ValueKey(value, reading), summed_in) for reading in readings if self._has_backward(reading)]
 
     def item(self, task: Task) -> ValueKey:
-        """What a communication moves."""
         origin = task.origin
         assert origin.value is not None
         if not origin.gradient:
@@ -207,12 +197,10 @@ class Store:
         return any(name in self._layout.differentiable for name in reading.components)
 
     def before(self, task: Task) -> Instance:
-        """What a hop's task starts from."""
         assert task.origin.hop is not None
         return Instance(self.item(task), task.origin.hop.source)
 
     def after(self, task: Task) -> Instance:
-        """What a hop's task leaves."""
         assert task.origin.hop is not None
         return Instance(self.item(task), task.origin.hop.target)
 
@@ -294,12 +282,8 @@ def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> 
 
 
 def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """One collective hop on one rank: from what it holds in `hop.source` to what it holds in `hop.target`.
-
-    Args:
-        tensor: in `hop.source`; for a broadcast on the other ranks, room for the result.
-        ranks: the ranks of `group`, ascending, which is the order of their pieces.
-    """
+    """One collective hop on one rank: from what it holds in `hop.source` (for a broadcast on the other ranks, room for the
+    result) to what it holds in `hop.target`. ranks: of `group`, ascending, which is the order of their pieces."""
     count = len(ranks)
     match hop.operation:
         case "all_gather_batch":
@@ -331,7 +315,6 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
 
 
 def _gathered(piece: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of all ranks, one after the other."""
     parts = piece.new_empty((count, *piece.shape))
     all_gather_flat(parts.view(-1), piece.view(-1), group)
     return parts
@@ -343,7 +326,6 @@ def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
 
 
 def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
-    """The whole of pieces that lie one after the other."""
     return tensor.narrow(layout.dim, 0, layout.size).contiguous() if layout.size else tensor
 
 
@@ -362,10 +344,8 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class StepValues:
-    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks.
-
-    Attributes: watch: receives the events of a step, for tools that count memory.
-    """
+    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks. watch: receives
+    the events of a step, for tools that count memory."""
 
     def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
         self.stage, self.store, self.streams = stage, store, streams
@@ -388,7 +368,6 @@ class StepValues:
 
 
 def component_of(task: Task) -> tuple[str, int]:
-    """The component and the microbatch of a computation."""
     component, microbatch = task.origin.component, task.origin.microbatch
     assert component is not None
     assert microbatch is not None
@@ -417,12 +396,8 @@ class _Instances:
 
 
 class Computing:
-    """The computations of one rank, and what lies between them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps.
-
-    Attributes: losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
-    """
+    """The computations of one rank, and what lies between them in a step. stale: where stages are decoupled, what waits on this
+    one between steps. losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded."""
 
     def __init__(self, values: StepValues, stale: StaleStage | None) -> None:
         self._values, self._stage, self._stale = values, values.stage, stale
@@ -456,7 +431,6 @@ class Computing:
         )
 
     def reset(self) -> None:
-        """A new step begins."""
         self._records: dict[_Key, Saved] = {}
         self._kept: dict[_Key, RecomputeInputs] = {}
         self._made, self._keeping = self._records, self._kept
@@ -471,7 +445,6 @@ class Computing:
         self.losses: list[Tensor] = []
 
     def operation(self, task: Task) -> Operation:
-        """What a task of loading or computing runs."""
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return self._forward(task)
@@ -488,7 +461,6 @@ class Computing:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def read(self, batch: BatchSource) -> list[Mapping[str, Tensor]]:
-        """The values of all microbatches."""
         return [batch(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
 
     def _load(self) -> None:
@@ -498,7 +470,6 @@ class Computing:
             self.keep(microbatch, batch(microbatch))
 
     def keep(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """The values of one microbatch are there."""
         for value, tensor in values.items():
             self._values.watch.loaded(tensor)
             self._values.store.put(Instance(ValueKey(value), self._batch_layout), microbatch, tensor)
@@ -526,7 +497,11 @@ class Computing:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
                     outputs, kept = again(runnable, inputs, stage.device)
-                    self._keeping[key] = replace(kept, inputs=tuple(map(_unless, kept.inputs, remade))) if any(remade) else kept
+                    if any(remade):  # of an input that the segment makes again, what it is like
+                        pairs = zip(kept.inputs, remade, strict=True)
+                        like = (Like.of(value) if made and isinstance(value, Tensor) else value for value, made in pairs)
+                        kept = replace(kept, inputs=tuple(like))
+                    self._keeping[key] = kept
                 else:
                     outputs, record = forward_component(runnable, inputs)
                     if differentiable:
@@ -616,22 +591,13 @@ class Computing:
         return total
 
 
-def _unless(value: Tensor | Like, remade: bool) -> Tensor | Like:
-    """An input that is kept; of one that the segment makes again what it is like."""
-    return Like.of(value) if remade and isinstance(value, Tensor) else value
-
-
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Equal entries for tensors that share memory."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 class Communicating:
-    """The communications of one rank, and the room for them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps. awaited: by number the sends to other stages that a
-    computation waits for before it gives up what they send.
-    """
+    """The communications of one rank, and the room for them in a step. awaited: by number the sends to other stages that a
+    computation waits for before it gives up what they send."""
 
     def __init__(
         self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None, awaited: frozenset[int] = frozenset()
@@ -642,17 +608,14 @@ class Communicating:
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins."""
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
 
     def ended(self) -> None:
-        """All communication of the step has ended."""
         self._leaving.clear()
 
     def operation(self, task: Task) -> Operation:
-        """What a task that communicates, or clips gradients, runs."""
         match task.work:
             case ClipGradients(part=part):
                 return self._begin_norm if part == NORM else self._scale_gradients
@@ -738,7 +701,6 @@ class Communicating:
         raise AssertionError(f"no gradient bucket is synchronised by {task.work.operation}")
 
     def _begin_norm(self) -> None:
-        """This rank's share of the squared norm of all gradients."""
         self._norm = self._stage.squared_norm()
 
     def _sum_norm(self, work: Collective) -> None:
@@ -753,7 +715,6 @@ class Communicating:
     # --- conversions on the tp axis -----------------------------------------------------------------------------------
 
     def _hop(self, task: Task) -> None:
-        """One step of a conversion on the tp axis."""
         origin, store = task.origin, self._store
         assert origin.hop is not None
         assert origin.microbatch is not None

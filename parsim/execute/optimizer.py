@@ -34,14 +34,11 @@ FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
 def make_optimizer(
     name: str, parameters: Iterable[Tensor], lr: float, *, recipe: TrainingRecipe = PLAIN, exempt: Iterable[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
-
-    A tensor that occurs twice (tied weights) is updated once.
+    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters. A tensor
+    that occurs twice (tied weights) is updated once.
 
     recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
-
-    Raises:
-        ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
+    Raises ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
     """
     check_states(name, recipe)
     without = {id(tensor) for tensor in exempt}
@@ -112,17 +109,13 @@ def _check_settings(name: str, optimizer: torch.optim.Optimizer, settings: dict[
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Every tensor once, in first-seen order."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device).
-
-    Autograd accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying, and
-    `.zero_()` on it zeroes all its gradients in one pass. Zero with that, never with `optimizer.zero_grad()`, which drops
-    the views.
-    """
+    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device). Autograd
+    accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying. Zero it with
+    `.zero_()`, never with `optimizer.zero_grad()`, which drops the views."""
     first = parameters[0]
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
     offset = 0
@@ -140,10 +133,8 @@ overflowing gradient skips is not counted."""
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy.
-
-    The optimizer has stepped: Adam takes an empty state for that of a first step.
-    """
+    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy. The optimizer has stepped: Adam takes
+    an empty state for that of a first step."""
     averaged: list[Tensor] = []
     weights: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -171,10 +162,8 @@ def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
 
 
 def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
-    """The parameters of a module without weight decay, by every name they have.
-
-    exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
-    """
+    """The parameters of a module without weight decay, by every name they have. exclude: "norm" (parameters of normalisations),
+    "bias" (names that end so), or patterns of names."""
     if not exclude:
         return frozenset()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -210,10 +199,8 @@ MASTER = "master"
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer knows alone: small updates add up in them.
-
-    Attributes: copies: in the order of the parameters.
-    """
+    """fp32 copies of half-precision parameters, in their order, which the optimizer knows alone: small updates add up in
+    them."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -242,14 +229,10 @@ class Stepped(NamedTuple):
 
 
 class GroupUpdates:
-    """What a rank updates, by group of parameters; "" is the group of those that the recipe names in none.
+    """What a rank updates, and its optimizers, by group of parameters; "" is the group of those that the recipe names in none.
 
-    Args:
-        optimizer, learning_rate: of the parameters in no group. recipe: of the groups, and what goes with their updates.
-        stepped: by group, in the order in which groups are updated; a rank without parameters has none.
-        master_weights: the optimizers update copies in fp32.
-
-    Attributes: optimizers: by group.
+    stepped: by group, in the order in which groups are updated; a rank without parameters has none. master_weights: the
+    optimizers update copies in fp32.
     """
 
     def __init__(
@@ -285,7 +268,6 @@ class GroupUpdates:
         return self._masters[group].of(tensor) if group in self._masters else tensor
 
     def step(self, group: str) -> None:
-        """One update of a group."""
         optimizer = self.optimizers[group]
         if group in self._masters:
             self._masters[group].step(optimizer)
@@ -301,10 +283,8 @@ class GroupUpdates:
         return {**state, MASTER: updated.data} if group in self._masters else state
 
     def restore(self, group: str, named: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]) -> None:
-        """Give the optimizer of a group the states of its parameters and parts of buckets; one without state starts anew.
-
-        Both by the same names; fp32 copies are taken out of `states`.
-        """
+        """Give the optimizer of a group the states of its parameters and parts of buckets, both by name; one without state
+        starts anew. fp32 copies are taken out of `states`."""
         updated = {name: self._updated(tensor, group) for name, tensor in named.items()}
         with torch.no_grad():
             for name, tensor in updated.items():
@@ -313,7 +293,6 @@ class GroupUpdates:
         restore_optimizer(self.optimizers[group], updated, {name: states[name] for name in updated if states.get(name)})
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive of all groups between steps."""
         held = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
         tensors = [entry for state in held for entry in state.values() if isinstance(entry, Tensor)]
         return [*tensors, *(copy for masters in self._masters.values() for copy in masters.copies)]
@@ -325,11 +304,9 @@ HALF_BITS = 16
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32.
-
-    torch's clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and
-    finite gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank.
-    """
+    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32. torch's
+    clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and finite
+    gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
         wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype
@@ -338,11 +315,9 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
-    """Multiply by most / norm where the norm is above `most`; else by 1.
-
-    A norm that is not finite makes all of them NaN, so the divergence is seen. torch's clip_grad_norm_ sets finite gradients to
-    0 there (torch 2.13: an fp32 norm of 1e20 is inf), and the training would stand still without a word.
-    """
+    """Multiply by most / norm where the norm is above `most`; else by 1. A norm that is not finite makes all of them NaN, so
+    the divergence is seen. torch's clip_grad_norm_ sets finite gradients to 0 there (torch 2.13: an fp32 norm of 1e20 is inf),
+    and the training would stand still without a word."""
     factor = torch.where(norm.isfinite(), torch.clamp(most / (norm + EPSILON), max=1.0), torch.nan)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
@@ -361,14 +336,9 @@ _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class LearningRates:
-    """What the optimizers of all groups of parameters have in each step: each follows the schedule from its own rate.
-
-    Args:
-        optimizer, learning_rate: of parameters in no group: a row of OPTIMIZERS, and the highest or first rate.
-        recipe: with a schedule. steps: of the whole training. order: of the samples, which says what an epoch is.
-
-    Raises ConfigError: torch refuses the arguments of the schedule.
-    """
+    """What the optimizers of all groups of parameters have in each step: each follows the schedule from its own rate;
+    `learning_rate` is that of parameters in no group. steps: of the whole training. order: of the samples, which says what an
+    epoch is. Raises ConfigError: torch refuses the arguments of the schedule."""
 
     def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
         assert recipe.schedule is not None
@@ -381,7 +351,6 @@ class LearningRates:
         self._begin()
 
     def _begin(self) -> None:
-        """Everything as it is in the first step."""
         self._at = 0
         self._optimizers: dict[str, Optimizer] = {}
         self._schedulers: list[LRScheduler] = []
@@ -396,7 +365,6 @@ class LearningRates:
 
     @property
     def _followers(self) -> list[ReduceLROnPlateau]:
-        """The schedulers, if they follow the validation score."""
         return [entry for entry in self._schedulers if isinstance(entry, ReduceLROnPlateau)]
 
     def settings(self, step: int) -> dict[str, dict[str, Any]]:
@@ -427,7 +395,6 @@ class LearningRates:
         return {name: float(values["lr"]) for name, values in self.settings(step).items()}
 
     def apply(self, step: int, optimizers: Mapping[str, Optimizer]) -> None:
-        """Give optimizers, by group of parameters, what they have in that step."""
         settings = self.settings(step)
         for name, optimizer in optimizers.items():
             for group in optimizer.param_groups:
@@ -447,7 +414,6 @@ class LearningRates:
         return torch.tensor([float(value) for value in values], dtype=torch.float64) if values else None
 
     def load(self, state: Tensor | None) -> None:
-        """Inverse of `state`."""
         if state is None or not self._followers:
             return
         for follower, values in zip(self._followers, state.chunk(len(self._followers)), strict=True):
@@ -459,11 +425,7 @@ class LearningRates:
 
 def scheduler(optimizer: Optimizer, schedule: Schedule, learning_rate: float, length: int) -> LRScheduler:
     """torch's scheduler of an optimizer: the schedule, behind its warm-up. ReduceLROnPlateau has none: its caller warms up.
-
-    learning_rate: of the run file. length: updates of the rate in the whole training, without the warm-up.
-
-    Raises ConfigError: torch refuses the arguments.
-    """
+    length: updates of the rate in the whole training, without the warm-up. Raises ConfigError: torch refuses the arguments."""
     row, arguments = SCHEDULES[schedule.name], dict(schedule.arguments)
     if row.length:
         arguments.setdefault(row.length, length)

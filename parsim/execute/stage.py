@@ -63,10 +63,8 @@ from parsim.program.placed import PlanIndex
 
 
 class ChunkRun(NamedTuple):
-    """Neighbours in a rank's part of a bucket that are updated alike: with weight decay, or `exempt` from it.
-
-    `tensor` is a parameter of the optimizer: the elements `start` to `stop` of the chunk.
-    """
+    """Neighbours in a rank's part of a bucket that are updated alike: with weight decay, or `exempt` from it. `tensor` is a
+    parameter of the optimizer: the elements `start` to `stop` of the chunk."""
 
     tensor: nn.Parameter
     exempt: bool
@@ -79,7 +77,6 @@ class DividedBucket:
 
     Attributes:
         parameters: the flat padded array. chunk: this rank's part as a parameter; its `.grad` is its part of the gradients.
-        stage: of ZeRO, for this bucket. group: of its parameters.
         gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part;
             nothing of frozen parameters.
         parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
@@ -161,7 +158,6 @@ class DividedBucket:
         return gradients
 
     def run_of(self, name: str) -> int:
-        """The number of the run in which this rank's part of a parameter lies."""
         first = self.parts[name][1].start
         return next(number for number, run in enumerate(self.runs) if run.start <= first < run.stop)
 
@@ -170,7 +166,6 @@ class DividedBucket:
         return run, slice(place.start - run.start, place.stop - run.start)
 
     def _show(self, gradients: Tensor) -> None:
-        """Make views of a flat array the gradients of the parameters."""
         for entry, offset in self._offsets():
             parameter = self._held[entry.name]
             parameter.grad = gradients[offset : offset + parameter.numel()].view_as(parameter)
@@ -195,7 +190,6 @@ class DividedBucket:
         return self.parameters
 
     def end_parameters(self) -> None:
-        """Let go of all but this rank's part."""
         self.parameters.untyped_storage().resize_(0)
 
     def load_weight(self, name: str, weight: Tensor) -> None:
@@ -225,19 +219,18 @@ class DividedBucket:
 class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
-    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
-    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank does
-    not hold are emptied on the host, so that only its own ever lie on `device`.
+    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded component
+    the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank does not hold are
+    emptied on the host, so that only its own ever lie on `device`.
 
     Attributes:
-        runnables: by component name.
+        runnables: by component name. updates: the optimizers, by group of parameters.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
         divided: of these the ones whose optimizer state is spread over their group (ZeRO), and those of frozen parameters.
         gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
-        loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
-        agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
+        loss_scale: of the step at hand, with fp16. agree: then, how the ranks find out whether the gradients of any have
+            overflowed.
         also_resident: lines of memory that others keep between steps for this rank, and their tensors.
-        updates: the optimizers, by group of parameters.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -345,18 +338,14 @@ class StageReplica:
 
     def _move(self, stays: Sequence[Tensor]) -> None:
         """Move what is left of the module to the device, all but what `stays`: a divided bucket moves its own parameters.
-
-        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them.
-        """
+        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them."""
         kept = {id(tensor) for tensor in stays}
         self.module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(self.device))  # type: ignore[no-untyped-call]
 
     @property
     def loss_gradient(self) -> Tensor:
-        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch.
-
-        Replicas that mix their weights in rounds train each on the mean over its own samples.
-        """
+        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch. Replicas that mix their weights
+        in rounds train each on the mean over its own samples."""
         plan = self.layout.plan
         samples = plan.global_batch // (plan.mesh.dp if plan.synchronisation.mixes else 1)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
@@ -454,7 +443,6 @@ class StageReplica:
         return skipped
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that this stage's components read or update, by qualified name."""
         names = {name for entry in self.runnables.values() for name in entry.buffer_names}
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
@@ -491,9 +479,7 @@ class StageReplica:
 
     def load(self, state: RankState) -> None:
         """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew.
-
-        Raises ExecutionError where a name is missing or has another shape.
-        """
+        Raises ExecutionError where a name is missing or has another shape."""
         restore_tensors({name: self.parameters[name] for name in self.parameters if name not in state.weights}, {})
         for name in self.parameters:
             self.load_parameter(name, state.weights[name], state.optimizer.get(name, {}))
@@ -503,11 +489,9 @@ class StageReplica:
         self.finish_loading()
 
     def load_parameter(self, name: str, weight: Tensor, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on.
-
-        The arrays of the state may become the optimizer's own. Step counters are copied: of parameters that were updated
-        together they can be one tensor, which would then be counted up once for each.
-        """
+        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on. The
+        arrays of the state may become the optimizer's own. Step counters are copied: of parameters that were updated together
+        they can be one tensor, which would then be counted up once for each."""
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
@@ -539,14 +523,12 @@ class StageReplica:
             divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
             buffers[name] = piece(buffers[name], fragment.part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
     def finish_loading(self) -> None:
-        """Give the optimizer the states that `load_parameter` has collected."""
         states, self._loaded = self._loaded, {}
         for group in self.updates.optimizers:
             named = self._undivided(group)
@@ -556,10 +538,8 @@ class StageReplica:
             self.updates.restore(group, named, states)
 
     def held_state(self, name: str) -> tuple[Tensor, dict[str, Any]]:
-        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it.
-
-        The state is empty before the first step and of a frozen parameter.
-        """
+        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it. The state is
+        empty before the first step and of a frozen parameter."""
         held, parameter = self._held[name], self.parameters[name]
         return parameter.data, self.updates.state_of(parameter, held.group) if held.trainable else {}
 
@@ -575,7 +555,6 @@ class StageReplica:
         return fragments
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
-        """What is alive between steps, by the line of memory it belongs to."""
         parts = [divided.chunk for divided in self.divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],
@@ -641,12 +620,8 @@ def _recordings(
 def recorded_programs(
     spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str, autocast: torch.dtype | None = None
 ) -> dict[str, CallProgram]:
-    """The recorded components of a model in training mode; recorded once per set of arguments.
-
-    The weights take no memory of `device`, unless control flow follows an example: that one is computed there.
-
-    samples: of one microbatch. granularity: "block" or "layer". dtype, device: of weights and values.
-    """
+    """The recorded components of a model in training mode; recorded once per set of arguments. The weights take no memory of
+    `device`, unless control flow follows an example: that one is computed there. samples: of one microbatch."""
     place, flow = torch.device(device), spec.control_flow
     module = seeded_module(spec, 0, dtype, place if follows_example(flow) else HOST)
     if not follows_example(flow) and place != HOST:

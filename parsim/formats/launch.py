@@ -61,7 +61,6 @@ class LaunchFile:
 
 
 def _environment(launch: LaunchFile) -> list[str]:
-    """What every rank needs, after MASTER_ADDR is known."""
     lines = [
         "export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 PYTHONHASHSEED=0",
         f'export GLOO_SOCKET_IFNAME={launch.interface} NCCL_SOCKET_IFNAME="={launch.interface}"',  # =: no other that begins so
@@ -188,9 +187,8 @@ def _write_launch(launch: LaunchFile, file: Path, *, format: str) -> Exported:
 class TrainedWeights:
     """The state_dict of a trained module.
 
-    Attributes:
-        tensors: on the CPU, under every name that the module gives them. weights: "trained", or "ema", their moving averages.
-        checkpoint: "best" or "last". step: of the training. warnings: newer checkpoints that are damaged.
+    Attributes: tensors: on the CPU, under every name that the module gives them. weights: "trained", or "ema", their moving
+        averages. checkpoint: "best" or "last". step: of the training. warnings: newer checkpoints that are damaged.
     """
 
     tensors: Mapping[str, Tensor]

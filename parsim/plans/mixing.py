@@ -47,10 +47,8 @@ def is_circulant(matrix: Matrix) -> bool:
 
 
 def eigenvalues(matrix: Matrix) -> NDArray[np.complex128]:
-    """Of a circulant the FFT of its first column, that of the constant vector first; of a symmetric matrix by eigvalsh.
-
-    Both are exact to rounding. The general solver, for others, is good to the square root of that for a defective matrix.
-    """
+    """Of a circulant the FFT of its first column, that of the constant vector first; of a symmetric matrix by eigvalsh: exact
+    to rounding. The general solver, for others, is good to the square root of that for a defective matrix."""
     if is_circulant(matrix):
         return np.fft.fft(matrix[:, 0])
     solve = np.linalg.eigvalsh if np.array_equal(matrix, matrix.T) else np.linalg.eigvals
@@ -66,11 +64,7 @@ def uniform_circulant(n: int, offsets: set[int]) -> Matrix:
 def metropolis_hastings(adjacency: NDArray[np.bool_]) -> Matrix:
     """W_ij = 1/max(d_i + 1, d_j + 1) over the edges of an undirected graph, the rest on the diagonal: doubly stochastic.
 
-    Args:
-        adjacency: bool [n, n], symmetric; its diagonal does not count.
-
-    Raises:
-        AlgorithmError: an adjacency that is not symmetric.
+    adjacency: bool [n, n], symmetric; its diagonal does not count. Raises AlgorithmError where it is not symmetric.
     """
     edges = adjacency & ~np.eye(len(adjacency), dtype=bool)
     if (edges != edges.T).any():
@@ -198,10 +192,8 @@ def rounds_of_one_peer(n: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFamily:
-    """A row of GRAPHS: the matrix of (n, t, settings), after how many rounds it repeats, and the settings it takes.
-
-    directed: rows do not sum to 1, so that only push-sum keeps the mean.
-    """
+    """A row of GRAPHS: the matrix of (n, t, settings), after how many rounds it repeats, and its settings. directed: rows do
+    not sum to 1, so that only push-sum keeps the mean."""
 
     matrix: Callable[[int, int, Settings], Matrix]
     period: Callable[[int, Settings], int] = lambda n, settings: 1
@@ -231,12 +223,7 @@ GRAPHS: dict[str, GraphFamily] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixingGraph:
-    """A graph of GRAPHS over n workers; called with a round number it gives W_t.
-
-    Attributes:
-        name: the row. n: workers. settings: the family's own, sorted pairs (neighbours of a lattice, per_node).
-        period: rounds after which it repeats.
-    """
+    """A graph of GRAPHS over n workers, which repeats after `period` rounds; called with a round number it gives W_t."""
 
     name: str
     n: int
@@ -264,11 +251,7 @@ def _cached_matrix(name: str, n: int, t: int, settings: tuple[tuple[str, int], .
 
 
 def mixing_graph(name: str, n: int, **settings: int) -> MixingGraph:
-    """The graph `name` of GRAPHS over n workers.
-
-    Raises:
-        AlgorithmError: an unknown graph or setting, n < 1, or settings that contradict n.
-    """
+    """The graph `name` of GRAPHS over n workers. Raises AlgorithmError: an unknown graph or setting, or a wrong n."""
     if name not in GRAPHS:
         raise AlgorithmError(f"unknown mixing graph {name!r}{near_matches(name, GRAPHS)}")
     if n < 1:
@@ -296,11 +279,8 @@ def stochastic_error(matrix: Matrix) -> tuple[float, float]:
 
 
 def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
-    """Raise AlgorithmError unless the matrix is square, without negative entries, and rows and columns sum to 1.
-
-    Rows that do not lose or invent weight; columns that do not would change the mean of the
-    workers.
-    """
+    """Raise AlgorithmError unless the matrix is square, without negative entries, and rows and columns sum to 1: rows that do
+    not lose or invent weight, columns that do not change the mean of the workers."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise AlgorithmError(f"a mixing matrix must be square [n, n], got shape {list(matrix.shape)}")
     rows, columns = stochastic_error(matrix)
@@ -342,7 +322,6 @@ def check_connected(graph: Callable[[int], Matrix], *, period: int = 1) -> None:
 
 
 def _reached(links: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Workers that worker 0's weights reach along links[to, from]."""
     reached = np.zeros(len(links), dtype=bool)
     reached[0] = True
     frontier = reached.copy()
@@ -404,7 +383,6 @@ class Ada:
 
     @property
     def first(self) -> int:
-        """k_0."""
         return self.n - 1 if self.start is None else self.start
 
     @property
@@ -414,10 +392,8 @@ class Ada:
         return tuple(sorted(kinds, reverse=True))
 
     def place(self, taken: float) -> int:
-        """Place in `lattices` of the sparsest whose predicted D is at most `target`; 0 where none is.
-
-        taken: D before a mixing less D behind it, the mean over rounds.
-        """
+        """Place in `lattices` of the sparsest whose predicted D is at most `target`; 0 where none is. taken: D before a mixing
+        less D behind it, the mean over rounds."""
         for place in reversed(range(len(self.lattices))):
             rho = 1.0 - lattice_gap(self.n, self.lattices[place])
             if predicted_consensus(max(taken, 0.0), rho) <= self.target:
@@ -431,7 +407,6 @@ class Ada:
         return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch), self.n, self.least)
 
     def graph(self, epoch: int) -> MixingGraph:
-        """The ring lattice of `neighbours`."""
         return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch))
 
 
@@ -514,10 +489,8 @@ V = TypeVar("V", bound=Linear)
 class MergeRule:
     """A row of MERGES with its numbers.
 
-    Attributes:
-        kind: half, running, staleness or buffered. workers: P, how many arrivals make a round (`running`).
-        rate: omega_0 of `staleness`, and what `buffered` multiplies its mean change by. exponent: a of `staleness`.
-        buffer: m, the arrivals `buffered` waits for.
+    workers: P, how many arrivals make a round (`running`). rate: omega_0 of `staleness`, and what `buffered` multiplies its
+    mean change by. exponent: a of `staleness`. buffer: m, the arrivals `buffered` waits for.
     """
 
     kind: str = "half"
@@ -539,12 +512,9 @@ class MergeRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival(Generic[V]):
-    """A worker's model as it reaches the global one.
+    """A worker's model as it reaches the global one, and that from which it began its local work.
 
-    Attributes:
-        weights: w_j. start: the global model it began its local work from.
-        staleness: merges of other workers since it read `start`.
-        share: its number of samples over the mean of all workers; 1 where shards are equal.
+    staleness: merges of others since it read `start`. share: its number of samples over the mean of all workers.
     """
 
     weights: V
@@ -565,18 +535,14 @@ class Merged(Generic[V]):
 
 
 def merge_half(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
-    """g <- (g + w)/2, as the reference does. The last arrival weighs 1/2, the first of P 2^-P: about 3 workers count.
-
-    Knows no sample counts. With one worker it halves every epoch's progress.
-    """
+    """g <- (g + w)/2, as the reference does. The last arrival weighs 1/2, the first of P 2^-P: about 3 workers count. Knows no
+    sample counts. With one worker it halves every epoch's progress."""
     return replace(state, weights=(state.weights + arrival.weights) * 0.5)
 
 
 def merge_running(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
-    """g <- g + s/(S + s) (w - g), s the arrival's share, S the shares before it in this round of P arrivals.
-
-    After a round g is the exact mean of its P arrivals, weighted by samples.
-    """
+    """g <- g + s/(S + s) (w - g), s the arrival's share, S the shares before it in this round of P arrivals: after a round g is
+    the exact mean of its arrivals, weighted by samples."""
     fresh = state.in_round % rule.workers == 0
     before = 0.0 if fresh else state.share_in_round
     weight = arrival.share / (before + arrival.share)
@@ -627,13 +593,8 @@ def arrival_weights(rule: MergeRule, arrivals: int) -> NDArray[np.float64]:
 
 
 def turn_weight(rule: MergeRule, number: int, worker: int) -> float:
-    """omega of a turn, where workers 0, 1, ... merge in turn and each goes on from the global model.
-
-    g <- g + omega (w - g); of `buffered` g <- g + omega (sum of the buffered changes), and 0 while the buffer fills.
-
-    Args:
-        rule: `workers` take part in every round. number: of the round, from 0. worker: whose turn.
-    """
+    """omega of a turn, where workers 0, 1, ... merge in turn in every round and each goes on from the global model: g <- g +
+    omega (w - g); of `buffered` g <- g + omega (sum of the buffered changes), and 0 while the buffer fills."""
     turn = number * rule.workers + worker
     in_round = turn % rule.buffer if rule.kind == "buffered" else worker
     state = Merged(weights=0.0, in_round=in_round, share_in_round=float(in_round))
@@ -649,11 +610,8 @@ def _staleness(rule: MergeRule, number: int, worker: int) -> int:
 def merged_in_turn(
     rule: MergeRule, state: Merged[V], weights: Sequence[V], starts: Sequence[V], number: int
 ) -> tuple[Merged[V], list[V]]:
-    """A round in which workers merge in turn: the global model behind it, and the one that each worker goes on from.
-
-    Args:
-        weights: of every worker. starts: the models from which they began the round. number: of the round, from 0.
-    """
+    """A round in which workers merge in turn: the global model behind it, and the one that each worker goes on from. starts:
+    the models from which they began the round."""
     goes_on: list[V] = []
     for worker, (own, start) in enumerate(zip(weights, starts, strict=True)):
         arrival = Arrival(weights=own, start=start, staleness=_staleness(rule, number, worker))
@@ -680,11 +638,8 @@ def averaging_matrix(workers: int, weights: NDArray[np.float64] | None = None) -
 def participation_weights(
     workers: int, fraction: float, round_number: int, *, seed: int = 0, weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """Partial participation: max(1, round(fraction * P)) workers drawn for this round, their weights scaled to sum to 1.
-
-    A pure function of (seed, round_number). Workers that do not take part have weight 0: they do no local work in the round
-    and begin the next from the average, as all do. Those with weight 0 are not drawn: a round needs weights to scale.
-    """
+    """Partial participation: max(1, round(fraction * P)) workers drawn by (seed, round_number) alone, their weights scaled to
+    sum to 1. The others have weight 0: they do no local work, and begin the next round from the average, as all do."""
     if not 0 < fraction <= 1:
         raise AlgorithmError(f"the participating fraction must be in (0, 1], got {fraction}")
     count = max(1, round(fraction * workers))
@@ -699,10 +654,8 @@ def participation_weights(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterOptimizer:
-    """SGD over rounds: the change of a round, previous - mean, is its gradient (DiLoCo's usual: lr 0.7, Nesterov 0.9).
-
-    lr 1 and momentum 0 is plain averaging.
-    """
+    """SGD over rounds: the change of a round, previous - mean, is its gradient (DiLoCo's usual: lr 0.7, Nesterov 0.9). lr 1 and
+    momentum 0 is plain averaging."""
 
     lr: float = 0.7
     momentum: float = 0.9

@@ -66,10 +66,8 @@ def _offsets(lengths: Ints) -> Ints:
 
 
 class Unit(NamedTuple):
-    """Work that some tasks have in common, and the first of the ranks that do it.
-
-    Attributes: resumes: it is computation that goes on after its rank has waited for communication (`Columns.resuming`).
-    """
+    """Work that some tasks have in common, and the first of the ranks that do it. resumes: it is computation that goes on after
+    its rank has waited for communication (`Columns.resuming`)."""
 
     work: Work
     rank: int
@@ -79,8 +77,7 @@ class Unit(NamedTuple):
 class Units(Sequence[Unit]):
     """The units of a program, in their order. Of many that differ by the name of a component alone each is made when asked for.
 
-    Args:
-        kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
+    kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
     """
 
     def __init__(self, kinds: tuple[Unit, ...], kind: Ints, make: Callable[[], tuple[Unit, ...]]) -> None:
@@ -90,12 +87,10 @@ class Units(Sequence[Unit]):
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> Units:
-        """Units of which each is a kind of its own."""
         every = tuple(units)
         return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
 
     def each(self, of_kinds: Sequence[T]) -> list[T]:
-        """The kinds' entries, repeated for every unit."""
         return [of_kinds[number] for number in self.kind.tolist()]
 
     @cached_property
@@ -135,12 +130,10 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Number of tasks."""
         return len(self.unit)
 
     @cached_property
     def graph(self) -> TaskGraph:
-        """The program as tasks."""
         return self.view()
 
     @cached_property
@@ -195,12 +188,10 @@ class Columns:
 
     @cached_property
     def first_rank(self) -> Ints:
-        """int64 [n]: the rank of each task's first resource."""
         return self.resource_rank[self.uses.values[self.uses.offsets[:-1]]]
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of the graph of one step that exists as tasks."""
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]
@@ -221,12 +212,9 @@ def columns_of(graph: TaskGraph) -> Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """Attributes:
-    replica_of: per replica the one that stands for it (the first of its kind).
-    shards: the tp ranks that are simulated: all, or the first for all.
-    is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
-        program, and serve `parsim.predict.nearly_alike` alone. So do replicas that gossip where leaf switches differ.
-    """
+    """replica_of: per replica the one that stands for it (the first of its kind). shards: the tp ranks that are simulated: all,
+    or the first for all. is_exact: False where copies that communicate inside components (cp, ep) do not pay alike, or replicas
+    gossip where leaf switches differ: no program, and for `parsim.predict.folding` alone."""
 
     mesh: Mesh
     replica_of: tuple[int, ...]
@@ -244,7 +232,6 @@ class Folding:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The simulated ones, ascending."""
         return tuple(
             self.mesh.rank(stage=stage, replica=replica, shard=shard)
             for stage in range(self.mesh.pp)
@@ -273,5 +260,4 @@ class Folding:
 
 
 def unfolded(mesh: Mesh) -> Folding:
-    """Every rank stands for itself."""
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))

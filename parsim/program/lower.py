@@ -43,14 +43,10 @@ def lower(
     Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
     them. Then come the gradient buckets in the order they fill, the optimizer, and the collectives that gather its result.
 
-    Args:
-        plan: which components run on which ranks. model: that the plan is for, as a rank has it (`parsim.model.divided`).
-        layout: of this plan and model, if there is one already.
-        mixing_round: where replicas mix their weights in rounds, the number of the round that follows the step.
-        local: a step before that round instead. It has the same tasks under the same numbers, up to those of the round.
-
-    Raises:
-        PlanError: the plan does not fit the model.
+    layout: of this plan and model (as a rank has it, `parsim.model.divided`), if there is one already. mixing_round: where
+    replicas mix their weights in rounds, the number of the round that follows the step. local: a step before that round
+    instead, with the same tasks under the same numbers, up to those of the round. Raises PlanError: the plan does not fit the
+    model.
     """
     layout = layout or PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)

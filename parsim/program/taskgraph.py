@@ -40,7 +40,6 @@ class Resource(NamedTuple):
 
 
 def parse_resource(text: str) -> Resource:
-    """Inverse of `str(resource)`."""
     rank, _, stream = text.partition(".")
     return Resource(int(rank[1:]), stream)
 
@@ -62,11 +61,9 @@ def outlasts(resource: Resource) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch.
-
-    A communication of a value says so by `value`, or that it is the value's gradient; a conversion on the tp axis names its
-    `hop`. `layout` is that at the consuming end: in which it reads the value (of a transfer), or makes the gradient.
-    """
+    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch. A communication of a value says
+    so by `value`, or that it is the value's gradient; a conversion on the tp axis names its `hop`. `layout` is that at the
+    consuming end: in which it reads the value (of a transfer), or makes the gradient."""
 
     stage: int
     replica: int | None = None
@@ -100,11 +97,9 @@ RankTasks = list[tuple[Task, str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order.
-
-    A task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all
-    until it ends. `issue_order` left out means the order of `tasks`.
-    """
+    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order (left out: the order of `tasks`). A
+    task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all until
+    it ends."""
 
     tasks: tuple[Task, ...]
     world_size: int
@@ -230,10 +225,8 @@ _ORIGIN_FIELDS: dict[str, Callable[[str], Any]] = {
 
 
 def to_text(graph: TaskGraph) -> str:
-    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
-
-    Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
-    """
+    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`. Issue orders that differ from the
+    list order follow as lines `order r0.compute 2,1`."""
     lines = [f"world_size {graph.world_size}"]
     listed: dict[Resource, list[int]] = {}
     for task in graph.tasks:
@@ -294,11 +287,7 @@ def _parse_task(line: str) -> Task:
 
 
 def in_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out.
-
-    Args:
-        before: per index the indices that precede it.
-    """
+    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out."""
     waiting = [len(indices) for indices in before]
     after: list[list[int]] = [[] for _ in before]
     for index, indices in enumerate(before):
@@ -335,10 +324,8 @@ DraftEntry = tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...]]
 
 @dataclass(slots=True)
 class Draft:
-    """Tasks in the order they were added, which is the issue order of every resource.
-
-    `ranks`: the only ranks whose tasks and resources are kept (None: all), where these stand for the others.
-    """
+    """Tasks in the order they were added, which is the issue order of every resource. `ranks`: the only ranks whose tasks and
+    resources are kept (None: all), where these stand for the others."""
 
     world_size: int
     ranks: frozenset[int] | None = None
@@ -355,11 +342,8 @@ class Draft:
         self.add_alike(key, (work, tuple(resources), tuple(dict.fromkeys(after))), origin)
 
     def add_alike(self, key: TaskKey, entry: DraftEntry, origin: Origin | Callable[[], Origin]) -> None:
-        """A task that has its work, resources or what comes before in common with others: they should be the same objects.
-
-        Args:
-            key: of the task. entry: of kept resources, and without a key twice. origin: or what makes it when it is asked for.
-        """
+        """A task that has its work, resources (kept ones) or what comes before (each key once) in common with others: they
+        should be the same objects. origin: or what makes it when it is asked for."""
         if key in self._number:
             raise GraphError(f"task {key} was added twice")
         self._number[key] = len(self._entries)
@@ -378,17 +362,14 @@ class Draft:
         return self.ranks is None or rank in self.ranks
 
     def keeps_any(self, group: Sequence[int]) -> bool:
-        """Whether some rank of a group is kept."""
         return bool(group) if self.ranks is None else not self.ranks.isdisjoint(group)
 
     def kept(self, group: Sequence[int]) -> list[int]:
-        """The ranks of a group that are kept, in its order."""
         if self.ranks is None:
             return list(group)
         return [] if self.ranks.isdisjoint(group) else [rank for rank in group if rank in self.ranks]
 
     def kept_ranks(self) -> Sequence[int]:
-        """Ascending."""
         return range(self.world_size) if self.ranks is None else sorted(self.ranks)
 
     def __contains__(self, key: TaskKey) -> bool:
@@ -402,11 +383,9 @@ class Draft:
 
     @property
     def numbers(self) -> Mapping[TaskKey, int]:
-        """The numbers of all tasks, in the order they were added."""
         return self._number
 
     def entries(self) -> Sequence[DraftEntry]:
-        """What was added, in its order."""
         return self._entries
 
     def origins(self) -> Iterator[Origin]:

@@ -55,9 +55,7 @@ class LocalOptimizer:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workers:
     """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m].
-
-    buffers: running statistics, each [m, ...], in the order of the module's; none before the first step.
-    """
+    buffers: running statistics, each [m, ...], in the order of the module's; none before the first step."""
 
     weights: Tensor
     moments: tuple[Tensor, ...] = ()
@@ -70,7 +68,6 @@ class Workers:
         return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
 
     def take(self, rows: Sequence[int]) -> Workers:
-        """The workers of these rows."""
         index = torch.tensor(list(rows))
         moments, buffers = (tuple(each[index] for each in held) for held in (self.moments, self.buffers))
         return Workers(weights=self.weights[index], moments=moments, buffers=buffers, steps=self.steps[index])
@@ -105,10 +102,8 @@ LOCAL_OPTIMIZERS: dict[str, Callable[[Workers, Tensor, LocalOptimizer], tuple[Te
 
 
 class LocalTraining:
-    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`.
-
-    The module must be a function of its parameters and buffers: no randomness. Every worker has running statistics of its own.
-    """
+    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`. The module
+    must be a function of its parameters and buffers: no randomness. Every worker has running statistics of its own."""
 
     def __init__(self, model: nn.Module, problem: LearningProblem, optimizer: LocalOptimizer) -> None:
         self.problem, self.optimizer, self.model = problem, optimizer, model
@@ -126,11 +121,6 @@ class LocalTraining:
     def weight_bytes(self) -> int:
         """|w|: bytes of one worker's parameters."""
         return self.start.numel() * self.start.element_size()
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the module has running statistics."""
-        return bool(self._buffers)
 
     def outputs(self, weights: Tensor, inputs: Tensor, buffers: Sequence[Tensor] = ()) -> Tensor:
         """The model's outputs for one row of weights [D]. buffers: in the order of the module's, which training changes."""
@@ -180,10 +170,8 @@ class LocalTraining:
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1.
-
-        Raises AlgorithmError: the model has running statistics, which stages that are late take of other weights.
-        """
+        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1. Raises
+        AlgorithmError: the model has running statistics, which stages that are late take of other weights."""
         if self._buffers:
             raise AlgorithmError(
                 "virtual stages need a model without buffers (no BatchNorm): one gradient of the whole model stands for those "
@@ -206,11 +194,8 @@ class LocalTraining:
         return gradient, moved
 
     def curvature(self, weights: Tensor, samples: NDArray[np.int64], *, iterations: int = 30) -> float:
-        """L, the largest |eigenvalue| of the Hessian of the mean loss at one row of weights [D], by power iteration: at most
-        the true one.
-
-        Args: samples: int64 [batch].
-        """
+        """L, the largest |eigenvalue| of the Hessian of the mean loss over samples at one row of weights [D], by power
+        iteration: at most the true one."""
         index = torch.tensor(samples)
         inputs, targets = self.problem.inputs[index], self.problem.targets[index]
         at = weights.detach().clone().requires_grad_()
@@ -274,16 +259,13 @@ class _WholeGradients:
             self._gradients[batch] = self._training.gradient(self._weights.pop(batch), samples)
 
     def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
-        """The gradient [replicas, D of the stage] of a batch."""
         whole = self._gradients[batch] if stage else self._gradients.pop(batch)
         return whole[:, self._places[stage]] * self._shrunk[stage]
 
 
 class _CutGradients:
     """The gradients of stages that run backward with the weights of now, with old activations (fresh) or new ones (replay).
-
-    Raises AlgorithmError: the model is no chain of modules, or a stage begins within one.
-    """
+    Raises AlgorithmError: the model is no chain of modules, or a stage begins within one."""
 
     def __init__(
         self, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]], rule: Synchronisation
@@ -358,10 +340,7 @@ def stale_steps(
     replicas: int = 1,
 ) -> Iterator[Workers]:
     """Step after step without end: the weights of all stages behind each, a worker per replica. Changes of them are taken over.
-
-    stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters, or
-    cannot be cut so.
-    """
+    stages: names of the parameters of each. Raises AlgorithmError: they do not divide the parameters, or cannot be cut so."""
     places, count = _places(training, stages), len(stages)
     live = [Workers.fresh(training.start[place].repeat(replicas, 1)) for place in places]
     forward_lags = [rule.forward_lag(stage, count) for stage in range(count)]
@@ -422,13 +401,9 @@ neighbours have 7,056 of a million."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedOutcome:
-    """What the replicas of a plan learnt.
-
-    Attributes:
-        workers: weights of every replica [P, D]. weights: their mean [D], which a checkpoint of the real run holds.
-        buffers: running statistics of every replica, each [P, ...].
-        seconds: simulated, of all steps. rounds: in which weights were mixed. scores: (step, score of the mean weights).
-    """
+    """What the replicas of a plan learnt: weights of every replica [P, D], their mean [D] (which a checkpoint of the real run
+    holds), simulated seconds, rounds, (step, score of the mean weights), and running statistics of every replica, each [P,
+    ...]."""
 
     workers: Tensor
     weights: Tensor
@@ -449,14 +424,11 @@ def train_planned(
     score_every: int = 0,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> PlannedOutcome:
-    """Train one virtual replica per replica of the plan, as the executor would.
+    """Train one virtual replica per replica of a plan that mixes, as the executor would, for so many steps.
 
-    Args:
-        plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
-        order: of the samples; replicas take equal parts of every global batch. steps: to train.
-        fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some.
-        step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
-        on_step: sees (steps done, weights [P, D]).
+    fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some. step_s:
+    seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none. on_step: sees (steps done,
+    weights [P, D]).
 
     Raises AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
     """
@@ -497,9 +469,9 @@ def steps_of(
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
-    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
-    the parameters of every stage (stale) or fragment. before_round: sees the number of every round and the weights [P, D]
-    before it. Raises AlgorithmError: so many replicas do not fit, or parts do not.
+    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of the
+    parameters of every stage (stale) or fragment. before_round: sees the number of every round and the weights [P, D] before
+    it. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
     check_room(replicas * (len(parts) if rule.is_stale else 1), training.weight_bytes)  # batches that wait keep weights too
     workers = Workers.fresh(training.start.repeat(replicas, 1))
@@ -531,13 +503,8 @@ def steps_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundState:
-    """What replicas keep from round to round.
-
-    Attributes:
-        previous: the model behind the last round: [D], or every replica's own [P, D] of push-sum and merge. velocity: of an
-            outer optimizer. masses: of push-sum [P]. merged: of merge, the global model. rounds: so far. loop: of
-            Ada's closed loop.
-    """
+    """What replicas keep from round to round. previous: the model behind the last round: [D], or every replica's own [P, D] of
+    push-sum and merge. masses: of push-sum [P]. merged: of merge, the global model. loop: of Ada's closed loop."""
 
     previous: Tensor
     masses: Tensor
@@ -565,10 +532,8 @@ class RoundState:
 def mixed_weights(
     rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState, sizes: Sequence[int] = ()
 ) -> tuple[Tensor, RoundState]:
-    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it.
-
-    sizes: of the parameter tensors, where changes are rounded tensor by tensor.
-    """
+    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it. sizes: of
+    the parameter tensors, where changes are rounded tensor by tensor."""
     replicas = len(weights)
     if rule.kind == "merge":
         starts = kept.previous.expand(weights.shape)
@@ -613,12 +578,8 @@ SCORED_EVERY = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningCourse:
-    """One training until it reached a score, or as long as it was let.
-
-    Attributes:
-        steps: to the target; None: it was not reached. best, best_step: the highest score and when it was.
-        scores: (step, score of the mean weights), in order.
-    """
+    """One training until it reached a score, or as long as it was let. steps: to the target; None: it was not reached. scores:
+    (step, score of the mean weights), in order; best, best_step: the highest."""
 
     steps: int | None
     best: float
@@ -637,9 +598,7 @@ def course_to(
     parts: Sequence[Sequence[str]] = (),
 ) -> LearningCourse:
     """Train until the mean weights score `target` (accuracy, or R^2), or for `most_steps`. replicas, parts: see `steps_of`.
-
-    Raises AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
-    """
+    Raises AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it."""
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
@@ -656,10 +615,7 @@ def course_to(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntSteps:
-    """Courses over seeds at the learning rate that is best for this way of synchronising.
-
-    Attributes: learning_rate: of those tried. courses: one per seed.
-    """
+    """Courses, one per seed, at the learning rate that is best for this way of synchronising."""
 
     learning_rate: float
     courses: tuple[LearningCourse, ...]
@@ -688,11 +644,9 @@ class LearntSteps:
 def learnt_steps(
     course: Callable[[float, int, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int], most_steps: int
 ) -> LearntSteps:
-    """Try several learning rates: the one that reaches the target first, or comes nearest.
-
-    A rate is given up where the best one so far had reached the target: beyond, it cannot be better. Of the best rate every
-    seed trains as long as it may. course: of a learning rate, a seed and the most steps.
-    """
+    """The best of several learning rates: the one that reaches the target first, or comes nearest. course: of a rate, a seed
+    and the most steps. A rate is given up where the best one so far had reached the target; of the best one every seed trains
+    as long as it may."""
     best: LearntSteps | None = None
     for rate in learning_rates:
         most = most_steps if best is None or best.steps is None else math.ceil(best.steps)

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
-from parsim.costs.draws import rank_noise
+from parsim.costs.estimate import rank_noise
 from parsim.engines.noise import FEWEST_DRAWS
 from parsim.model.component import Component, Value, ways_of
 from parsim.numeric import Floats

@@ -235,7 +235,7 @@ def test_optimizer_cases_tell_a_step_from_its_arrays_and_elements() -> None:
     what the model's own arrays took. Without the flat array nothing tells the step from the arrays."""
     import torch
 
-    from parsim.costs.compute.measured import measured_optimizer
+    from parsim.costs.compute.compute import measured_optimizer
     from parsim.hardware.records import OptimizerPoint
     from parsim.work import OptimizerStep
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.common.equality import compare_case
-from parsim.app.export_folder import state_dict_of
+from parsim.app.foreign import state_dict_of
 from parsim.execute.job import TrainingRecipe
 from parsim.model.inputs import ModelInput
 from tests.execute.rank_states import newest
@@ -241,7 +241,7 @@ def test_a_head_that_shares_its_weight_is_not_trained_alone() -> None:
 
 
 def test_weights_in_four_bits_are_refused_before_anything_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parsim.app.functions._ask", lambda *_, **__: pytest.fail("planned first"))
+    monkeypatch.setattr("parsim.app.train.ask_aloud", lambda *_, **__: pytest.fail("planned first"))
     path = tmp_path / "RUN.toml"
     path.write_text(
         '[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\ndevices = 1\n[training]\nglobal_batch = 8\n'

@@ -37,7 +37,7 @@ from parsim.plans.mesh import Mesh
 from parsim.predict.memory import RankMemory
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.report.more_tables import memory_levels
+from parsim.report.tables import memory_levels
 from parsim.units import GIB
 from tests.execute.small_plans import MLP, case, run_spec
 from tests.execute.test_bad_run import cpu_profile, parsim, processes_that_name

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import parsim as ps
-from experiments.common.shards import assert_shards_equal_whole, values_of
+from experiments.common.shards import values_of
 from parsim.app.launch import check_loss
 from parsim.app.question import loss_note
 from parsim.errors import ModelError, PlanError
@@ -39,8 +39,8 @@ from tests.hugging_face_configs import FULL, SMALL
 from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
-SOME = ("gpt2", "mixtral", "gemma3", "t5")
-"""Fast ones that have all that differs: learned positions and dropout, experts, two kinds of layers, two stacks."""
+SOME = ("gpt2", "mixtral")
+"""Fast ones: learned positions and dropout, experts."""
 
 
 def written(folder: Path, config: dict[str, Any], **args: Any) -> ModelSpec:
@@ -264,15 +264,12 @@ def test_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # What of the architectures that people train can be tensor-sharded: attention and MLP of every layer, and exactly.
 
 SAMPLES = 2
-SINGLE = 2e-6
 """Norms and rotations of most are computed in float32, whatever the weights are."""
 TORN = ("mamba",)
 """Their mixers are no attention and no MLP; state matrices and filters stay whole in every shard (`test_shard_rules`)."""
 UNTRACED = ("mixtral",)
 """grouped_mm cannot be recorded in float64; with parsim's products for experts, `test_shard_rules` has it."""
-QUICK = ("gpt2", "llama", "gemma2", "phi3")
 """The others run with the slow tests."""
-KNOWN = some_quick([name for name in ARCHITECTURES if name not in UNTRACED], *QUICK)
 
 
 @lru_cache(maxsize=1)
@@ -352,19 +349,3 @@ def test_attention_and_mlp_are_sharded(name: str) -> None:
         partial += layered and sharding is not None and PARTIAL in sharding.outputs
     assert sum(kept.values()) < 0.56 * sum(sizes.values())
     assert partial == ARCHITECTURES[name].sums
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_shards_equal_the_whole(name: str) -> None:
-    """Every rule of every component, over two and four ranks, in values and gradients, dropout included."""
-    found, values = recorded(name)
-    seen: set[tuple[str, str, int]] = set()
-    for runnable, component in found:
-        for sharding in component.shardings:
-            for ways in (2, 4):
-                case = (repr([op.function for op in runnable.program.ops]), sharding.rule, ways)
-                if sharding.limit % ways == 0 and case not in seen:
-                    seen.add(case)
-                    given = [values[value] for value in component.inputs]
-                    assert_shards_equal_whole(runnable, component, sharding, ways, given, SINGLE)
-    assert len(seen) >= 6

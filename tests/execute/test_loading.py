@@ -17,7 +17,8 @@ import pytest
 
 import parsim
 from experiments.common.equality import even_plan
-from parsim.app.functions import open_run, plan, run
+from parsim.app.functions import plan
+from parsim.app.train import open_run, run
 from parsim.costs.loading import MeasuredLoading, UnmeasuredLoading, own_loading_from
 from parsim.data import dataset_for
 from parsim.data.samples import MapSamples, Order, Samples, StreamSamples, order_of

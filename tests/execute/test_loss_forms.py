@@ -14,8 +14,7 @@ from torch.nn import functional
 import parsim
 from experiments.common.equality import even_plan
 from parsim.app.config import parse_config
-from parsim.app.launch import check_loss
-from parsim.app.training_checks import check_images_suit, steps_per_epoch
+from parsim.app.launch import check_images_suit, check_loss, steps_per_epoch
 from parsim.data import dataset_for
 from parsim.errors import PlanError, TraceError
 from parsim.model.build import build_module, example_batch, interface_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsim.app.training_checks import whole_periods
+from parsim.app.launch import whole_periods
 from parsim.errors import ExecutionError
 from parsim.execute.measurement import Measurement, RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams

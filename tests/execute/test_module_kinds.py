@@ -35,7 +35,7 @@ from tests.execute.module_kinds import (
 from tests.quick import some_quick
 from tests.traced import trace
 
-UNCOUNTED = ("lstm", "gru_state", "rnn", "lstm_cells", "complex", "normalised")
+UNCOUNTED = ("gru_state", "complex")
 """torch's counter has no formula for some of their kernels."""
 
 

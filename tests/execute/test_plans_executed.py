@@ -1,7 +1,7 @@
 """Plans drawn through the search's own families train what one process trains (DESIGN §6, "executor").
 
 The full count, 50 plans of 100 steps per model and number of processes, is the experiment's: its committed results are read.
-Here every sixth of these plans runs, for fewer steps.
+Here every twelfth of these plans runs, for fewer steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from experiments.executor.models import SUBJECTS
 from parsim.plans.plan import Plan
 
 PLANS, STEPS = 50, 100
-EVERY, FEWER_STEPS = 6, 30
+EVERY, FEWER_STEPS = 12, 30
 MODELS = [pytest.param(name, marks=[pytest.mark.hf] if name == "llama" else []) for name in SUBJECTS]
 
 

@@ -618,23 +618,6 @@ def recorded(name: str, granularity: str) -> tuple[tuple[Runnable, ...], dict[st
     return runnables, values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})
 
 
-@pytest.mark.parametrize("granularity", some_quick(["layer", "sublayer", "block"], "sublayer"))
-@pytest.mark.parametrize("name", some_quick(SMALL_MODELS, "mlp", "vgg_small", "gpt_small"))
-def test_shards_equal_the_whole(name: str, granularity: str) -> None:
-    model = load_model(ModelSpec(name=name), granularity=granularity)
-    runnables, values = recorded(name, granularity)
-    cases = [
-        (runnable, component, sharding, ways)
-        for runnable, component in zip(runnables, model.components, strict=True)
-        for sharding in component.shardings
-        for ways in (2, 4)
-        if sharding.limit % ways == 0
-    ]
-    assert cases
-    for runnable, component, sharding, ways in cases:
-        assert_shards_equal_whole(runnable, component, sharding, ways, [values[value] for value in component.inputs])
-
-
 def test_three_ways() -> None:
     """Ways that are no power of two: 96 hidden features, three channels of a fused projection."""
     model = load_model(ModelSpec(name="vit_small"), granularity="sublayer")

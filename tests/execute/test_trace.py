@@ -38,16 +38,6 @@ def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
         assert_equal_to_module(module, tuple(torch.randn(batch, *shape) for shape in shapes), granularity)
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "gpt_small"))
-def test_zoo(name: str, granularity: str) -> None:
-    spec = ModelSpec(name=name)
-    torch.manual_seed(0)
-    module = build_module(spec)
-    for batch, training in ((2, True), (3, True), (2, False)):
-        assert_equal_to_module(module.train(training), tuple(example_batch(spec, batch)[0].values()), granularity)
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_zoo_with_loss_in_float64(name: str) -> None:
     """The components named in the Model are those recorded, and the last is the summed loss."""

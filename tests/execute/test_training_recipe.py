@@ -21,7 +21,7 @@ from experiments.common.equality import Case, even_plan
 from experiments.common.mixed import MODELS, random_case
 from parsim.app.ask import ask
 from parsim.app.config import load_config
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder
 from parsim.app.launch import check_runnable
 from parsim.data.samples import BatchOrder
 from parsim.errors import ConfigError, PlanError
@@ -276,8 +276,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.xdist_group("launch")
 def test_averages_are_validated_and_exported(here: Path) -> None:
     from experiments.common.reference import train_reference
-    from parsim.app.functions import run
     from parsim.app.launch import run_spec
+    from parsim.app.train import run
     from parsim.execute.rank_run import run_dataset
 
     done = run("run.toml", out="kept")
@@ -326,7 +326,7 @@ def test_what_ema_needs_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tensorboard_is_refused_where_it_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parsim.app.training_checks import check_tensorboard
+    from parsim.app.launch import check_tensorboard
     from parsim.errors import MissingDependencyError
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

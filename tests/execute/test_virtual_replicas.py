@@ -64,15 +64,6 @@ def synchronous(n: int, optimizer: str, *, epochs: int = 2) -> Tensor:
     return torch.cat([value.detach().flatten() for value in model.parameters()])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd_momentum"])
-def test_complete_graph_at_period_one_is_synchronous_training(optimizer: str) -> None:
-    run = train(6, optimizer, graph=mixing_graph("complete", 6))
-    assert apart(run.weights, synchronous(6, optimizer)) <= 1e-12
-    assert run.replicas.consensus() <= 1e-24
-    overlapped = train(6, optimizer, graph=mixing_graph("complete", 6), combination="combine_adapt")
-    assert apart(overlapped.weights, synchronous(6, optimizer)) > 1e-4, "combine_adapt keeps each one's last step to itself"
-
-
 @pytest.mark.parametrize("optimizer", RATES)
 def test_centralised_is_synchronous_training_with_every_optimizer(optimizer: str) -> None:
     run = train(6, optimizer, graph=mixing_graph("complete", 6), centralised=True)
@@ -271,22 +262,6 @@ def data_parallel(partition: Partition, kind: str) -> Tensor:
 
 
 EVEN = Partition(workers=4, epochs=4, batch=4, seed=5)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum"])
-def test_averaging_after_every_step_is_synchronous_training(kind: str) -> None:
-    """With momentum too, whose buffers are never averaged: the update is linear in the gradient."""
-    assert (averaged(EVEN, kind, period_steps=1) - data_parallel(EVEN, kind)).abs().max().item() <= 1e-12
-
-
-def test_with_adam_it_is_not() -> None:
-    assert (averaged(EVEN, "adam", period_steps=1) - data_parallel(EVEN, "adam")).abs().max().item() > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam"])
-def test_one_worker_is_sequential_training(kind: str) -> None:
-    part = Partition(workers=1, epochs=3, batch=4)
-    assert (averaged(part, kind, period_steps=3) - data_parallel(part, kind)).abs().max().item() <= 1e-11
 
 
 def test_an_outer_optimizer_of_rate_one_is_averaging_and_diloco_is_not() -> None:

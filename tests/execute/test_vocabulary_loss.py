@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from experiments.common.equality import Case, compare_case, run_cases
 from experiments.common.shards import assert_shards_equal_whole, traced_and_recorded
-from parsim.app.functions import open_run
-from parsim.app.functions import run as run_file
+from parsim.app.train import open_run
+from parsim.app.train import run as run_file
 from parsim.errors import ModelError
 from parsim.model.component import MAXIMUM, PARTIAL, ParameterShard, Sharding, narrow, share_of
 from parsim.model.inputs import IGNORED

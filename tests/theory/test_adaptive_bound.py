@@ -183,25 +183,10 @@ PROBLEMS = given(
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=6, deadline=None)
 @PROBLEMS
 def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(**problem: Any) -> None:
     assert_adaptive_first(**problem)
-
-
-@pytest.mark.slow
-def test_adaptive_is_never_slower_on_many_problems() -> None:
-    """A third of the problems of before: those of eight devices take up to 15 CPU-seconds each."""
-    rows: list[int] = []
-
-    @settings(max_examples=20, deadline=None)
-    @PROBLEMS
-    def run(**problem: Any) -> None:
-        rows.append(assert_adaptive_first(**problem))
-
-    run()
-    print(f"{len(rows)} problems, {sum(rows)} rows compared with adaptive's")
-    assert sum(rows) > 20
 
 
 def assert_adaptive_first(

@@ -17,7 +17,7 @@ from parsim.engines.static import compile_graph, simulate
 from parsim.errors import GraphError
 from parsim.predict.breakdown import RankBreakdown, breakdown, covered_until, critical_path, step_fractions, union
 from parsim.program.taskgraph import Resource, TaskGraph, from_text
-from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
+from parsim.report.trace import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 

@@ -47,7 +47,7 @@ from calibration.measure.communication_points import (
 from calibration.measure.overlap import MAX_CALLS, MIN_CALLS, MOST_HELD, Ran, computation_factor, seconds_beside, side_by_side
 from calibration.rounds.turns import in_turn
 from parsim.costs.communication.closed_forms import regimes_s
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import ProfileError

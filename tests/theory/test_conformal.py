@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binomtest
 
 from experiments.common.accuracy import accuracy, rank_correlation, regret
-from parsim.costs.conformal import (
+from parsim.costs.history import (
     LEAST_HALF_WIDTH,
     ConformalCorrection,
     ValidationRecord,

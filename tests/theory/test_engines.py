@@ -128,7 +128,7 @@ def test_engines_agree_bitwise_and_with_the_rule(part: int) -> None:
         durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
         timeline = static.simulate(graph, durations)
         assert_same(timeline, dynamic.simulate(graph, durations))
-        assert timeline.makespan_s == (static.makespans_s(graph, [durations])[0] if graph.tasks else 0.0)
+        assert timeline.makespan_s == (static.step_times_s(graph, [durations])[0] if graph.tasks else 0.0)
         if seed % 2 == 0:
             start, end = naive_schedule(graph, durations)
             got_start, got_end = per_task(graph, timeline)
@@ -214,7 +214,7 @@ def test_longer_durations_never_shorten_the_makespan(timed: tuple[TaskGraph, lis
     graph, durations = timed
     extra = data.draw(st.lists(st.floats(0, 1e3), min_size=len(durations), max_size=len(durations)))
     longer = [a + b for a, b in zip(durations, extra, strict=True)]
-    makespans = static.makespans_s(graph, [durations, longer])
+    makespans = static.step_times_s(graph, [durations, longer])
     assert makespans[1] >= makespans[0]
 
 
@@ -294,7 +294,7 @@ def test_repeats_behind_a_barrier_take_the_makespan_each(timed: tuple[TaskGraph,
     overlap = OverlapFactors(compute=1.5, communication=1.25)
     makespan = static.simulate(closed, [*durations, 0.5], overlap=overlap).makespan_s
     rows = [[*durations, 0.5]] * 2
-    assert static.makespans_s(closed, rows, overlap=overlap).tolist() == [makespan] * 2
+    assert static.step_times_s(closed, rows, overlap=overlap).tolist() == [makespan] * 2
     np.testing.assert_allclose(static.step_times_s(closed, rows, steps=3, overlap=overlap), makespan, rtol=1e-12)
 
 
@@ -304,8 +304,8 @@ def test_samples_are_independent_rows() -> None:
     compiled = compile_graph(graph)
     rows = np.array([random_durations_s(random, len(graph.tasks), on_grid=False) for _ in range(20)])
     one_by_one = [static.simulate(compiled, row).makespan_s for row in rows]
-    assert static.makespans_s(compiled, rows).tolist() == one_by_one
-    assert static.makespans_s(compiled, rows[:0]).shape == (0,)
+    assert static.step_times_s(compiled, rows).tolist() == one_by_one
+    assert static.step_times_s(compiled, rows[:0]).shape == (0,)
 
 
 def test_durations_per_unit_are_those_per_task() -> None:
@@ -418,7 +418,7 @@ def test_bad_durations_name_the_task_and_the_value(simulate: Engine, value: floa
 
 def test_bad_samples_name_the_row_too() -> None:
     with pytest.raises(GraphError, match=r"task 0 .* has duration nan s in sample 1"):
-        static.makespans_s(from_text(ONE), [[1.0, 1.0], [float("nan"), 1.0]])
+        static.step_times_s(from_text(ONE), [[1.0, 1.0], [float("nan"), 1.0]])
 
 
 @engines

@@ -10,12 +10,11 @@ from scipy.optimize import linprog
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.engines import dynamic
-from parsim.engines.scenario.links import Flow, flow_of, max_min_rates
-from parsim.engines.scenario.scenario import conditions_for, parse_scenario
+from parsim.engines.scenario import Flow, conditions_for, flow_of, max_min_rates, parse_scenario
 from parsim.errors import CostError, ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 from parsim.numeric import Floats
 from parsim.program.columns import columns_of
 from parsim.program.taskgraph import from_text

@@ -16,11 +16,11 @@ from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import kstest
 
 from parsim.costs.costs import Costs
-from parsim.costs.draws import repeat_sigmas
+from parsim.costs.estimate import STEPS_AVERAGED, repeat_sigmas
 from parsim.costs.observed import RunCorrections
 from parsim.engines import noise as side_by_side
 from parsim.engines.noise import SlowestRanks, slowest_ranks
-from parsim.engines.static import compile_graph, makespans_s, simulate
+from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.errors import DeadlockError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
@@ -31,7 +31,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Actions
 from parsim.plans.plan import Plan, Stage
 from parsim.predict import evaluate as prediction
-from parsim.predict import nearly_alike
 from parsim.predict.evaluate import DRAWS_AT_ONCE, Evaluation, evaluate, with_interval
 from parsim.predict.folding import folding_of
 from parsim.predict.problem import PlanningProblem
@@ -113,7 +112,7 @@ def _one_stage(plan: Plan) -> tuple[Stage, ...]:
 FOLDED: list[bool] = []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=110, deadline=None)
 @given(questions())
 def test_folded_equals_unfolded(question: tuple[PlanningProblem, Plan]) -> None:
     problem, plan = question
@@ -268,7 +267,7 @@ def test_only_the_ranks_that_stand_for_others_are_lowered() -> None:
 @pytest.mark.parametrize("nearly", [1e-4, 0.5])
 def test_replicas_that_differ_by_latencies_alone_are_one_between_bounds(monkeypatch: pytest.MonkeyPatch, nearly: float) -> None:
     """Pipelines whose stages lie under one leaf switch or not: the step of one is no shorter, and no more than that longer."""
-    monkeypatch.setattr(nearly_alike, "NEARLY", nearly)
+    monkeypatch.setattr("parsim.predict.folding.NEARLY", nearly)
     plan = replace(uniform_plan(Mesh(pp=4, dp=16, tp=4), CUT, batch=1024), microbatches=4)
     machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=32, network="infiniband-100g")
     problem = PlanningProblem(model=MODEL, cluster=machine, global_batch=plan.global_batch)
@@ -339,7 +338,7 @@ def test_the_makespan_has_the_closed_form_of_the_maximum_of_two() -> None:
     medians = np.array([1.0, 0.5])
     ranks, graph = slowest(Mesh(dp=2), medians, 0.01)
     exponents = ranks.exponents(np.random.default_rng(1).standard_normal((40_000, 2)))
-    late = makespans_s(graph, medians * np.exp(exponents)) - 1.5
+    late = step_times_s(graph, medians * np.exp(exponents)) - 1.5
     assert late.mean() == pytest.approx(0.01 / np.sqrt(np.pi), rel=0.02)
     assert late.var() == pytest.approx(0.01**2 * (1 - 1 / np.pi), rel=0.04)
 
@@ -483,7 +482,7 @@ def test_repeat_noise_shrinks_with_the_steps_averaged() -> None:
     plan = spread_plan(Mesh(dp=8), BATCH)
     found = with_spread(evaluate(QUIET, plan, samples=0, fold=True), 0.2)
     unit = found.compiled.columns.unit
-    assert np.max(repeat_sigmas(found.estimates, unit, steps_averaged=25)) == pytest.approx(0.2 / 5)
+    assert np.max(repeat_sigmas(found.estimates, unit)) == pytest.approx(0.2 / STEPS_AVERAGED**0.5)
 
 
 # What stands for thousands of copies: the first of them in an estimate, and one of those that sit alike in a folding.

@@ -15,9 +15,17 @@ from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import CPU_REACH, PRODUCT_PHASES, gpu_reach, operator_launches
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import component_kernels
-from parsim.costs.compute.gpu import PASSES, cuda_backward, cuda_forward, cuda_lowering, cuda_operators, gpu_launches
-from parsim.costs.compute.launches import ComputeRequest, Launch, component_launches
-from parsim.costs.compute.surfaces import SurfaceModel, gpu_terms_of, surface_seconds, terms_of
+from parsim.costs.compute.launches import (
+    PASSES,
+    ComputeRequest,
+    Launch,
+    component_launches,
+    cuda_backward,
+    cuda_forward,
+    cuda_lowering,
+    cuda_operators,
+)
+from parsim.costs.compute.surfaces import SurfaceModel, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
@@ -71,7 +79,7 @@ def named(model: Model, name: str) -> Component:
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_without_autocast_a_gpu_launches_what_a_cpu_does(model: Model, precision: str, phase: Phase) -> None:
     for component in model.components:
-        own = gpu_launches(component, phase, SAMPLES, precision=precision)
+        own = component_launches(component, phase, SAMPLES, precision=precision, on_gpu=True)
         assert own == component_launches(component, phase, SAMPLES, precision)
 
 
@@ -81,7 +89,7 @@ def test_a_loss_is_in_fp32_and_its_input_is_cast(model: Model) -> None:
     loss, logits = named(model, "loss"), SAMPLES * TOKENS * VOCAB
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         there, cpu = (
-            gpu_launches(loss, phase, SAMPLES, precision="amp_bf16"),
+            component_launches(loss, phase, SAMPLES, precision="amp_bf16", on_gpu=True),
             component_launches(loss, phase, SAMPLES),
         )
         assert elements(there, "softmax") == 2 * elements(cpu, "softmax")
@@ -92,20 +100,20 @@ def test_weights_biases_and_norms_are_cast_launch_by_launch(model: Model) -> Non
     """A layer of BERT: four products, each with a weight and a bias to cast, and two norms whose output a product reads."""
     layer = named(model, "layers.0")
     cpu = component_launches(layer, Phase.FORWARD, SAMPLES)
-    there = gpu_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16")
+    there = component_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(there) == functions(cpu) + Counter(copy=4 + 4 + 2)
     weights, biases = 12 * HIDDEN**2, 9 * HIDDEN
     norms = 2 * SAMPLES * TOKENS * HIDDEN
     assert elements(there, "copy") == pytest.approx(6 / 4 * (weights + 2 * biases + norms))
     assert elements(there, "layer_norm") == 2 * elements(cpu, "layer_norm")
-    back = gpu_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16")
+    back = component_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(back)["copy"] == 4 + 4 + 2, "gradients of weights and biases are widened, those of norms cast"
 
 
 def test_halves_of_a_backward_add_up_to_it(model: Model) -> None:
     for component in model.components:
         whole, first, second = (
-            functions(gpu_launches(component, phase, SAMPLES, precision="amp_fp16"))
+            functions(component_launches(component, phase, SAMPLES, precision="amp_fp16", on_gpu=True))
             for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         )
         assert first + second == whole
@@ -125,7 +133,7 @@ def test_unaligned_arithmetic_is_all_of_it_or_none(rows: int, columns: int, dept
         ("backward_input", (columns, depth)),
         ("backward_weight", (rows, columns)),
     ):
-        terms = gpu_terms_of("matmul", sizes, phase)
+        terms = terms_of("matmul", sizes, gpu_phase=phase)
         assert terms["unaligned"] == (0.0 if all(length % 8 == 0 for length in lengths) else arithmetic)
         assert terms["odd"] == (0.0 if all(length % 2 == 0 for length in lengths) else arithmetic)
         assert terms.items() >= terms_of("matmul", sizes).items()
@@ -136,7 +144,7 @@ def gpu_linear_points(phase: str) -> list[OperatorPoint]:
     found = []
     for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2)):
         if (launch.function, launch.phase) == ("linear", phase):
-            terms = gpu_terms_of("matmul", dict(launch.sizes), phase)
+            terms = terms_of("matmul", dict(launch.sizes), gpu_phase=phase)
             flop = 2 * (terms["arithmetic"] + terms["unaligned"] + 2 * terms["odd"])
             moved = 2 * (terms["output"] + terms["left"] + terms["right"])
             seconds = 3e-6 + flop / 4e14 + moved / 3e12
@@ -175,7 +183,7 @@ def test_a_gpu_measures_layers_as_models_have_them() -> None:
             for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2))
             if (launch.function, launch.phase) == ("linear", phase)
         ]
-        terms = [gpu_terms_of("matmul", sizes, phase) for sizes in launches]
+        terms = [terms_of("matmul", sizes, gpu_phase=phase) for sizes in launches]
         unaligned = [entry["unaligned"] > 0 for entry in terms]
         assert 0.15 < np.mean(unaligned) < 0.35
         assert 0.05 < np.mean([entry["odd"] > 0 for entry in terms]) < 0.2

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import choices, exchange_seconds
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import NodeShare, Way, link_loads, part_loads
-from parsim.costs.communication.internode import choices, exchange_seconds
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import Sourced
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
@@ -94,9 +94,9 @@ def test_transfer_from_card_to_card() -> None:
     work = SendRecv(source=0, destination=2, size_bytes=S)
     alone = 10e-6 + 6e-6 + 2e-6 + S / 5e9
     assert estimate_send_recv(work, made).median_s == pytest.approx(alone, rel=1e-12)
-    shared = estimate_send_recv(work, made, concurrent=[(0, 2), (1, 3)]).median_s
+    shared = estimate_send_recv(work, made, concurrent=((0, 2), (1, 3))).median_s
     assert shared == pytest.approx(alone + S / 5e9, rel=1e-12)
-    opposite = estimate_send_recv(work, made, concurrent=[(3, 1)]).median_s
+    opposite = estimate_send_recv(work, made, concurrent=((3, 1),)).median_s
     assert opposite == pytest.approx(alone, rel=1e-12)  # full duplex
 
 
@@ -111,7 +111,7 @@ def test_two_groups_through_one_card_take_twice_as_long() -> None:
     work = Collective(operation="all_reduce", group=(0, 2), size_bytes=S)
     latency = 10e-6 + 2 * 8e-6
     assert estimate_collective(work, made).median_s == pytest.approx(latency + S / 5e9, rel=1e-12)
-    both = estimate_collective(work, made, concurrent=[(0, 2), (1, 3)]).median_s
+    both = estimate_collective(work, made, concurrent=((0, 2), (1, 3))).median_s
     assert both == pytest.approx(latency + 2 * S / 5e9, rel=1e-12)
 
 
@@ -241,10 +241,10 @@ def test_concurrent_groups_never_help(question: tuple[str, str, str, tuple[int, 
     cluster = made(machine, name)
     other = tuple((rank + shift) % cluster.size for rank in group)
     alone = drawn_seconds(cluster, operation, group, size)
-    beside = drawn_seconds(cluster, operation, group, size, [group, other])
+    beside = drawn_seconds(cluster, operation, group, size, (group, other))
     assert beside >= alone * (1 - 1e-12)
-    assert drawn_seconds(cluster, operation, group, size, [other]) == pytest.approx(beside, rel=1e-12)
-    assert drawn_seconds(cluster, operation, group, size, [group]) == pytest.approx(alone, rel=1e-12)
+    assert drawn_seconds(cluster, operation, group, size, (other,)) == pytest.approx(beside, rel=1e-12)
+    assert drawn_seconds(cluster, operation, group, size, (group,)) == pytest.approx(alone, rel=1e-12)
 
 
 @given(st.sampled_from(MACHINES), st.data())
@@ -313,11 +313,11 @@ def test_a_group_that_lists_a_rank_twice_is_refused() -> None:
     with pytest.raises(GraphError, match=r"lists a rank twice: \(0, 8, 0\)"):
         drawn_seconds(cluster, "all_reduce", (0, 8, 0), 1)
     with pytest.raises(CostError, match=r"a concurrent group lists a rank twice: \(1, 1\)"):
-        drawn_seconds(cluster, "all_reduce", (0, 8), 1, [(1, 1)])
+        drawn_seconds(cluster, "all_reduce", (0, 8), 1, ((1, 1),))
     with pytest.raises(CostError, match="a concurrent group names rank 99, but the cluster has ranks 0 to 31"):
-        drawn_seconds(cluster, "all_reduce", (0, 8), 1, [(0, 99)])
+        drawn_seconds(cluster, "all_reduce", (0, 8), 1, ((0, 99),))
     with pytest.raises(CostError, match="a concurrent transfer lists a rank twice"):
-        estimate_send_recv(SendRecv(source=0, destination=8, size_bytes=1), cluster, [(3, 3)])
+        estimate_send_recv(SendRecv(source=0, destination=8, size_bytes=1), cluster, ((3, 3),))
 
 
 # Many transfers at once: the busiest card sets the pace, one transfer alone costs what it always did.

@@ -22,11 +22,12 @@ from parsim.costs.compute.surfaces import (
     Parts,
     SurfaceModel,
     component_parts,
-    composed_s,
+    composed_terms,
     distances,
     log_sizes,
     surface_seconds,
 )
+from parsim.costs.estimate import folded_s
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.records import OperatorPoint, OperatorSurface
 from parsim.model.component import Component, Operator, Parameter
@@ -312,7 +313,7 @@ def test_what_components_add_is_learned_and_models_left_out_say_how_well() -> No
 
     forward, backward = fit_compositions(measured(true), "toy", "fp32", "s")
     rng = np.random.default_rng(2)
-    errors = [composed_s(drawn, forward) / true(drawn) - 1 for drawn in (parts(rng) for _ in range(100))]
+    errors = [folded_s(composed_terms(drawn, forward)) / true(drawn) - 1 for drawn in (parts(rng) for _ in range(100))]
     assert np.median(np.abs(errors)) < 0.03
     assert forward.step_sigma == backward.step_sigma < 0.05
     assert forward.models == 4

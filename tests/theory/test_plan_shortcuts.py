@@ -21,7 +21,7 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.static import CompiledGraph
-from parsim.errors import GraphError, PlanError
+from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile, profile_from_parts
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics
@@ -34,9 +34,8 @@ from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurr
 from parsim.predict import memory as memory_module
 from parsim.predict.breakdown import breakdown, union
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.folding import Exchange, InsideSeconds, exchanges_of
+from parsim.predict.folding import Exchange, InsideSeconds, Programs, exchanges_of
 from parsim.predict.memory import RankMemory, communication_bytes, plan_memory, unlike_memory
-from parsim.predict.nearly_alike import Programs
 from parsim.predict.problem import PlanningProblem
 from parsim.program.columns import unfolded
 from parsim.program.lifetimes import FewActions, KeptActivations, RankValues, few_actions
@@ -304,7 +303,7 @@ def test_a_model_keeps_programs_of_so_many_tasks_at_most(monkeypatch: pytest.Mon
 
     first = program(1)
     assert program(1) is first
-    monkeypatch.setattr("parsim.predict.nearly_alike.MOST_TASKS", 2 * first.size)
+    monkeypatch.setattr("parsim.predict.folding.MOST_TASKS", 2 * first.size)
     program(2)
     assert program(1) is first  # and so it was asked for last
     program(3)
@@ -504,10 +503,3 @@ def test_every_backward_is_done_once_whole_or_in_halves_after_what_it_recomputes
         backward = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if halves else (Phase.BACKWARD,)
         again = (Phase.RECOMPUTE,) if name in plan.recomputed else ()
         assert phases == Counter((Phase.FORWARD, *again, *backward)), (name, layout.is_halved(name))
-
-
-def test_a_group_that_lists_a_rank_twice_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"lists a rank twice: \(0, 1, 0\); list every rank once"):
-        Collective(operation="all_reduce", group=(0, 1, 0), size_bytes=8)
-    with pytest.raises(GraphError, match="rank 1 sends to itself"):
-        SendRecv(source=1, destination=1, size_bytes=8)

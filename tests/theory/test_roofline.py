@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import CACHED_BYTES, WINOGRAD_REDUCTION, KernelModel, kernel_roofline_s
-from parsim.costs.compute.gpu import cuda_backward, cuda_forward
-from parsim.costs.compute.launches import ComputeRequest, Launch, component_launches, forward_launches
+from parsim.costs.compute.launches import (
+    ComputeRequest,
+    Launch,
+    component_launches,
+    cuda_backward,
+    cuda_forward,
+    forward_launches,
+)
 from parsim.costs.compute.surfaces import LaunchModel, SurfaceModel
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile

@@ -440,9 +440,9 @@ def test_keys_that_no_search_can_keep_are_refused(text: str) -> None:
 
 # Properties of the search that a user calls, over random models, clusters and batches. The properties and the draws are
 # those of `experiments/search`, which keeps how many problems each compared. Here each runs on few problems at every
-# change, and on more in the slow set.
+# change, and on some more in the slow set.
 
-QUICK, MANY = 2, 40
+QUICK, MANY = 2, 8
 """Problems that each property compares: in the tests at every change, and in the slow ones."""
 
 TRIED_ELSEWHERE = "the_papers_optimum_is_certified", "the_papers_optimum_of_real_models_is_certified"
@@ -461,7 +461,7 @@ def test_property(name: str) -> None:
     holds_on(name, QUICK, TINY)
 
 
-@pytest.mark.slow  # 10 to 80 CPU-seconds each
+@pytest.mark.slow  # 2 to 10 CPU-seconds each
 @pytest.mark.parametrize("name", list(PROPERTIES))
 def test_property_on_many_problems(name: str) -> None:
     counts = holds_on(name, MANY, SHAPES)

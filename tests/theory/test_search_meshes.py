@@ -147,7 +147,7 @@ def test_no_listed_plan_is_faster_than_the_search() -> None:
 
 @pytest.mark.slow  # 5 CPU-seconds a problem
 def test_no_listed_plan_is_faster_than_the_search_on_many_problems() -> None:
-    found = {str(compared(problem_on_8(seed))) for seed in range(24)}
+    found = {str(compared(problem_on_8(seed))) for seed in range(8)}
     assert len(found) >= 4, found
 
 
@@ -173,6 +173,8 @@ class Recipe:
     micro: int = 1
     chunks: int = 1
     source: str
+    is_large: bool = False
+    """Its search takes a minute of CPU: whether it is among the plans is asked, not whether it is beaten."""
 
     @property
     def name(self) -> str:
@@ -206,9 +208,19 @@ RECIPES = (
     Recipe(model="qwen3-30b-a3b", gpus="16xh100-sxm", mesh=Mesh(dp=16, ep=16), batch=1024, source=QWEN3),
     Recipe(model="qwen3-30b-a3b", gpus="8xb200", mesh=Mesh(dp=8, ep=8), batch=512, micro=4, source=QWEN3),
     Recipe(model="qwen3-235b-a22b", gpus="256xb200", mesh=Mesh(pp=8, dp=32, ep=8), batch=8192, source=QWEN3),
-    Recipe(model="qwen3-235b-a22b", gpus="256xgb300", mesh=Mesh(pp=4, dp=64, ep=32), batch=8192, micro=2, source=QWEN3),
+    Recipe(
+        model="qwen3-235b-a22b",
+        gpus="256xgb300",
+        mesh=Mesh(pp=4, dp=64, ep=32),
+        batch=8192,
+        micro=2,
+        source=QWEN3,
+        is_large=True,
+    ),
     Recipe(model="mixtral-8x7b", gpus="64xh100-sxm", mesh=Mesh(pp=4, dp=16, ep=8), batch=256, source=CORE),
-    Recipe(model="mixtral-8x22b", gpus="256xh100-sxm", mesh=Mesh(pp=4, dp=16, tp=4, ep=8), batch=256, source=CORE),
+    Recipe(
+        model="mixtral-8x22b", gpus="256xh100-sxm", mesh=Mesh(pp=4, dp=16, tp=4, ep=8), batch=256, source=CORE, is_large=True
+    ),
     Recipe(model="gpt-oss-120b", gpus="64xh100-sxm", mesh=Mesh(pp=4, dp=16, ep=8), batch=1280, source=PERFORMANCE),
     Recipe(model="gpt-oss-120b", gpus="64xgb200", mesh=Mesh(dp=64, ep=64), batch=1280, micro=4, source=PERFORMANCE),
     Recipe(model="kimi-k2", gpus="256xgb300", mesh=Mesh(pp=4, dp=64, ep=64), batch=4096, micro=2, chunks=4, source=PERFORMANCE),
@@ -216,7 +228,9 @@ RECIPES = (
         model="deepseek-v3", gpus="1024xh100-sxm", mesh=Mesh(pp=8, dp=64, tp=2, ep=64), batch=8192, chunks=4, source=DEEPSEEK
     ),
     Recipe(model="deepseek-v3", gpus="256xgb300", mesh=Mesh(pp=2, dp=128, ep=32), batch=4096, chunks=8, source=DEEPSEEK),
-    Recipe(model="deepseek-v3", gpus="2048xh800-sxm", mesh=Mesh(pp=16, dp=128, ep=64), batch=15360, source=REPORT),
+    Recipe(
+        model="deepseek-v3", gpus="2048xh800-sxm", mesh=Mesh(pp=16, dp=128, ep=64), batch=15360, source=REPORT, is_large=True
+    ),
 )
 NAMES = [recipe.name for recipe in RECIPES]
 
@@ -232,7 +246,7 @@ def test_a_public_recipe_is_among_the_plans_of_the_search(recipe: Recipe) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if not recipe.is_large], ids=lambda recipe: recipe.name)
 def test_no_answer_is_slower_than_a_public_recipe(recipe: Recipe) -> None:
     problem = recipe.problem
     given = recipe.plan(problem)

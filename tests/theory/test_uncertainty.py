@@ -10,8 +10,7 @@ import pytest
 
 import parsim as ps
 from parsim.costs.adjustments import PUBLISHED_GPUS, SLOWEST, expected_maximum
-from parsim.costs.draws import medians_s, rank_noise, sample_durations_s
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import STEPS_AVERAGED, Estimate, medians_s, rank_noise, sample_durations_s
 from parsim.work import Compute
 
 
@@ -28,9 +27,9 @@ def test_tasks_that_rest_on_one_parameter_move_together() -> None:
 
 
 def test_repeat_noise_shrinks_with_the_steps_averaged() -> None:
-    draws, again = (sample_durations_s([estimate(2.0, repeat=0.2)], 4000, 1, steps_averaged=25) for _ in range(2))
+    draws, again = (sample_durations_s([estimate(2.0, repeat=0.2)], 4000, 1) for _ in range(2))
     assert np.array_equal(draws, again), "the same seed"
-    assert np.std(np.log(draws)) == pytest.approx(0.2 / 5, rel=0.05)
+    assert np.std(np.log(draws)) == pytest.approx(0.2 / STEPS_AVERAGED**0.5, rel=0.05)
 
 
 def test_without_uncertainty_every_draw_is_the_median() -> None:

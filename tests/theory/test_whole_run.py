@@ -10,27 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
-from parsim.engines.scenario.checkpointing import (
-    IntervalTimes,
-    daly_interval_s,
-    expected_run_s,
-    interval_times,
-    machine_mtbf_s,
-    one_draw_many_times,
-    young_interval_s,
-)
-from parsim.engines.scenario.scenario import DeviceCosts, FailureAt, Failures, Run
-from parsim.engines.scenario.whole_run import (
+from parsim.engines.scenario import DeviceCosts, FailureAt, Failures, Run
+from parsim.engines.whole_run import (
     CHECKPOINT,
     EPOCH_START,
     EVALUATION,
     TRAINING,
     Course,
+    IntervalTimes,
     Training,
     WholeRun,
     course_of,
+    daly_interval_s,
+    expected_run_s,
     failure_times_s,
+    interval_times,
+    machine_mtbf_s,
+    one_draw_many_times,
     simulate_run,
+    young_interval_s,
 )
 from parsim.errors import ScenarioError
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
-from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
+from parsim.formats.exports import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
 from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
 

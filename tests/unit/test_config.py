@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from parsim.app.config import Question, constraints_of, load_config, mesh_of, parse_config
 from parsim.app.config_text import changes_of, parse_overrides
+from parsim.app.launch import samples_not_taken
 from parsim.app.question import USUAL_SAMPLES, USUAL_TOKENS, question_of, taken_defaults
-from parsim.app.training_checks import samples_not_taken
-from parsim.cli import ELSEWHERE, main
+from parsim.cli import ELSEWHERE
 from parsim.errors import ProfileError
 from parsim.hardware.parts import load_gpu, machines_of
 from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.units import parse_count
+from tests.commands import status_of
 
 BASE = """
 [model]
@@ -313,11 +314,8 @@ def test_a_question_without_a_batch_takes_a_usual_one_and_says_so() -> None:
 def test_commands_of_other_tools_get_a_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["parsim", name, "llama3-8b"])
     monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code == 2
+    assert status_of(monkeypatch, name, "llama3-8b") == 2
     error = capsys.readouterr().err
     assert ELSEWHERE[name] in error
     assert "Did you mean" not in error

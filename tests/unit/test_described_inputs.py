@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.app.config import parse_config
-from parsim.cli import main
 from parsim.errors import ModelError
 from parsim.model.inputs import DTYPES, INTEGERS, ModelInput, arguments, inputs_from, ordered
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.objective import Objective, OutputKind, parse_objective, settle, usual_loss
 from parsim.model.spec import ModelSpec
+from tests.commands import Told
 
 NAMES = st.text("abcxyz_", min_size=1, max_size=4)
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -178,15 +177,8 @@ ASKED = ["mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strate
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    return run
+def printed(told: Told) -> Callable[..., str]:
+    return lambda *arguments: told(*arguments)[1]
 
 
 @pytest.mark.slow

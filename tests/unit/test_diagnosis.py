@@ -26,7 +26,7 @@ STEPS = 24
 @lru_cache
 def machine(family: str, devices: int, factors: RunCorrections = NO_RUN_CORRECTIONS) -> tuple[Machine, Evaluation]:
     model = chain_model((4e7, 8e7, 6e7, 4e7), elements=4_000_000)
-    problem = replace(problem_on(load_profile("dgx1-v100-32gb"), devices), model=model)
+    problem = replace(problem_on(devices, load_profile("dgx1-v100-32gb")), model=model)
     plan = plan_of(problem, family)
     return Machine(problem, plan, factors, sigma=0.02), evaluate(problem, plan, fold=False)
 

@@ -19,7 +19,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 from parsim.app.config import parse_config
 from parsim.cli import build
-from parsim.engines.scenario.scenario import Scenario, parse_scenario
+from parsim.engines.scenario import Scenario, parse_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "examples" / "README.md"]

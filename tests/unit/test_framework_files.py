@@ -13,8 +13,9 @@ import pytest
 import parsim
 from parsim.app.question import question_of
 from parsim.errors import ConfigError
-from parsim.formats.megatron import expanded, options_of, read_script
+from parsim.formats.megatron import read_script
 from parsim.formats.recipe import FileKeys, Recipe, by_weight, is_framework_file, read_recipe, yaml_table
+from parsim.formats.scripts import expanded, options_of
 from parsim.formats.source import SourceFile
 from parsim.formats.torchtitan import read_toml
 from tools.reader_matrix import PAGE, differences, page, samples

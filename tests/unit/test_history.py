@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parsim.cli import main
 from parsim.commands.run import history
-from parsim.costs.conformal import ValidationRecord
-from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_lines, history_path, read_history
+from parsim.costs.history import (
+    NO_HISTORY,
+    History,
+    ValidationRecord,
+    append_record,
+    fingerprint,
+    history_lines,
+    history_path,
+    read_history,
+)
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Noise, Profile, save_profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.report.coverage import coverage_figures
+from parsim.report.figures import coverage_figures
 from parsim.search.families import FAMILIES
+from tests.commands import Told
 from tests.models import chain_model
 
 PROFILE = load_profile("dgx1-v100-32gb")
@@ -213,19 +220,6 @@ def test_intervals_of_a_profile_with_a_history_are_corrected(tmp_path: Path) -> 
     assert document["uncorrected_step_s"] == before.step_s.to_dict()
 
 
-@pytest.mark.parametrize(
-    ("plan", "rounds", "counts"),
-    [("dp dp=2 mb=1x8 average/22", 200, False), ("dp dp=2 mb=1x8 average/22", 10, True), ("dp dp=2 mb=1x8", 200, True)],
-)
-def test_a_relaxed_training_of_the_first_version_counts_no_more(tmp_path: Path, plan: str, rounds: int, counts: bool) -> None:
-    """Its steps were timed from the first rank's begin to the last one's end; those of validations, in rounds, were not."""
-    path = tmp_path / "p.history.jsonl"
-    path.write_text(json.dumps({"schema_version": 1, **asdict(replace(record(0), plan=plan, steps=200, rounds=rounds))}))
-    known = read_history(path, PROFILE)
-    assert len(known.records) == counts
-    assert counts or "its steps contain the distance between ranks (`parsim validate FOLDER`" in known.left_out[0]
-
-
 # `parsim coverage`, what a history changes in the other commands, and what is refused.
 
 RUN_TOML = """
@@ -247,19 +241,16 @@ class Ended(Exception):
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+def call(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Call `parsim ARGS` in a folder with RUN.toml; returns stdout, or raises Ended with stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        if ending.value.code:
-            raise Ended(captured.err)
-        return captured.out
+        status, out, err = told(*arguments)
+        if status:
+            raise Ended(err)
+        return out
 
     return run
 

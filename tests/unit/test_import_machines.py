@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 import parsim as ps
-from parsim.app.import_file import import_file
+from parsim.app.foreign import import_file
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError
+from parsim.formats.kineto import read_nsys
 from parsim.formats.ledger import ledger_of
 from parsim.formats.nccl_tests import NcclLog, NcclRow, NcclTest, read_nccl_tests, with_measured
-from parsim.formats.nsys import read_nsys
 from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 from parsim.hardware.profile import CollectivePoint, Profile, SourceEntry, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import to_text
 from parsim.timeline import Timeline

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import parsim
+from parsim.app.check import what_would
 from parsim.app.config import parse_config
-from parsim.app.faster import what_would
 from parsim.app.load import cluster_of
-from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ParsimError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile, cluster_links, nodes_of
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
-from parsim.hardware.network import load_network, parse_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import shipped_profiles
+from parsim.hardware.records import parse_record
 from parsim.hardware.topology import Topology
 from parsim.work import Collective
+from tests.commands import Told
 from tests.round_machines import network, network_dict, pair_machine
 
 RUN = """
@@ -142,9 +141,9 @@ def test_a_card_that_no_gpu_reaches() -> None:
 )
 def test_a_broken_network_file(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
-        parse_network(json.dumps(network_dict(**changes)), "test")
+        parse_record(Network, json.dumps(network_dict(**changes)), "test", "network")
     with pytest.raises(ProfileError, match="network test is not JSON"):
-        parse_network("{", "test")
+        parse_record(Network, "{", "test", "network")
 
 
 def test_cluster_table_of_a_run_file(tmp_path: Path) -> None:
@@ -154,71 +153,39 @@ def test_cluster_table_of_a_run_file(tmp_path: Path) -> None:
     parse_config(RUN, ["plan.strategy=custom", "plan.mesh={dp=4}"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("cluster.nodes=0", r"cluster.nodes = 0: must be >= 1; for example nodes = 2"),
-        ("cluster.netwok=1", r"unknown key cluster.netwok .*did you mean network"),
-        ('cluster.network=""', r"cluster.network = ''"),
-        ("plan.mesh={dp=2}", r"must equal the devices \(4\)"),
-    ],
-)
-def test_wrong_cluster_tables(change: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_config(RUN, ["plan.strategy=custom", change])
-
-
-Said = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command: its exit status, what it printed, and what it said on stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), captured.out, captured.err
-
-    return run
-
-
-def test_commands_take_several_nodes(tmp_path: Path, said: Said) -> None:
+def test_commands_take_several_nodes(tmp_path: Path, told: Told) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN)
     name = "2 x p3-16xlarge on ethernet-25g"
     everywhere = ("--set", "plan.mesh.dp=4")  # left free, the search leaves the slow network alone
-    code, out, _ = said("plan", str(file), "--json", *everywhere)
+    code, out, _ = told("plan", str(file), "--json", *everywhere)
     planned = json.loads(out)
     assert code == 0
     assert planned["chosen"]["cluster"] == name
     assert len(planned["chosen"]["peak_memory_bytes"]) == 4
-    code, out, _ = said("simulate", str(file), "--json", *everywhere)
+    code, out, _ = told("simulate", str(file), "--json", *everywhere)
     assert code == 0
     assert json.loads(out)["cluster"] == name
     other = ("--set", "cluster.network=infiniband-100g", *everywhere)
-    faster = json.loads(said("simulate", str(file), "--json", *other)[1])
+    faster = json.loads(told("simulate", str(file), "--json", *other)[1])
     assert faster["step_s"]["median"] < planned["chosen"]["step_s"]["median"]
-    code, _, err = said("run", str(file))
+    code, _, err = told("run", str(file))
     assert code == 1
     assert "cluster.nodes = 2: only the processes of one node can be started from here" in err
 
 
-def test_cost_over_several_nodes(said: Said) -> None:
+def test_cost_over_several_nodes(told: Told) -> None:
     ask = ["cost", "p3-16xlarge", "--collective", "all_reduce", "--size-bytes", "1000000"]
-    code, out, _ = said(*ask, "--nodes", "2", "--network", "ethernet-25g", "--json")
+    code, out, _ = told(*ask, "--nodes", "2", "--network", "ethernet-25g", "--json")
     assert code == 0
     row = json.loads(out)
     assert row["cluster"] == "2 x p3-16xlarge on ethernet-25g"
     assert row["ranks"] == list(range(16))
-    assert row["seconds"]["median"] > json.loads(said(*ask, "--json")[1])["seconds"]["median"]
-    code, _, err = said(*ask, "--nodes", "2", "--network", "ethernet-26g")
+    assert row["seconds"]["median"] > json.loads(told(*ask, "--json")[1])["seconds"]["median"]
+    code, _, err = told(*ask, "--nodes", "2", "--network", "ethernet-26g")
     assert code == 1
     assert "unknown network 'ethernet-26g'; did you mean ethernet-25g" in err
-    _, out, _ = said(*ask, "--nodes", "2", "--network", "ethernet-25g")
+    _, out, _ = told(*ask, "--nodes", "2", "--network", "ethernet-25g")
     assert "0-15" in out
 
 

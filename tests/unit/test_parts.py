@@ -20,7 +20,6 @@ from parsim.app.config import parse_config
 from parsim.app.large import operation_of
 from parsim.app.load import cluster_of
 from parsim.app.question import question_of, taken_defaults
-from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
@@ -29,11 +28,25 @@ from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, MissingDependencyError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, load_profile, parts_file_text, profile_from_parts
-from parsim.hardware.instances import clouds, instance_named, instance_names, refresh
-from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
-from parsim.hardware.parts import ALIASES, gpu_named, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
+from parsim.hardware.parts import (
+    ALIASES,
+    Network,
+    clouds,
+    gpu_named,
+    instance_named,
+    instance_names,
+    load_gpu,
+    load_link,
+    load_network,
+    machines_of,
+    refresh,
+    shipped_gpus,
+    shipped_links,
+    shipped_networks,
+    with_cards,
+)
 from parsim.hardware.profile import parse_profile
-from parsim.hardware.records import to_text
+from parsim.hardware.records import parse_record, to_text
 from parsim.model.catalogue.names import named_model, shape_of
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
@@ -42,6 +55,7 @@ from parsim.model.formats import Numerics, model_in
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, Phase
+from tests.commands import Told
 from tests.traced import trace
 
 GIB = 2**30
@@ -250,7 +264,7 @@ def test_units_that_cannot_be_are_refused() -> None:
     network = load_network("infiniband-400g").model_dump(mode="json")
     network["card"]["bandwidth_bytes_per_s"]["value"] = 25.0
     with pytest.raises(ProfileError, match=r"25 bytes/s: must be >= 1e\+06; GB/s meant"):
-        parse_network(json.dumps(network), "mine")
+        parse_record(Network, json.dumps(network), "mine", "network")
 
 
 @pytest.mark.parametrize(
@@ -317,18 +331,13 @@ def test_a_written_profile_takes_own_numbers_with_a_source(tmp_path: Path) -> No
         load_profile(str(path))
 
 
-def test_commands_take_gpus_and_write_profiles(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_commands_take_gpus_and_write_profiles(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`parsim profile new`, and a plan on the file it wrote equal to one on the same GPUs by name."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[str, str, object]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        return captured.out, captured.err, ending.value.code
+        status, out, err = told(*arguments)
+        return out, err, status
 
     assert "h100-sxm" in call("profile", "list")[0]
     out, _, code = call("profile", "new", "--gpu", "h100", "--count", "4", "--out", "ours.toml")
@@ -569,25 +578,6 @@ def test_a_run_file_with_a_type_is_read_again_as_it_was_written() -> None:
     assert (question.cluster.instance, question.cluster.network) == ("p5.48xlarge", "efa-3200g")
     again = type(question.cluster).model_validate(question.cluster.model_dump())
     assert again == question.cluster
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("2xa3-highgpu-8g", "TCPX"),
-        ("2xgpu_8x_h100_sxm5", "infiniband-400g"),
-        ("p5.48xlrge", "did you mean p5.48xlarge"),
-        ("v5p-8", "TPUs of Google are not covered"),
-        ("8xv6e", "TPUs of Google are not covered"),
-        ("trn2.48xlarge", "Trainium"),
-        ("8xgaudi3", "Gaudi"),
-        ("m3-max", "Apple"),
-        ("Standard_ND128isr_NDR_GB200_v6", "72xgb200"),
-    ],
-)
-def test_what_is_not_covered_is_said_in_a_sentence(text: str, said: str) -> None:
-    with pytest.raises((ConfigError, ProfileError), match=said):
-        cluster_of(question_of("llama3-8b", cluster=text, global_batch=64).cluster)
 
 
 def test_one_machine_is_asked_for_where_two_cannot_be() -> None:

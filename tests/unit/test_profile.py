@@ -21,9 +21,9 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import parse_network
+from parsim.hardware.parts import Network
 from parsim.hardware.profile import Profile, parse_profile, save_profile, shipped_profiles
-from parsim.hardware.records import TABLE_MIN_ROWS, from_text, to_text
+from parsim.hardware.records import TABLE_MIN_ROWS, from_text, parse_record, to_text
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -313,4 +313,4 @@ def test_a_file_of_a_later_version_says_what_to_do(tmp_path: Path, name: str) ->
 
 def test_a_network_of_a_later_version_says_what_to_do() -> None:
     with pytest.raises(ParsimError, match=r"network net.* schema_version must be 1, got 99; a newer parsim wrote it"):
-        parse_network('{"schema_version": 99}', "net")
+        parse_record(Network, '{"schema_version": 99}', "net", "network")

@@ -36,7 +36,6 @@ from rich.console import Console
 
 import parsim as ps
 from parsim.app.write_folder import report_facts
-from parsim.cli import main
 from parsim.errors import ConfigError, GraphError, MissingDependencyError
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.cluster import cluster_from_profile
@@ -47,15 +46,14 @@ from parsim.predict.memory import RankMemory
 from parsim.predict.result import Interval
 from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.report import figures, legend, tables
-from parsim.report.more_tables import calibration_table, memory_levels
-from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
+from parsim.report.page import ReportData, ReportSection, report_html, write_report
 from parsim.report.picture import PAGES, checked_ending, drawn, plotted
-from parsim.report.sketch import LETTERS
-from parsim.report.tables import Column, ReportTable, to_rich, to_text
-from parsim.report.trace import chrome_trace, save_chrome_trace
+from parsim.report.tables import Column, ReportTable, calibration_table, memory_levels, to_rich, to_text
+from parsim.report.trace import LETTERS, chrome_trace, save_chrome_trace
 from parsim.timeline import Span, Timeline
 from parsim.units import format_seconds
 from parsim.work import Compute, Phase
+from tests.commands import status_of
 from tests.unit.browser import PROBLEMS_OF_ACCESS, needs_chromium, visiting
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -122,8 +120,8 @@ def test_hostile_names_are_text() -> None:
         title=bad,
         text=bad,
         results=[{**results(RESNET)[0], "reason": bad, "strategy": bad, "plan": bad}],
-        runs=[ReportRun(label=bad, plan=bad, absent={"timeline": bad, "memory": bad})],
-        absent={"strategies": bad},
+        chosen=None,
+        runs=[replace(data.sections[0].runs[0], label=bad, plan=bad)],
     )
     page = report_html(ReportData(title=bad, facts=[(bad, bad)], summary=[bad], sections=[*data.sections, section]))
     parser = parsed(page)
@@ -136,18 +134,7 @@ def test_hostile_names_are_text() -> None:
         assert "<img" not in json.dumps(figure)
 
 
-def test_what_is_missing_is_explained() -> None:
-    reasons = {name: f"no {name} here" for name in ("timeline", "measured", "breakdown", "memory", "comparison")}
-    run = ReportRun(label="dp", absent=reasons)
-    section = ReportSection(model="m", title="m here", runs=[run], absent={"strategies": "no choice"})
-    text = " ".join(parsed(report_html(ReportData(title="t", sections=[section]))).text)
-    for reason in (*reasons.values(), "no choice"):
-        assert reason in text
-    bare = ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[ReportRun(label="dp")])])
-    text = " ".join(parsed(report_html(bare)).text)
-    for words in ("No timeline was kept", "No breakdown", "Memory was not predicted", "No strategies were compared"):
-        assert words in text
-    assert "Predicted against measured" not in text, "a section without content"
+def test_a_page_without_sections_is_whole() -> None:
     assert figures_of(report_html(ReportData(title="nothing at all"))) == []
 
 
@@ -179,7 +166,7 @@ def test_labels_beside_bars_leave_room_on_a_narrow_screen() -> None:
 
 def test_a_step_drawn_by_itself_is_told_from_the_predicted_step() -> None:
     run = replace(predicted_run("dp", RESNET, pp=1, dp=2, microbatches=1), step_s=1.0)
-    section = ReportSection(model="m", title="m on c", runs=(run,))
+    section = ReportSection(model="m", title="m on c", text="", results=results(RESNET)[:1], chosen=None, runs=(run,))
     text = report_html(ReportData(title="t", sections=(section,)))
     assert run.predicted is not None
     alone = format_seconds(run.predicted.makespan_s)
@@ -257,8 +244,9 @@ def test_charts_of_a_run_speak_of_one_memory() -> None:
     assert marks["measured: reserved by the allocator"] == borders[1] == 4.25
     assert borders[-1] == pytest.approx(rank.total_bytes / 2**30)
     assert marks["measured: the whole device"] == 5
-    run = ReportRun(label="dp", memory=[asdict(rank)], memory_levels=rows)
-    page = report_html(ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[run])]))
+    section = report_data().sections[0]
+    run = replace(section.runs[0], memory=[asdict(rank)], memory_levels=rows)
+    page = report_html(ReportData(title="t", sections=[replace(section, runs=[run])]))
     assert "Rank 0, live tensors: predicted 4 GiB, measured 4 GiB, error 0.0%." in page
     assert "Rank 0, the whole device: predicted 4.88 GiB, measured 5 GiB, error -2.5%." in page
 
@@ -829,10 +817,7 @@ def test_a_wrong_ending_is_refused_before_anything_is_computed(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code
+    assert status_of(monkeypatch, *arguments)
     assert "and the ending decides" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -842,10 +827,7 @@ def test_a_command_draws_its_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ["simulate", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "cluster.devices=2", "--strategy", "dp"]
-    monkeypatch.setattr(sys, "argv", ["parsim", *asked, "--plot", "here/step.png"])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert not ending.value.code
+    assert not status_of(monkeypatch, *asked, "--plot", "here/step.png")
     assert capsys.readouterr().out.endswith("Picture: here/step.png\n")
     assert (tmp_path / "here" / "step.png").read_bytes().startswith(b"\x89PNG")
 

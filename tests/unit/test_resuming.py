@@ -24,8 +24,7 @@ from parsim.data.samples import Target, hold_out
 from parsim.errors import ConfigError, DataError, ExecutionError
 from parsim.execute.evaluation import BestSoFar
 from parsim.execute.job import EmaRule, EvaluationRule, Schedule, TrainingRecipe, UpdateGroup
-from parsim.execute.measurement import FILE, loss_curve
-from parsim.execute.metrics import METRICS, Metric, mean_ratio
+from parsim.execute.metrics import FILE, METRICS, Metric, loss_curve, mean_ratio
 from tests.unit.test_config import config_of as training_config
 
 RUN = """\

@@ -10,9 +10,9 @@ import pytest
 import parsim
 from experiments.published.predict import predict
 from experiments.published.rows import Row
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question, constraints_of, parse_config
 from parsim.app.load import fixed_plan, problem_of
+from parsim.app.prediction import AssumedFramework
 from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
@@ -121,32 +121,6 @@ def test_a_search_proposes_what_the_framework_runs(
     assert f"since {framework} does not run it" in str(answer)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"plan.mesh": {"pp": 4}, "software.framework": "composer"},
-            r"plan.mesh.pp = 4 and .* 'composer', whose plans have",
-        ),
-        (
-            {"plan.zero_stage": 3, "software.framework": "ddp"},
-            r"plan.zero_stage = 3 and .* 'ddp', which has zero_stage 0 alone",
-        ),
-        (
-            {"plan.zero_stage": 1, "software.framework": "megatron", "software.year": 2020},
-            r"plan.zero_stage = 1 and .* 'megatron' in 2020, which has zero_stage 0 alone",
-        ),
-        (
-            {"plan.pipeline_order": "gpipe", "software.framework": "megatron"},
-            r"plan.pipeline_order = 'gpipe' and .* 'megatron', which has 1f1b, interleaved alone",
-        ),
-    ],
-)
-def test_what_a_framework_does_not_run_is_refused_with_both_keys(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        question_of("gpt3-1.3b", cluster="8xa100-sxm-80gb", global_batch=32, settings=keys)
-
-
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_version_names_kernels_that_exist_and_a_source(name: str) -> None:
     row = FRAMEWORKS[name]
@@ -194,27 +168,6 @@ def test_an_unknown_framework_is_among_what_was_assumed() -> None:
     assert "software.framework" not in taken_defaults(question(software__framework="nemo"))
 
 
-RUN = '[model]\nname = "{}"\n[cluster]\ngpu = "h100-sxm"\n[training]\nglobal_batch = 64\n[software]\n{}\n'
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "parts"),
-    [
-        ("gpt3-1.3b", 'framework = "megatrn"', ("software.framework", "did you mean megatron")),
-        ("gpt3-1.3b", "year = 2021", ("no framework is named", "software.framework")),
-        ("gpt3-1.3b", "compiled = true", ("no framework is named", "software.framework")),
-        ("gpt3-1.3b", 'framework = "megatron"\nyear = 21', ("software.year", "21")),
-        ("gpt3-1.3b", 'framework = "megatron"\nattention = "slow"', ("software.attention", "slow")),
-        ("gpt3-1.3b", 'framwork = "megatron"', ("software.framwork", "framework")),
-        ("resnet50", 'framework = "megatron"', ("software.framework", "resnet50", "drop it")),
-    ],
-)
-def test_bad_tables_are_refused_with_the_fix(model: str, text: str, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_config(RUN.format(model, text))
-    assert not [part for part in parts if part not in str(refused.value)], str(refused.value)
-
-
 def routing(**settings: Any) -> ExpertRouting:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
     return problem_of(question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=keys)).routing
@@ -252,30 +205,6 @@ def test_unfused_permutation_moves_more() -> None:
     assert (fused.permutation_arrays, single.permutation_arrays) == (4.0, 7.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"software.delay_weight_gradients": True}, "set software.expert_overlap = true, or drop delay_weight_gradients"),
-        ({"software.expert_overlap": True, "plan.recompute": "full"}, 'set recompute = "selective"'),
-        (
-            {"software.framework": "megatron", "software.expert_overlap": True, **MESH},
-            "has 2 stages|this plan has 2 stages, 1 per rank; set plan.pipeline_order",
-        ),
-        ({"plan.routing_skew": 0.2, "plan.capacity_factor": 1.5}, "changes nothing; drop one of them"),
-        ({"plan.routing_skew": -0.2}, "routing_skew"),
-        ({"software.dispatcher": "nccl"}, "dispatcher"),
-    ],
-)
-def test_switches_that_contradict_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        question_of("mixtral-8x7b", cluster="8xh100-sxm", global_batch=64, settings=settings)
-
-
-def test_switches_of_experts_are_refused_where_there_are_none() -> None:
-    with pytest.raises(ConfigError, match="about a mixture of experts, and gpt3"):
-        question(software__dispatcher="deepep")
-
-
 IMAGES = (
     '[model]\nname = "{}"\n[cluster]\ngpu = "a100-sxm-80gb"\ngpus_per_node = 1\n'
     '[training]\nglobal_batch = 256\nprecision = "{}"\n[plan]\nstrategy = "custom"\nmesh = {{ dp = 1 }}\n[software]\n{}\n'
@@ -299,20 +228,6 @@ def test_convolutional_networks_read_the_table_too() -> None:
     assert images_per_s('framework = "ddp"\nchannels_last = true\ncompiled = true') > last
     assert images_per_s('framework = "deeplearningexamples"', "tf32") == images_per_s("", "tf32")
     assert images_per_s("channels_last = true", "tf32") > images_per_s("", "tf32")
-
-
-@pytest.mark.parametrize(
-    ("model", "text", "part"),
-    [
-        ("vit_b_16", 'framework = "megatron"', "software.framework"),
-        ("gpt", "channels_last = true", "software.channels_last"),
-        ("resnet50", 'attention = "flash"', "software.attention"),
-        ("gpt3-1.3b", "channels_last = true", "software.channels_last"),
-    ],
-)
-def test_what_a_model_does_not_have_is_refused(model: str, text: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        problem_of(parse_config(IMAGES.format(model, "amp_fp16", text)))
 
 
 def test_cuda_graphs_take_the_host_away_and_an_unknown_host_is_refused() -> None:

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calibration.rounds import environment as states
+from calibration.rounds.environment import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
 from experiments.common.slow_machines import Machine, after_run, error
 from parsim.costs.history import fingerprint
 from parsim.costs.observed import (
@@ -28,17 +30,7 @@ from parsim.costs.observed import (
     without_updates,
 )
 from parsim.errors import CostError, ProfileError
-from parsim.execute.processes import machine as states
-from parsim.execute.processes.machine import (
-    clocks_text,
-    core_clocks_hz,
-    describe_environment,
-    is_measured,
-    machine_state,
-    parse_ticks,
-    profile_differences,
-    stolen_share,
-)
+from parsim.execute.processes.machine import describe_environment, is_measured, profile_differences
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import parsim as ps
 from parsim.app.sweep import executing
+from parsim.app.sweep.executing import CATEGORIES, COLUMNS
 from parsim.app.sweep.goal import Goal, parse_goal, sensitivity
 from parsim.app.sweep.points import (
     Axis,
@@ -35,7 +36,6 @@ from parsim.app.sweep.points import (
     saltelli,
     sobol_sample,
 )
-from parsim.app.sweep.rows import CATEGORIES, COLUMNS
 from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError, ExecutionError
 

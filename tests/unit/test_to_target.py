@@ -12,14 +12,14 @@ import torch
 import parsim
 from parsim.app.answer import Answer
 from parsim.app.prediction import Prediction
-from parsim.app.to_target import asked_rules
-from parsim.cli import main
+from parsim.app.relaxed import asked_rules
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.convergence import step_condition
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LearningCourse, LocalOptimizer, LocalTraining, course_to, learnt_steps
+from tests.commands import status_of
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,8 @@ def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("target", [0.0, 1.0, 95.0, -1.0])
-def test_a_target_that_is_no_accuracy_is_refused(answer: Answer, target: float) -> None:
+def test_a_target_that_is_no_accuracy_is_refused(target: float) -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(ConfigError, match="lies between 0 and 1"):
         answer.to_target(target)
 
@@ -148,9 +149,9 @@ def test_a_bad_target_or_rule_ends_the_command_before_it_plans(
 
     monkeypatch.setattr("parsim.app.functions.plan", never)
     question = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
-    assert run_command([*question, "--target-accuracy", "95"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "95") == 1
     assert "give 0.95 for 95%" in capsys.readouterr().err
-    assert run_command([*question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring") == 1
     assert "did you mean gossip" in capsys.readouterr().err
 
 
@@ -159,7 +160,8 @@ def test_a_rule_that_is_given_twice_is_compared_once() -> None:
     assert [str(rule) for rule in rules] == ["average/4", "merge/4"]
 
 
-def test_bad_questions_are_refused(answer: Answer) -> None:
+def test_bad_questions_are_refused() -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(PlanError, match="unknown"):
         answer.to_target(0.9, rules=["gossip/1 rings"])
     relaxed = parsim.plan(
@@ -197,13 +199,6 @@ def test_a_model_that_replicas_cannot_train_has_a_named_stand_in() -> None:
     assert "running statistics" in ranking.learner
 
 
-def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["parsim", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 def test_the_command_ranks_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,12 +217,12 @@ def test_the_command_ranks_and_draws(
     ]
     words += ["--set", "training.optimizer=sgd", "--set", "model.args.width=16"]
     asked = ["--target-accuracy", "0.4", "--rule", "average/4", "--curves", str(page), "--json"]
-    assert run_command([*words, *asked], monkeypatch) == 0
+    assert status_of(monkeypatch, *words, *asked) == 0
     found = json.loads(capsys.readouterr().out)["to_target"]
     assert found["target_accuracy"] == 0.4
     assert {entry["synchronisation"] for entry in found["contenders"]} == {"all_reduce", "average/4"}
     assert "plotly" in page.read_text(encoding="utf-8")
-    assert run_command([*words, "--rule", "average/4"], monkeypatch) == 2
+    assert status_of(monkeypatch, *words, "--rule", "average/4") == 2
 
 
 # The learning rate of a relaxed plan beside the step size that is known to converge, as answers tell it.
@@ -297,4 +292,5 @@ def test_what_is_not_known_is_told(rule: str, model: str, optimizer: str, words:
 
 
 def test_synchronous_training_is_told_nothing() -> None:
-    assert asked("all_reduce").step_size is None
+    found = parsim.simulate("mlp", cluster="dgx1-v100-32gb", devices=4, global_batch=64, args={"width": 16}, strategy="dp")
+    assert found.step_size is None

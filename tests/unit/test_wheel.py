@@ -21,8 +21,8 @@ from scipy.special import betaincinv, log_ndtr, ndtri_exp
 from strategies import task_graphs
 
 from parsim.app.doctor import examine
-from parsim.costs.conformal import clopper_pearson
-from parsim.engines import kernels, noise, plain
+from parsim.costs.history import clopper_pearson
+from parsim.engines import kernels, noise
 from parsim.engines.static import compile_graph
 from parsim.errors import EXTRA_OF, MissingDependencyError, require
 from tools.sbom import document
@@ -182,33 +182,15 @@ def test_plain_loops_give_the_seconds_of_compiled_ones(graph: Any, steps: int, s
     rows = (g, random.random((9, n)), each, steps, together)
     by_unit = (g, random.random((9, 3)), random.integers(0, 3, n), steps, together)
     for arguments in (rows, by_unit):
-        assert np.array_equal(kernels.last_ends_of_rows(*arguments), plain.last_ends_of_rows(*arguments))
+        assert np.array_equal(kernels.last_ends_of_rows(*arguments), kernels.last_ends_of_rows_by_numpy(*arguments))
     factors, joins = random.random((4, 2, 3)), random.random(n) < 0.3
     sides = (g, random.random(n), random.integers(-1, 2, n), factors, joins, steps, together)
-    assert np.array_equal(kernels.last_ends_side_by_side(*sides), plain.last_ends_side_by_side(*sides))
+    assert np.array_equal(kernels.last_ends_side_by_side(*sides), kernels.last_ends_side_by_side_by_numpy(*sides))
     seconds, floor = random.random(n), random.random(resources)
     found = np.zeros((2, 2, n))
-    for way, run in enumerate((kernels.run_plain, plain.run_plain)):
+    for way, run in enumerate((kernels.run_plain, kernels.run_plain_on_lists)):
         run(g, seconds, floor, *found[way])
     assert np.array_equal(*found)
-
-
-@given(st.integers(1, 12), st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_plain_noise_is_that_of_compiled_loops(n: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    latest = np.array([int(random.integers(-1, task)) if task else -1 for task in range(n)])
-    spread = random.random(n) * (random.random(n) < 0.7)
-    level, joins = random.integers(0, 3, n), random.random((2, n)) < 0.3
-    tables, table_of = np.array([noise._table(4), noise._table(8)]), np.full(n, 1)
-    states, wrap = random.random((2, 3, n)), np.full(n, n - 1)
-    paths = (np.arange(n), latest, states, wrap, spread, level, *joins, 1.03, 0.49, tables, table_of)
-    spacing = 2 * noise.REACH / (noise.POINTS - 1)
-    draws = random.standard_normal((5, n))
-    compiled, by_numpy = (
-        run(*paths, -noise.REACH, spacing, draws.copy()) for run in (kernels.slowest_delays, plain.slowest_delays)
-    )
-    assert np.array_equal(compiled, by_numpy)
 
 
 BLOCKED = """

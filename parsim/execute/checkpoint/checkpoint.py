@@ -95,7 +95,6 @@ class Manifest:
 
     @property
     def checkpoint(self) -> tuple[str, int, int, int]:
-        """What the parts of one checkpoint have in common."""
         return self.writer, self.world_size, self.step, self.seed
 
 
@@ -105,7 +104,6 @@ def _reader() -> TypeAdapter[Manifest]:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The file, with its digest."""
     return _with_digest(asdict(manifest))
 
 
@@ -115,12 +113,8 @@ def _with_digest(document: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a file.
-
-    Raises:
-        OSError, ValueError: it cannot be read, another version of parsim wrote it, it is damaged, or holds what no manifest
-            holds.
-    """
+    """The manifest of a file. Raises OSError or ValueError: it cannot be read, another version of parsim wrote it, it is
+    damaged, or holds what no manifest holds."""
     content = read_regular(path, LARGEST_BYTES)
     document = parse_json(content)
     if not isinstance(document, dict):
@@ -172,11 +166,9 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
-    """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned.
-
-    Every rank calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints.
-    Raises ExecutionError: the files cannot be written (a full disk, no permission, a folder that is gone).
-    """
+    """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned. Every rank
+    calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints. Raises
+    ExecutionError: the files cannot be written (a full disk, no permission, a folder that is gone)."""
     import torch
 
     place = folder / f"step-{step:08d}"
@@ -211,10 +203,8 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 
 
 def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | None:
-    """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
-
-    folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
-    """
+    """The newest complete and undamaged checkpoint of a folder, or None; warns about each newer one it skips. digests: of all
+    that it holds are compared, which reads all of it."""
     return next(checkpoints(folder, digests=digests), None)
 
 
@@ -244,10 +234,8 @@ def _checkpoint(place: Path, manifests: Sequence[Manifest]) -> Checkpoint:
 
 def discard_unfinished(folder: Path) -> list[Path]:
     """Remove what ranks that have ended left half written, or half removed: files that were not renamed, and checkpoints that
-    lack a part, which are returned. Those that are complete and damaged stay, for whoever wants to look.
-
-    No rank may write into the folder meanwhile.
-    """
+    lack a part, which are returned. Those that are complete and damaged stay, for whoever wants to look. No rank may write into
+    the folder meanwhile."""
     removed = []
     for path in folder.glob(f"*/.*{PARTIAL}"):
         with contextlib.suppress(OSError):
@@ -262,7 +250,6 @@ def discard_unfinished(folder: Path) -> list[Path]:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there is any, complete or not."""
     return bool(step_folders(folder))
 
 
@@ -272,14 +259,11 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     Files are mapped into memory. A weight, or the state of a parameter, is read and put together when it is asked for, so that
     whoever takes one after the other needs memory for one. Keep what is needed twice.
 
-    Args:
-        checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
-            number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
-            of the lowest rank that has them, and there is no random state.
+    rank: under the same plan, this rank's number, whose own buffers and random state come first. Under another plan leave it
+    out: buffers are then those of the lowest rank that has them, and there is no random state.
 
-    Raises:
-        ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do not
-            fit together raise it when they are asked for.
+    Raises ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do
+    not fit together raise it when they are asked for.
     """
     import torch
 
@@ -426,10 +410,8 @@ def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
 
 
 def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into live parameters or buffers of the same names, in place.
-
-    Raises ExecutionError: a live name is not saved, or has another shape.
-    """
+    """Copy saved tensors into live parameters or buffers of the same names, in place. Raises ExecutionError: a live name is not
+    saved, or has another shape."""
     import torch
 
     for name, value in live.items():
@@ -458,10 +440,8 @@ def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
 
 
 def not_finite(state: RankState, trained: Collection[str]) -> str:
-    """The first tensor with a NaN or an infinity, in words; "" if there is none.
-
-    Weights that are not `trained`, and buffers, may hold infinities (a mask), which are no sign of divergence.
-    """
+    """The first tensor with a NaN or an infinity, in words; "" if there is none. Weights that are not `trained`, and buffers,
+    may hold infinities (a mask), which are no sign of divergence."""
     import torch
 
     for name, weight in state.weights.items():
@@ -513,7 +493,6 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
-    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing)."""
     entries: list[Manifest] = []
     for path in sorted(place.glob("rank-*.json")):
         try:
@@ -553,10 +532,8 @@ UNUSED = "unused-"
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, which could not be read when a training went on from this one: their new places.
-
     Else they would count among those that are kept, and one that can be read again would bring back another training. No rank
-    may write into the folder meanwhile.
-    """
+    may write into the folder meanwhile."""
     moved = []
     for place in step_folders(folder):
         if step_of(place) > step:

@@ -77,10 +77,9 @@ SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Ended:
     """How an attempt ended.
 
-    Attributes:
-        statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n.
-        hang: ranks that did not move. places: where in the code they were. out_of_time: the launch took too long.
-        left: processes that could not be killed.
+    statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n. hang: ranks
+    that did not move. places: where in the code they were. out_of_time: the launch took too long. left: processes that could
+    not be killed.
     """
 
     attempt: int
@@ -92,7 +91,6 @@ class Ended:
 
 
 def still_there(processes: Sequence[int]) -> str:
-    """About processes that could not be killed."""
     return f"processes {', '.join(map(str, processes))} of the launch could not be killed; they wait in the kernel"
 
 
@@ -108,11 +106,8 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
 
 
 def failure_of(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
-    """The error about a launch that failed.
-
-    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
-    Then a rank that hangs, the time limit, a lost peer.
-    """
+    """The error about a launch that failed, in this order: a rank killed by a signal, the earliest error that is not about a
+    lost peer, an exit status without a record, a rank that hangs, the time limit, a lost peer."""
     read = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
     records = sorted(
         (record for record in read if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
@@ -200,23 +195,20 @@ def launch(
 ) -> None:
     """Run `python -m MODULE JOB.json` as `nproc` ranks on this machine and wait for all of them.
 
-    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and
-    NCCL talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
+    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and NCCL
+    talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
     Args:
         job_path: handed to the module, whose main function is `group.worker_main`; ranks leave `error-rank{r}.json` beside it.
-        nproc: number of ranks, may exceed the cores.
         timeout_s: of the whole launch, including the start (about 2.5 s for a rank that imports torch).
         hang_s: a rank that is stopped, or does nothing, for longer ends the launch (see `heartbeat`).
-        on_line: called in this thread with each line a rank writes to stdout or stderr.
-        env: variables added to this process's environment for the ranks.
+        on_line: called in this thread with each line a rank writes to stdout or stderr. env: variables added for the ranks.
         max_restarts: how often all ranks are started anew after a failure. A start that is disturbed (`_Ranks.lost_at_start`)
             is made a second time in any case.
 
-    Raises:
-        ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a GPU's
-            memory was too small, a DivergedError if a loss or weight was not finite.
-        MissingDependencyError: torch is not installed.
+    Raises ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a
+    GPU's memory was too small, a DivergedError if a loss or weight was not finite. MissingDependencyError: torch is not
+    installed.
     """
     if nproc < 1:
         raise ExecutionError(f"a launch needs at least 1 process, got {nproc}")
@@ -246,12 +238,10 @@ def launch(
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The command of a process that runs `rank.main` with these arguments."""
     return [sys.executable, "-m", "parsim.execute.processes.rank", *arguments]
 
 
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session and runs `rank.main` with these arguments."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
         return subprocess.Popen(
             rank_command(arguments),
@@ -265,8 +255,6 @@ def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout:
 
 @dataclass(slots=True, kw_only=True)
 class _Ranks:
-    """The processes of one attempt."""
-
     job: Path
     nproc: int
     module: str
@@ -375,7 +363,6 @@ class _Ranks:
         )
 
     def _statuses(self) -> dict[int, int]:
-        """Exit status of every rank that has ended."""
         found = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: status for rank, status in found.items() if status is not None}
 

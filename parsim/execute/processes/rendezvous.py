@@ -185,10 +185,8 @@ class StoreServer:
 
 
 class _Client:
-    """One connection to the store of a run, for one request at a time.
-
-    Raises ExecutionError if what listens there lacks the token, TimeoutError if nothing does within `timeout_s`.
-    """
+    """One connection to the store of a run, for one request at a time. Raises ExecutionError if what listens there lacks the
+    token, TimeoutError if nothing does within `timeout_s`."""
 
     def __init__(self, host: str, port: int, token: str, timeout_s: float) -> None:
         self._lock = threading.Lock()
@@ -323,10 +321,8 @@ def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Map
 
 
 def bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """A TCP store under the token of the run. Rank 0 listens on the address, HOST:PORT, and on no other.
-
-    Raises ExecutionError: an address without a port or a token, one that is not of this machine, or where another listens.
-    """
+    """A TCP store under the token of the run. Rank 0 listens on the address, HOST:PORT, and on no other. Raises ExecutionError:
+    an address without a port or a token, one that is not of this machine, or where another listens."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or not host:
         raise ExecutionError(f"{ADDRESS_VARIABLE}={address!r} must be HOST:PORT, such as 10.0.0.1:29500")
@@ -397,7 +393,6 @@ def rendezvous_of(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def main() -> None:
-    """torchrun, with the rendezvous "parsim" beside its own."""
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 

@@ -70,10 +70,8 @@ def _origin(layout: PlanIndex, rank: int, bucket: Bucket) -> Origin:
 
 
 class ComponentUses(NamedTuple):
-    """Uses in a row of one component and microbatch, in one direction: what a fetch is for, or a copy behind.
-
-    Attributes: first, last: the first and the last computation.
-    """
+    """Uses in a row of one component and microbatch, in one direction, and the first and last computation: what a fetch is for,
+    or a copy behind."""
 
     component: str
     microbatch: int
@@ -95,10 +93,8 @@ def groups_of(uses: Sequence[Use]) -> list[ComponentUses]:
 
 
 def add_activation_copies(draft: Draft, layout: PlanIndex) -> None:
-    """With `activation_offload`: a copy behind every forward that saves, and one before the backward that reads it.
-
-    Raises PlanError where nobody has said how much each component saves (`PlanIndex.offloaded`).
-    """
+    """With `activation_offload`: a copy behind every forward that saves, and one before the backward that reads it. Raises
+    PlanError where nobody has said how much each component saves (`PlanIndex.offloaded`)."""
     plan = layout.plan
     if not plan.activation_offload:
         return

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.engines.scenario.scenario import Checkpoints, DeviceCosts, Failures, Run
+from parsim.engines.scenario import Checkpoints, DeviceCosts, Failures, Run
 from parsim.errors import ScenarioError
 from parsim.numeric import Floats, Ints
 from parsim.units import format_seconds
@@ -63,11 +63,8 @@ def course_of(
 ) -> Course:
     """The blocks of `run` (one epoch where it names no number).
 
-    Args:
-        interval_steps: training steps between checkpoints, counted through epochs; None for no checkpoint. With them, the run
-            ends with one. checkpoint_s, evaluation_s: seconds of one.
-
-    Raises ScenarioError if a step count is below 1 or the blocks are too many.
+    `interval_steps`: between checkpoints, counted through epochs; None for none. With them, the run ends with one. Raises
+    ScenarioError if a step count is below 1 or the blocks are too many.
     """
     if steps_per_epoch < 1 or (interval_steps is not None and interval_steps < 1):
         raise ScenarioError(f"an epoch and a checkpoint interval hold >= 1 step, got {steps_per_epoch} and {interval_steps}")
@@ -212,16 +209,15 @@ class WholeRun:
         return np.asarray(self.total_s / 3600 * self.devices * costs.price_per_hour)
 
     def energy_j(self, costs: DeviceCosts) -> Floats:
-        """Energy of all devices. Leaves out hosts, switches and cooling."""
+        """Of all devices. Leaves out hosts, switches and cooling."""
         return np.asarray(self.devices * (costs.idle_w * self.total_s + (costs.busy_w - costs.idle_w) * self.busy_s))
 
 
 def simulate_run(course: Course, training: Training, failures: Failures, *, seed: int) -> WholeRun:
     """Simulate one run per row of `training.step_s`. The same arguments give the same bytes.
 
-    A draw's failures depend on the seed and its number alone, so that runs under different courses meet the same ones.
-
-    Raises ScenarioError for a run that does not get on.
+    A draw's failures depend on the seed and its number alone, so that runs under different courses meet the same ones. Raises
+    ScenarioError for a run that does not get on.
     """
     tables, last_row = None, b""
     outcomes = []
@@ -283,8 +279,6 @@ def _running(values: NDArray[Any]) -> Floats:
 
 
 class _Draw:
-    """One run. Where it stands: `block`, and the `part` of that block that is done (of its seconds, whatever the state)."""
-
     def __init__(self, tables: _Tables, training: Training, failures: Failures) -> None:
         self.now_s = self.lost_s = self.down_s = 0.0
         self.accounts = np.zeros(5)
@@ -297,7 +291,6 @@ class _Draw:
         self._since_resume_s = 0.0
 
     def run(self, rng: np.random.Generator) -> _Draw:
-        """To the end of the course."""
         training, ends = self._training, self._tables.ends
         failing = failure_times_s(self._plan, training.ranks, training.nodes, rng)
         patience_s = HOPELESS * (self._tables.quiet_s + training.start_s + self._plan.restart_s) + max(
@@ -392,3 +385,116 @@ class _Draw:
         self.down_s += ready_s - begun_s
         self.now_s = ready_s
         return due_s
+
+
+# --- how often to write a checkpoint ----------------------------------------------------------------------------------
+#
+# Young and Daly assume one machine that fails with exponential gaps of mean M (over all its parts). A checkpoint takes
+# `write_s` and stops the training, and a run has many intervals. Then the expected time of a run is M e^(R/M) (e^((t + d)/M) -
+# 1) per interval t of training (R restart, d write), exactly. With few intervals, parts that fail soonest after a repair, or
+# failures at known times the best interval differs, and simulation finds it.
+
+
+def machine_mtbf_s(failures: Failures, ranks: int, nodes: int) -> float:
+    """M: mean seconds between failures of the whole machine; inf where none is drawn."""
+    means = ((failures.rank_mtbf_s, ranks), (failures.node_mtbf_s, nodes))
+    rate = sum(count / mean for mean, count in means if mean is not None)
+    return 1 / rate if rate else math.inf
+
+
+def young_interval_s(write_s: float, mtbf_s: float) -> float:
+    """sqrt(2 d M): the first-order optimum, for d much less than M."""
+    _check(write_s, mtbf_s)
+    return math.sqrt(2 * write_s * mtbf_s)
+
+
+def daly_interval_s(write_s: float, mtbf_s: float) -> float:
+    """sqrt(2 d M) (1 + 1/3 sqrt(d / 2M) + 1/9 (d / 2M)) - d for d < 2M, else M: the higher-order optimum."""
+    _check(write_s, mtbf_s)
+    if write_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = write_s / (2 * mtbf_s)
+    return math.sqrt(2 * write_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write_s
+
+
+def expected_run_s(work_s: float, interval_s: float, write_s: float, restart_s: float, mtbf_s: float) -> float:
+    """The expected seconds of `work_s` of training in equal intervals, each closed by a checkpoint, with exponential
+    failures. Exact, failures while writing and restarting included. `work_s` must be a multiple of `interval_s` for it to be a
+    run."""
+    _check(write_s, mtbf_s)
+    per_interval = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + write_s) / mtbf_s)
+    return work_s / interval_s * per_interval
+
+
+def _check(write_s: float, mtbf_s: float) -> None:
+    if not (write_s >= 0 and mtbf_s > 0):
+        raise ScenarioError(f"a checkpoint takes write_s >= 0 and failures come mtbf_s > 0 apart, got {write_s} and {mtbf_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalTimes:
+    """Attributes:
+    interval_s: whole steps of the median draw. mean_s: float64 [intervals] of the runs' seconds.
+    error_s: float64 [intervals], the standard error of each mean's difference to that of the best: draws share their failures.
+    """
+
+    interval_s: Floats
+    mean_s: Floats
+    error_s: Floats
+
+    @property
+    def best(self) -> int:
+        return int(self.mean_s.argmin())
+
+    @property
+    def best_interval_s(self) -> float:
+        """Where a parabola through the best and its neighbours, over the logarithm of the interval, is lowest. Just the best
+        where nothing is random: with failures at known times the mean jumps, and no curve fits it."""
+        place = self.best
+        if place in (0, len(self.mean_s) - 1) or not self.error_s.any():
+            return float(self.interval_s[place])
+        x, y = np.log(self.interval_s[place - 1 : place + 2]), self.mean_s[place - 1 : place + 2]
+        curve = np.polyfit(x - x[1], y - y[1], 2)
+        if curve[0] <= 0:
+            return float(self.interval_s[place])
+        return float(np.exp(x[1] + np.clip(-curve[1] / (2 * curve[0]), x[0] - x[1], x[2] - x[1])))
+
+
+def interval_times(
+    intervals_s: Sequence[float],
+    *,
+    run: Run,
+    training: Training,
+    failures: Failures,
+    steps_per_epoch: int,
+    write_s: float,
+    seed: int,
+) -> IntervalTimes:
+    """Simulate the run under every interval, with the same failures for all. Raises as `simulate_run`."""
+    if not intervals_s:
+        raise ScenarioError("a choice of checkpoint interval needs at least one candidate")
+    step_s = float(np.median(training.step_s.min(axis=1)))
+    counts = sorted({max(1, round(interval / step_s)) for interval in intervals_s})
+    totals = np.array(
+        [
+            simulate_run(
+                course_of(run, steps_per_epoch=steps_per_epoch, interval_steps=count, checkpoint_s=write_s),
+                training,
+                failures,
+                seed=seed,
+            ).total_s
+            for count in counts
+        ]
+    )
+    mean_s = totals.mean(axis=1)
+    beyond = totals - totals[mean_s.argmin()]
+    return IntervalTimes(
+        interval_s=np.array(counts) * step_s,
+        mean_s=mean_s,
+        error_s=np.asarray(beyond.std(axis=1) / np.sqrt(totals.shape[1])),
+    )
+
+
+def one_draw_many_times(training: Training, draws: int) -> Training:
+    """Equal steps in each of `draws` runs: only failures differ."""
+    return replace(training, step_s=np.repeat(training.step_s[:1], draws, axis=0))

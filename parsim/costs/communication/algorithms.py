@@ -1,4 +1,7 @@
-"""All_reduce, all_gather, reduce_scatter and broadcast of a group on several nodes: each algorithm under each protocol.
+"""Collectives over links, inside a node and between nodes: each algorithm under each protocol.
+
+Inside a node: rings packed on its links, trees, or switches that add (NVLS), under the protocol that the library's tuner takes.
+Between nodes, for all_reduce, all_gather, reduce_scatter and broadcast:
 
 Ring: all members in one ring (one per network card and more), which crosses from node to node as often as there are nodes:
 
@@ -25,15 +28,15 @@ parsim takes the algorithm with the least predicted time. NCCL decides in the sa
 hierarchical algorithm; libraries above it have one (Horovod, BlueFog). A network file forbids an algorithm by leaving it
 out of `algorithms`.
 
-Leaves out: LL's longer hops inside a node when several nodes take part, the plateau of large rings, switches that reduce
-(SHARP), and collisions at the ends of the network's routes.
+Leaves out: the pipelining of chunks, copies to pack parts of an array, LL's longer hops inside a node when several nodes take
+part, the plateau of large rings, switches that reduce (SHARP), and collisions at the ends of the network's routes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -42,21 +45,164 @@ import numpy as np
 from parsim.costs.communication.closed_forms import hops_text, moving_terms, ring_steps, ring_traffic
 from parsim.costs.communication.contention import (
     LinkRates,
+    RingSet,
     group_pace,
+    inside_pace,
     out_of,
     ports_of,
     reverse,
     transfer_loads,
     uplink_rate,
 )
-from parsim.costs.communication.intranode import inside_choice, link_model_of, nvls_traffic
 from parsim.costs.estimate import Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.network import Network, NetworkProtocol
+from parsim.hardware.parts import Network, NetworkProtocol
 from parsim.hardware.profile import LinkModel, LinkProtocol
 from parsim.numeric import Floats, Ints
 from parsim.work import COLLECTIVE_KINDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsideChoice:
+    """A collective inside the nodes: the protocol that the library's tuner takes, and the line it is priced on.
+
+    Attributes:
+        size_bytes: where on the line; less than asked for where a later protocol begins with less time (`line_at`).
+        rings: of the slowest node. contention: seconds per byte of its busiest link over those alone.
+    """
+
+    protocol: LinkProtocol
+    line: ProtocolLine
+    size_bytes: float
+    rings: RingSet
+    contention: float
+
+    @property
+    def seconds(self) -> float:
+        return self.line.seconds_at(self.size_bytes)
+
+
+def inside_choice(
+    operation: str,
+    group: tuple[int, ...],
+    size_bytes: float,
+    cluster: Cluster,
+    concurrent: tuple[tuple[int, ...], ...],
+) -> InsideChoice:
+    """Price a collective among the members of a group (ascending) on each node, as the slowest node runs it.
+
+    The library's tuner chooses as if there were no `concurrent` groups, which do the same. Raises CostError if the profile has
+    no link model, or no protocol prices the operation on these devices.
+    """
+    model = link_model_of(cluster)
+    rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
+    alone_s = inside_pace(cluster, model.link_kind, group)[1] if concurrent else seconds_per_byte
+    lines = protocol_lines(operation, replace(rings, seconds_per_byte=seconds_per_byte), model, alone=rings)
+    line, at_bytes, protocol = line_at(lines, size_bytes)
+    return InsideChoice(
+        protocol=protocol,
+        line=line,
+        size_bytes=at_bytes,
+        rings=rings,
+        contention=seconds_per_byte / alone_s if alone_s else 1.0,
+    )
+
+
+def link_model_of(cluster: Cluster) -> LinkModel:
+    """The link model of a cluster's profile. Raises CostError if the profile prices communication without links."""
+    model = cluster.profile.communication.link_model
+    if model is None:
+        raise CostError(f"profile {cluster.profile.name} has no link model; use a profile that has one")
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolLine:
+    """seconds = latency_s + seconds_per_byte * S of one protocol, and the same as the library's tuner counts it."""
+
+    protocol: LinkProtocol
+    latency_s: float
+    seconds_per_byte: float
+    tuner_latency_s: float
+    tuner_seconds_per_byte: float
+
+    def seconds_at(self, size_bytes: float) -> float:
+        return self.latency_s + self.seconds_per_byte * size_bytes
+
+
+def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
+    """One line of seconds over bytes per protocol, for rings with concurrent groups counted.
+
+    The tuner's lane rate is the profile's; on relayed rings it is the path's own, while nothing else runs (`alone`). Raises
+    CostError if no protocol prices the operation on these rings.
+    """
+    n = len(rings.devices)
+    steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
+    tuner_beta = (
+        (alone or rings).seconds_per_byte if rings.relayed else 1.0 / (rings.count * model.tuner_bandwidth_bytes_per_s.value)
+    )
+    lines: list[ProtocolLine] = []
+    for protocol in model.relay_protocols if rings.relayed else model.protocols:
+        if protocol.algorithm != "ring" and not COLLECTIVE_KINDS[operation].trees:
+            continue
+        share, hops = ring_share, steps
+        if protocol.algorithm == "tree":
+            share = 2.0
+        elif protocol.algorithm == "nvls":
+            share, hops = nvls_traffic(n), 1
+        lines.append(
+            ProtocolLine(
+                protocol=protocol,
+                latency_s=protocol.base_s + hops * protocol.hop_s,
+                seconds_per_byte=share * rings.seconds_per_byte / protocol.efficiency,
+                tuner_latency_s=protocol.tuner_base_s + hops * protocol.tuner_hop_s,
+                tuner_seconds_per_byte=share * tuner_beta / protocol.tuner_efficiency,
+            )
+        )
+    if not lines:
+        names = ", ".join(rings.devices)
+        raise CostError(
+            f"no protocol prices {operation} over {names}, whose rings must leave {model.link_kind}; "
+            "add relay_protocols to the link model or choose devices that are connected in a ring"
+        )
+    return lines
+
+
+def nvls_traffic(n: int) -> float:
+    """Bytes through a device's links, per byte of S, of an all_reduce over n devices that the switch adds up and copies.
+
+    A device sends its whole array once, piece by piece, towards the switch that adds (NVLink SHARP), and its own n-th part once
+    more, which the switch copies to all: 1 + 1/n, where a ring sends 2 (n - 1)/n.
+    """
+    return 1.0 + 1.0 / n
+
+
+def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolLine, float, LinkProtocol]:
+    """Find the line that prices a collective, the size at which to read it, and the protocol with the least tuner time.
+
+    The tuner's choice is not always the fastest: where it changes, the time can drop (measured as well). A size therefore costs
+    at most as much as the next protocol costs at its beginning.
+    """
+    current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
+    least, start, chosen = (current, size_bytes), 0.0, current
+    while True:
+        if start <= size_bytes:
+            chosen, least = current, (current, size_bytes)
+        elif current.seconds_at(start) < least[0].seconds_at(least[1]):
+            least = current, start
+        later = [line for line in lines if line.tuner_seconds_per_byte < current.tuner_seconds_per_byte]
+        if not later:
+            return *least, chosen.protocol
+        crossings = []  # the size from which the tuner prefers a line with a smaller slope
+        for line in later:
+            slower = current.tuner_seconds_per_byte - line.tuner_seconds_per_byte
+            crossings.append(((line.tuner_latency_s - current.tuner_latency_s) / slower, line))
+        start, current = min(crossings, key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte))
+
+
+# --- between nodes ----------------------------------------------------------------------------------------------------
+
 
 NVLS_PROTOCOL = "Simple"
 
@@ -69,8 +215,7 @@ class AlgorithmChoice:
 
     Attributes:
         base_s, hops, seconds_per_byte: of a ring or a tree: seconds = base_s + hops + seconds_per_byte * size, with the count
-            and seconds of each kind of hop.
-        phases: of the hierarchical form, each with its seconds, one after the other.
+            and seconds of each kind of hop. phases: of the hierarchical form, each with its seconds, one after the other.
     """
 
     algorithm: str
@@ -96,7 +241,7 @@ class AlgorithmChoice:
 
 
 def chosen_terms(
-    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
+    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups
 ) -> Terms:
     """The terms of one choice of `choices` for a group. Contention is the time beyond what the group takes alone."""
     alone = best
@@ -125,10 +270,7 @@ def choices(
 ) -> list[AlgorithmChoice]:
     """Price every algorithm and protocol for a group (ascending) on several nodes, fastest first.
 
-    Leaves out switches that reduce and collisions of routes.
-
-    Raises:
-        CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
+    Raises CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
     """
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "through", concurrent)
@@ -148,11 +290,9 @@ def choices(
     return sorted(options, key=lambda choice: choice.seconds)
 
 
-def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
-    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts.
-
-    The array of the whole group has `size_bytes`, of which each member sends its part. Raises CostError as `choices`.
-    """
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups) -> float:
+    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` with its counterparts on
+    its part of an array of `size_bytes`. Raises CostError as `choices`."""
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "rails", concurrent)
     rails = _protocol_choices("ring", ring_form(operation, pace.nodes, pace), size_bytes, pace, network, model)
@@ -173,11 +313,8 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
 
 
 def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
-    """Fixed cost of a message between nodes, and its efficiency.
-
-    Returns:
-        Seconds without the latency of the links, and the share of the bandwidth that large messages reach.
-    """
+    """Of a message between nodes: seconds without the latency of the links, and the share of the bandwidth that large ones
+    reach."""
     best = max((entry for entry in network.protocols if entry.algorithm == "ring"), key=lambda entry: entry.efficiency)
     return model.point_to_point_base_s + best.hop_s, best.efficiency
 
@@ -245,7 +382,6 @@ def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: Lin
 
 
 def _levels(pace: LinkRates) -> int:
-    """The levels of a tree over the nodes."""
     return math.ceil(math.log2(pace.nodes))
 
 
@@ -277,10 +413,8 @@ def _hierarchical(
 def _protocols(
     algorithm: str, pace: LinkRates, network: Network, model: LinkModel
 ) -> Iterator[tuple[NetworkProtocol, LinkProtocol]]:
-    """The network's protocols of an algorithm, each with the ring of the same protocol inside a node.
-
-    A tree's chain inside a node is priced as that ring, at `inside_efficiency` of its rate.
-    """
+    """The network's protocols of an algorithm, each with the ring of the same protocol inside a node, as which a tree's
+    chain is priced too."""
     local = model.relay_protocols if pace.relayed and model.relay_protocols else model.protocols
     inside = {entry.protocol: entry for entry in local if entry.algorithm == "ring"}
     shares_one = False
@@ -299,18 +433,15 @@ def _protocols(
 
 
 def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> Floats:
-    """Time of each transfer of an exchange in which all transfers (source, destination) run at once, each once.
+    """Time of each transfer of an exchange in which all transfers (source, destination) run at once: float64 [pairs]
+    seconds.
 
     A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer that
-    uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once.
+    uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once. Leaves out
+    that a transfer speeds up once others have ended, collisions of routes in the network, and the arithmetic after an arrival.
 
-    Returns:
-        float64 [pairs] seconds. Leaves out that a transfer speeds up once others have ended, collisions of routes in the
-        network, and the arithmetic after an arrival.
-
-    Raises:
-        CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or links
-            between nodes without a network.
+    Raises CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or
+    links between nodes without a network.
     """
     if size_bytes < 0:
         raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
@@ -322,7 +453,14 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
 @lru_cache(maxsize=4)
 def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> tuple[Floats, Floats]:
     """float64 [pairs] seconds, and seconds per byte: a round sends its buckets over the same links, one size after another."""
-    _check(pairs, cluster)
+    if len(set(pairs)) != len(pairs):
+        raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
+    for source, destination in pairs:
+        if not (0 <= source < cluster.size and 0 <= destination < cluster.size) or source == destination:
+            raise CostError(
+                f"an exchange names the transfer {source} -> {destination}, but needs two of the cluster's ranks "
+                f"0 to {cluster.size - 1}"
+            )
     model = link_model_of(cluster)
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     node = np.array([place for place, _ in cluster.places], dtype=np.int64)[ends]
@@ -336,19 +474,16 @@ def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -
     far = ends[~inside]
     if len(far):
         base_s, efficiency = point_to_point(parts_of(cluster)[0], model)
-        latency_s, pace = _between_nodes(far, cluster, model.link_kind, total)
+        latency_s, pace = _latencies_between_nodes(far, cluster, model.link_kind, total)
         line[:, ~inside] = base_s + latency_s, pace / efficiency
     line[0, inside] = model.point_to_point_base_s
     line[1, inside] = [max(total[link] / capacity for link, (_, capacity) in load.items()) for load in near]
     return line[0], line[1]
 
 
-def _between_nodes(far: Ints, cluster: Cluster, link_kind: str, total: dict[object, float]) -> tuple[Floats, Floats]:
-    """Latency and seconds per byte of transfers between nodes: by rank and by leaf, since a million of them use few links.
-
-    Args:
-        far: int64 [transfers, 2]. cluster, link_kind: the machine, its direct links. total: of links inside nodes; added to.
-    """
+def _latencies_between_nodes(far: Ints, cluster: Cluster, link_kind: str, total: dict[object, float]) -> tuple[Floats, Floats]:
+    """Latency and seconds per byte of transfers between nodes, int64 [transfers, 2]: by rank and by leaf, since a million of
+    them use few links. `total`: of links inside nodes; added to."""
     nodes = cluster.nodes
     names = tuple(nodes.leaves)
     number = {name: place for place, name in enumerate(names)}
@@ -386,14 +521,3 @@ def _between_nodes(far: Ints, cluster: Cluster, link_kind: str, total: dict[obje
         latency_s[crossing] += by_leaf[0, passed]
         pace[crossing] = np.maximum(pace[crossing], by_leaf[1, passed])
     return latency_s, pace
-
-
-def _check(pairs: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    if len(set(pairs)) != len(pairs):
-        raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
-    for source, destination in pairs:
-        if not (0 <= source < cluster.size and 0 <= destination < cluster.size) or source == destination:
-            raise CostError(
-                f"an exchange names the transfer {source} -> {destination}, but needs two of the cluster's ranks "
-                f"0 to {cluster.size - 1}"
-            )
