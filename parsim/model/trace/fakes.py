@@ -35,6 +35,9 @@ DEVICE = torch.ops.prim.device.default
 class CallWatch(TorchDispatchMode, ABC):
     """Sees every call below autograd while it is entered."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
