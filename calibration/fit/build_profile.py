@@ -29,8 +29,8 @@ from parsim.hardware.profile import (
     SourceEntry,
 )
 from parsim.hardware.records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
+from parsim.model.component import narrow
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats
 from parsim.program.taskgraph import parse_work
 from parsim.units import MIB

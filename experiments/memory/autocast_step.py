@@ -9,7 +9,7 @@ import torch
 
 from parsim.execute.optimizer import distinct, flat_gradients
 from parsim.execute.stage import seeded_module
-from parsim.model.interface import example_batch, interface_of
+from parsim.model.build import example_batch, interface_of
 from parsim.model.spec import ModelSpec
 from parsim.model.total_loss import total_loss
 from parsim.model.trace.count import HALF

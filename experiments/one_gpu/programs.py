@@ -25,7 +25,7 @@ from parsim.execute.rank_run import make_streams, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.streams import TaskTime
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.build import example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.objective import LOSSES
 from parsim.plans.plan import Plan

@@ -40,10 +40,9 @@ from parsim.execute.processes.setup import available_cores
 from parsim.files import make_private, read_json
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS
-from parsim.model.build import build_fake, check_real
+from parsim.model.build import build_fake, check_real, interface_of
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import check_executable, number_format
-from parsim.model.interface import interface_of
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.objective import CLASSES
 from parsim.model.spec import EXAMPLE

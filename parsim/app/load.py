@@ -25,15 +25,13 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.parts import load_gpu, load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
-from parsim.model.catalogue.convolution import convolutions, run_by
-from parsim.model.catalogue.frameworks import hosted
+from parsim.model.catalogue.frameworks import convolutions, hosted, run_by
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.divided import ExpertRouting
 from parsim.model.formats import Numerics, recorded_weights
-from parsim.model.layers import all_layers_of
 from parsim.model.load import load_model
-from parsim.model.model import SUBLAYER, Model
-from parsim.model.routing import ExpertRouting
+from parsim.model.model import SUBLAYER, Model, all_layers_of
 from parsim.model.tuning import check_storage
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh

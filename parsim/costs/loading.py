@@ -27,7 +27,8 @@ from parsim.costs.estimate import Estimate, Term, Terms, summed
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device
-from parsim.model.formats import FULL_BYTES, Numerics
+from parsim.model.component import FULL_BYTES
+from parsim.model.formats import Numerics
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch

@@ -27,8 +27,8 @@ from parsim.data.samples import (
     train_and_validation,
 )
 from parsim.errors import DataError, NoSplitError
+from parsim.model.build import interface_of
 from parsim.model.inputs import IGNORED, ModelInput
-from parsim.model.interface import interface_of
 from parsim.model.objective import BINARY, CLASSES
 from parsim.model.spec import ModelSpec
 from parsim.registry import Registry

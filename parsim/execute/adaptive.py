@@ -25,9 +25,9 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.streams import TaskTime
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.divided import ExpertRouting
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
-from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import AUTO, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower

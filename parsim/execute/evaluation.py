@@ -34,7 +34,7 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import write_progress
 from parsim.execute.rank_run import RankRun, run_dataset
 from parsim.execute.stage import seeded_module
-from parsim.model.interface import interface_of
+from parsim.model.build import interface_of
 from parsim.model.objective import CLASSES, TARGET, choose_output
 from parsim.model.total_loss import entries, output_kinds, total_loss
 

@@ -28,7 +28,7 @@ from parsim.model.autograd.cut import (
 )
 from parsim.model.autograd.recompute import Like, RecomputeInputs, forward_again, forward_to_recompute, recompute
 from parsim.model.component import LOSS
-from parsim.model.shard.pieces import padded_piece
+from parsim.model.shard.apply import padded_piece
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.program.lifetimes import BucketOfMicrobatch, Room
 from parsim.program.passes.gradients import DP_STREAM, sums_norm

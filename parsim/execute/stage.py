@@ -29,14 +29,20 @@ from parsim.execute.optimizer import (
     scale_to_norm,
     squared_norm,
 )
-from parsim.model.build import build_module, check_real, move_hollow
+from parsim.model.build import (
+    build_module,
+    check_real,
+    example_batch,
+    follows_example,
+    interface_of,
+    loss_of,
+    move_hollow,
+    record,
+)
 from parsim.model.component import LOSS
-from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
-from parsim.model.shard.apply import shard_runnable
-from parsim.model.shard.pieces import piece
+from parsim.model.shard.apply import piece, shard_runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.trace.trace import follows_example, record
 from parsim.plans.layouts import ValueLayout
 from parsim.program.buckets import Bucket, HeldParameter
 from parsim.program.passes.gradients import counted_by, updates_of

@@ -14,8 +14,8 @@ from typing import Any
 from parsim.errors import ConfigError, GraphError, near_matches
 from parsim.files import write_atomically, write_text_atomically
 from parsim.formats.source import FileFormat, file_formats
+from parsim.model.component import narrow
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.program.taskgraph import HOST, Task, TaskGraph, parse_resource

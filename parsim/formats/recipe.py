@@ -21,7 +21,7 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
-from parsim.model.layers import LAYER
+from parsim.model.model import LAYER
 from parsim.plans.plan import Plan
 from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable
@@ -648,7 +648,7 @@ def transformer_of(recipe: PlannedRecipe) -> Transformer:
     if not is_transformer(recipe.model):
         raise ConfigError(
             f"{framework} describes a transformer by its sizes, and model.name = {recipe.model!r} is none by name; "
-            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/names.py"
+            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/models.csv"
         )
     if DOCUMENT in args:
         recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"

@@ -24,9 +24,8 @@ from parsim.files import (
     version_problem,
     write_text_atomically,
 )
-from parsim.model.component import Component
+from parsim.model.component import Component, check_ways
 from parsim.model.model import Model
-from parsim.model.shard.narrow import check_ways
 from parsim.plans.layouts import BATCH, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank

@@ -30,8 +30,8 @@ from parsim.engines.program import mean_step_s, waiting_together
 from parsim.engines.static import CompiledGraph
 from parsim.errors import PlanError
 from parsim.hardware.speed_factor import SpeedFactor
+from parsim.model.component import narrow
 from parsim.model.operator_table import UNLISTED
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions

@@ -45,8 +45,8 @@ import numpy as np
 
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
-from parsim.model.component import NOT_LOW, Component, Value
-from parsim.model.formats import FULL_BYTES, Numerics, number_format
+from parsim.model.component import FULL_BYTES, NOT_LOW, Component, Value
+from parsim.model.formats import Numerics, number_format
 from parsim.model.model import Model
 from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions

@@ -15,10 +15,9 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.hardware.cluster import Cluster
-from parsim.model.divided import divided_model
+from parsim.model.divided import BALANCED, ExpertRouting, divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
-from parsim.model.routing import BALANCED, ExpertRouting
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh

@@ -38,10 +38,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.model.component import ALONE, Component, Value, share_of
+from parsim.model.component import ALONE, Component, Value, narrow, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, POINT_TO_POINT_HOPS, Hop, ValueLayout, conversion, hop_pairs
 from parsim.plans.pipeline import (
     MOST_CHECKED,

@@ -14,10 +14,8 @@ from itertools import groupby, pairwise
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 from parsim.errors import PlanError
-from parsim.model.component import Component, InnerExchange, Value
-from parsim.model.layers import layers_of
-from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
+from parsim.model.component import Component, InnerExchange, Value, narrow
+from parsim.model.model import Model, layers_of
 from parsim.plans.layouts import Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.plan import Plan, check_plan

@@ -20,8 +20,7 @@ import numpy as np
 
 from parsim.costs.estimate import rank_noise
 from parsim.engines.noise import FEWEST_DRAWS
-from parsim.model.component import Component, Value
-from parsim.model.shard.narrow import ways_of
+from parsim.model.component import Component, Value, ways_of
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh

@@ -50,8 +50,8 @@ from parsim.hardware.profile import save_profile
 from parsim.hardware.records import ComponentPoint
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.build import build_module
+from parsim.model.component import narrow
 from parsim.model.load import load_model
-from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
 from parsim.program.taskgraph import work_text
 from parsim.units import GIB

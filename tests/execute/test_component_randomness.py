@@ -22,9 +22,8 @@ from parsim.execute.numerics import ComponentRandomness
 from parsim.model import ModelSpec, load_model, record
 from parsim.model.autograd import recompute as recomputing
 from parsim.model.autograd.recompute import forward_to_recompute, recompute
-from parsim.model.build import build_module
+from parsim.model.build import build_module, example_batch, loss_of
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import PLAIN, CallProgram, Op, Ref, TensorKind
 from parsim.model.shard.propagate import may_draw_on_host
 from parsim.plans.layouts import BATCH, REPLICATE, Placement

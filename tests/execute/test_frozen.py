@@ -32,7 +32,6 @@ from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model import trace
 from parsim.model.adapters import adapt
 from parsim.model.build import build_module
 from parsim.model.formats import Numerics
@@ -49,6 +48,7 @@ from parsim.work import Collective
 from tests.execute import frozen_modules
 from tests.execute.bitwise import assert_equal_to_module, bytes_kept
 from tests.execute.test_equality import assert_equal_to_one_process
+from tests.traced import trace
 
 KINDS = ("adapters", "parametrized_adapters", "frozen_start", "frozen_middle", "biases_only")
 

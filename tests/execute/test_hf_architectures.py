@@ -24,9 +24,8 @@ from parsim.app.launch import check_loss
 from parsim.app.question import loss_note
 from parsim.errors import ModelError, PlanError
 from parsim.model import record
-from parsim.model.build import build_fake, build_module
+from parsim.model.build import build_fake, build_module, example_batch, interface_of
 from parsim.model.component import PARTIAL, Component, Parameter, Sharding
-from parsim.model.interface import example_batch, interface_of
 from parsim.model.load import load_model
 from parsim.model.model import COUPLED, Model
 from parsim.model.runnable import CallProgram, Runnable

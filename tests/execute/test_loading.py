@@ -55,8 +55,8 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model import build as build_file
 from parsim.model.autograd import recompute as recomputing
+from parsim.model.build import interface_of
 from parsim.model.formats import Numerics
-from parsim.model.interface import interface_of
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower

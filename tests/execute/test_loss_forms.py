@@ -17,15 +17,13 @@ from parsim.app.config import parse_config
 from parsim.app.launch import check_images_suit, check_loss, steps_per_epoch
 from parsim.data import dataset_for
 from parsim.errors import PlanError, TraceError
-from parsim.model.build import build_module
-from parsim.model.coupling import loss_form
+from parsim.model.build import build_module, example_batch, interface_of
 from parsim.model.inputs import inputs_from
-from parsim.model.interface import example_batch, interface_of
 from parsim.model.load import load_model, model_from_module
 from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective import Objective
 from parsim.model.spec import ModelSpec
-from parsim.model.total_loss import total_loss
+from parsim.model.total_loss import loss_form, total_loss
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads

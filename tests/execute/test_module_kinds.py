@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from parsim.errors import TraceError
-from parsim.model import record, trace
+from parsim.model import record
 from parsim.model.model import Model
 from parsim.model.trace.checks import eager
 from parsim.model.trace.recorder import Routing, balanced_choice
@@ -33,6 +33,7 @@ from tests.execute.module_kinds import (
     WhereExperts,
 )
 from tests.quick import some_quick
+from tests.traced import trace
 
 UNCOUNTED = ("gru_state", "complex")
 """torch's counter has no formula for some of their kernels."""

@@ -16,7 +16,6 @@ from parsim.costs.compute.formula import WINOGRAD_REDUCTION
 from parsim.errors import TraceError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model import trace
 from parsim.model.model import Model
 from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow
 from parsim.plans.mesh import Mesh
@@ -33,6 +32,7 @@ from tests.execute.operator_modules import (
     LowRank,
     Recurrent,
 )
+from tests.traced import trace
 
 SAMPLES = 256
 

@@ -37,13 +37,11 @@ from torch import Tensor
 
 from experiments.common.shards import bytes_of, narrowed, value_piece, values_of
 from parsim.model import record
-from parsim.model.build import build_module
-from parsim.model.component import Component
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.component import Component, narrow, ways_of
 from parsim.model.formats import component_in
-from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import trace_spec
 from parsim.model.shard.apply import shard_runnable
-from parsim.model.shard.narrow import narrow, ways_of
 from parsim.model.trace.traced import model_of
 
 CPU = torch.device("cpu")

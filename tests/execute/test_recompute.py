@@ -25,13 +25,11 @@ from parsim.model.autograd.recompute import (
     recompute,
     second_forward,
 )
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.build import build_module, example_batch, loss_of, record
 from parsim.model.load import trace_spec
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.memory import LiveBytes
-from parsim.model.trace.trace import record
 from parsim.plans.mesh import Mesh
 from tests.execute.small_plans import GPT, RESNET, case
 

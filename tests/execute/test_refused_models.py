@@ -27,7 +27,7 @@ from experiments.common.equality import even_plan
 from parsim.app.launch import check_loss
 from parsim.app.question import loss_note
 from parsim.errors import ModelError, ParsimError, PlanError
-from parsim.model import record, trace
+from parsim.model import record
 from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model, model_from_module
 from parsim.model.spec import ModelSpec
@@ -35,6 +35,7 @@ from parsim.model.trace.record import run_recorded
 from parsim.model.trace.traced import check_index_ranges, lookups
 from parsim.plans.mesh import Mesh
 from tests.hugging_face_configs import SMALL
+from tests.traced import trace
 
 HERE = "tests.execute.test_refused_models"
 EXAMPLE = torch.zeros(4, 6)

@@ -29,16 +29,13 @@ from experiments.common.shards import (
     values_of,
 )
 from parsim.errors import ModelError, TraceError
-from parsim.model import LOSS, Model, load_model, record, trace
-from parsim.model.build import build_module
-from parsim.model.component import Component, DividedSize, ParameterShard, Sharding, share_of
-from parsim.model.interface import example_batch, loss_of
+from parsim.model import LOSS, Model, load_model, record
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.component import Component, DividedSize, ParameterShard, Sharding, narrow, share_of, ways_of
 from parsim.model.runnable import Runnable
-from parsim.model.shard.apply import shard_runnable
+from parsim.model.shard.apply import assemble, piece, shard_runnable
 from parsim.model.shard.content import cut_along
-from parsim.model.shard.moves import carried
-from parsim.model.shard.narrow import narrow, ways_of
-from parsim.model.shard.pieces import assemble, piece
+from parsim.model.shard.rules import carried
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.traced import model_of
 from tests.architectures import batch_of, small_module
@@ -46,6 +43,7 @@ from tests.execute.bitwise import bytes_kept
 from tests.execute.test_hf_architectures import component as component_of_architecture
 from tests.hugging_face_configs import SMALL
 from tests.quick import some_quick
+from tests.traced import trace
 
 
 class Conv1D(nn.Module):

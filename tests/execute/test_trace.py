@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parsim.errors import TraceError
-from parsim.model import record, trace
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch, loss_of
+from parsim.model import record
+from parsim.model.build import build_module, example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelSpec
 from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights
 from tests.quick import some_quick
+from tests.traced import trace
 
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 

@@ -15,13 +15,12 @@ import torch
 import transformers
 
 from parsim.errors import TraceError
-from parsim.model import trace
-from parsim.model.build import build_module
-from parsim.model.interface import loss_of
+from parsim.model.build import build_module, loss_of
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from tests.hugging_face_configs import SMALL
 from tests.quick import some_quick
+from tests.traced import trace
 
 pytestmark = pytest.mark.hf
 

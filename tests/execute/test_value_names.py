@@ -20,9 +20,9 @@ from torch import nn
 from parsim.errors import ExecutionError
 from parsim.execute.checkpoint.fragments import check_names
 from parsim.execute.stage import recorded_programs
+from parsim.model.build import record
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.model.trace.trace import record
 from tests.hugging_face_configs import SMALL
 
 SEEDS = ("0", "1")

@@ -22,12 +22,11 @@ from experiments.common.shards import assert_shards_equal_whole, traced_and_reco
 from parsim.app.train import open_run
 from parsim.app.train import run as run_file
 from parsim.errors import ModelError
-from parsim.model.component import MAXIMUM, PARTIAL, ParameterShard, Sharding, share_of
+from parsim.model.component import MAXIMUM, PARTIAL, ParameterShard, Sharding, narrow, share_of
 from parsim.model.inputs import IGNORED
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
-from parsim.model.shard.pieces import assemble, piece
+from parsim.model.shard.apply import assemble, piece
 from parsim.model.shard.rules import largest_of_shard, own_rows
 from parsim.model.spec import ModelSpec
 from parsim.model.total_loss import class_sums, total_in_parts

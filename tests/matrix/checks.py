@@ -27,9 +27,8 @@ from parsim.execute.stage import StageReplica
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model import record
-from parsim.model.build import build_module
+from parsim.model.build import Interface, build_module, example_batch, interface_of, loss_of
 from parsim.model.formats import Numerics
-from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable

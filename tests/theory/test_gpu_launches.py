@@ -31,17 +31,17 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorPoint
-from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, gpt, softmax_is_fused
+from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, softmax_is_fused
 from parsim.model.catalogue.transformer import transformer
-from parsim.model.component import Component, Operator
+from parsim.model.component import Component, Operator, narrow
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
 from parsim.work import NORM as NORM_PART
 from parsim.work import SCALE, ClipGradients, Mix, OptimizerStep, Phase
 from tests.measured_points import component_point
+from tests.models import gpt
 from tests.theory.test_operator_surfaces import point
 
 TOKENS, HIDDEN, VOCAB = 16, 32, 70

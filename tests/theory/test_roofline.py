@@ -27,7 +27,7 @@ from parsim.hardware.devices import DeviceType
 from parsim.hardware.parts import load_gpu
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorSurface
-from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
+from parsim.model.catalogue.frameworks import ConvolutionSoftware, run_by
 from parsim.model.component import CHANNELS_LAST, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Component, Operator
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -8,9 +8,8 @@ import pytest
 
 from parsim.errors import ConfigError, PlanError
 from parsim.model.formats import Numerics
-from parsim.model.layers import repeated_blocks
 from parsim.model.load import load_model
-from parsim.model.model import Model
+from parsim.model.model import Model, repeated_blocks
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, named, normalised, plan_in_words

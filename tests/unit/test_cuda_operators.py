@@ -20,8 +20,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from calibration.measure.operators import VISITS, Pool
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch
+from parsim.model.build import build_module, example_batch
 from parsim.model.spec import ModelSpec
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from parsim.model import Model, trace
+from parsim.model import Model
 from parsim.model.component import Component, Operator
 from parsim.model.objective import LOSSES
 from tests.execute.bitwise import bytes_kept
+from tests.traced import trace
 
 F32 = 4
 

@@ -11,13 +11,14 @@ import pytest
 import parsim
 from parsim.errors import ModelError
 from parsim.model.catalogue.names import ALIASES, NAMED, config_path, described, named, normalised
-from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape, llama
+from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape
 from parsim.model.catalogue.transformer import recorded
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, resolve
 from tests.commands import Told
+from tests.models import llama
 
 TRANSFORMERS = [name for name, row in NAMED.items() if row.shape is not None]
 

@@ -53,10 +53,10 @@ from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component, Operator
 from parsim.model.formats import Numerics, model_in
 from parsim.model.model import Model
-from parsim.model.trace.trace import trace
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, Phase
 from tests.commands import Told
+from tests.traced import trace
 
 GIB = 2**30
 

@@ -25,16 +25,17 @@ from parsim.costs.published import learnt_of
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
-from parsim.model.catalogue.sublayers import EAGER, RULE, UNFUSED, SamplePart, Software, gpt
+from parsim.model.catalogue.sublayers import EAGER, RULE, UNFUSED, SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
+from parsim.model.component import narrow
 from parsim.model.formats import Numerics
 from parsim.model.load import model_from_module
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, Phase
+from tests.models import gpt
 from tests.published_row import row_with
 
 

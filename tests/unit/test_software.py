@@ -18,8 +18,8 @@ from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
 from parsim.model.catalogue.names import software_of
 from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.divided import ExpertRouting
 from parsim.model.load import load_model
-from parsim.model.routing import ExpertRouting
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import SWITCHES, Plan
 from parsim.predict.evaluate import evaluate

@@ -28,8 +28,7 @@ from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import Efficiency
-from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
-from parsim.model.catalogue.frameworks import FRAMEWORKS
+from parsim.model.catalogue.frameworks import FRAMEWORKS, ConvolutionSoftware, run_by
 from parsim.model.component import LOSS
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model

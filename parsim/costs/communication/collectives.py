@@ -41,7 +41,7 @@ from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, NodeShape
 from parsim.hardware.profile import CollectiveFit, LinkModel
-from parsim.model.routing import places_visited
+from parsim.model.divided import places_visited
 from parsim.units import format_bytes
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
-from parsim.highs import solve
+from parsim.numeric import solve
 
 MAX_RING_DEVICES = 8
 PEELINGS = 100

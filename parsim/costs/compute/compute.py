@@ -38,10 +38,9 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import Device, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
-from parsim.model.component import Component, Operator
-from parsim.model.formats import DEFAULT_NUMERICS, FULL_BYTES, Numerics, number_format
+from parsim.model.component import FULL_BYTES, Component, Operator, narrow
+from parsim.model.formats import DEFAULT_NUMERICS, Numerics, number_format
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.shard.narrow import narrow
 from parsim.units import format_seconds
 from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase
 

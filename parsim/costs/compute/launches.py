@@ -36,6 +36,7 @@ from parsim.model.component import (
     BIAS_GRADIENT,
     CHANNELS_LAST,
     DEQUANTISE,
+    FULL_BYTES,
     GRADIENT_SUM,
     NORM_ADD_RELU,
     NORM_RELU,
@@ -45,7 +46,7 @@ from parsim.model.component import (
     Component,
     Operator,
 )
-from parsim.model.formats import FULL_BYTES, number_format, operator_precision
+from parsim.model.formats import number_format, operator_precision
 from parsim.model.operator_table import backward_flop_of
 from parsim.work import Phase
 

@@ -14,13 +14,13 @@ from parsim.model.component import ParameterShard
 from parsim.model.model import Model
 from parsim.model.optimizers import COUNTERS
 from parsim.model.runnable import CallProgram
-from parsim.model.shard.pieces import assemble
+from parsim.model.shard.apply import assemble
 from parsim.program.buckets import HeldParameter
 
 
 class Fragment(NamedTuple):
     """Elements `start` to `stop` (flat; stop -1: all) of shard `shard` of `ways`, which has `shape` (empty: as it comes).
-    Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.pieces` does. `size`: of a
+    Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.apply` does. `size`: of a
     dim whose pieces are padded; else 0."""
 
     dim: int = 0
