@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from parsim.errors import ScheduleError
-from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
-from parsim.search.adapt.durations import Lasting
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Lasting, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)

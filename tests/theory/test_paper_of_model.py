@@ -14,9 +14,8 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH
 from parsim.predict.problem import PlanningProblem
-from parsim.search.placement.certificate import solve_milp
+from parsim.search.placement.certificate import paper_certificate, paper_problem_of, solve_milp
 from parsim.search.placement.exact import solve_exactly
-from parsim.search.placement.paper import paper_certificate, paper_problem_of
 from parsim.search.placement.problem import memory_of, step_s
 from parsim.work import Collective, Compute, Phase
 from tests.machines import machine

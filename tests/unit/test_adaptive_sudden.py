@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from parsim.costs.observed import CommunicationClass, WorkClass
 from parsim.errors import ScheduleError
-from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Observation, Replan
-from parsim.search.adapt.durations import StepsInARow, after_steps
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Observation, Replan, StepsInARow, after_steps
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)
