@@ -50,8 +50,7 @@ def test_no_plan_of_an_outline_is_simulated_below_its_bound(
         pytest.skip("no pipeline")
     count = 2 if mesh.dp == 8 else 4
     placed = uniform_placements(problem, replace(mesh, pp=1), divides=False) if mesh.tp > 1 else {}
-    chain = chain_seconds(problem, mesh, count, placed)
-    bound_s = outline_bound_s(problem, mesh, count, order, chain)
+    bound_s = outline_bound_s(problem, mesh, count, order, mixed=False)
     cutting = Cutting(
         problem=problem, strategy="hp", mesh=mesh, microbatches=count, order=order[0], chunks=order[1], placements=placed
     )
@@ -67,10 +66,8 @@ def test_no_plan_of_an_outline_is_simulated_below_its_bound(
 def test_the_seconds_of_a_chain_add_up_to_those_of_one_stage(problem: PlanningProblem) -> None:
     """Data parallelism on one stage computes one microbatch after the other."""
     chain = chain_seconds(problem, Mesh(dp=8), 2, {})
-    assert np.all(chain.crossing_s == 0)
-    assert chain.seconds.sum() == pytest.approx(chain.computing_s)
     plan = Cutting(problem=problem, strategy="dp", mesh=Mesh(dp=8), microbatches=2, order="1f1b", placements={}).fastest()
-    assert 2 * chain.computing_s <= simulated_step(problem, plan, fold=True).step_s
+    assert 2 * (chain.forward_s + chain.backward_s) <= simulated_step(problem, plan, fold=True).step_s
 
 
 @pytest.mark.slow

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ from parsim.search.bound import ROUNDING, computation_bound_s, least_noise, step
 from parsim.search.families import FAMILIES
 from parsim.search.memory_floor import missing_bytes
 from parsim.search.search import search
-from parsim.search.space import Node, least_round_s
+from parsim.search.space import Node
 from parsim.search.stages import Cutting
 from parsim.search.tensor import uniform_options, uniform_placements
 from parsim.search.tree import Incumbents, judged_best_first
@@ -106,40 +105,6 @@ def test_a_cut_is_bounded_by_its_stages_without_being_laid_out() -> None:
         cutting = some_cutting(problem, Mesh(pp=4), 8, order)
         assert cutting.least_s() == cutting.least_s(cut_of(cutting.fastest()))
         assert 0 < cutting.least_s() * ROUNDING <= computation_bound_s(problem, cutting.fastest())
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_bound_over_all_cuts_is_that_of_the_best_one(seed: int) -> None:
-    """Every cut of up to 9 components is listed."""
-    rng = np.random.default_rng(seed)
-    count, microbatches = int(rng.integers(2, 10)), int(rng.integers(1, 9))
-    seconds, stages = rng.exponential(size=count), int(rng.integers(1, min(count, 4) + 1))
-
-    def round_s(cuts: tuple[int, ...]) -> float:
-        sums = [part.sum() for part in np.split(seconds, cuts)]
-        return max(sum(sums[:stage]) + microbatches * own for stage, own in enumerate(sums))
-
-    best = min(round_s(cuts) for cuts in combinations(range(1, count), stages - 1))
-    found = least_round_s(seconds, stages, microbatches)
-    assert found <= best * (1 + 1e-12)
-    assert found >= best * (1 - 2e-4)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_bound_over_all_cuts_holds_where_a_cut_saves_something_on_both_sides(seed: int) -> None:
-    """Each cut takes up to `saved_s` from the stage before it and the one behind it together, divided at random."""
-    rng = np.random.default_rng(seed)
-    count, microbatches = int(rng.integers(3, 9)), int(rng.integers(1, 9))
-    seconds, stages = rng.uniform(0.5, 2.0, size=count), int(rng.integers(2, min(count, 4) + 1))
-    saved_s = float(rng.uniform(0.05, 0.2))
-    found = least_round_s(seconds, stages, microbatches, saved_s=saved_s)
-    for cuts in combinations(range(1, count), stages - 1):
-        times = np.array([part.sum() for part in np.split(seconds, cuts)])
-        shares = rng.uniform(size=stages - 1)
-        times[:-1] -= shares * saved_s
-        times[1:] -= (1 - shares) * saved_s
-        step_s = max(times[:stage].sum() + microbatches * own for stage, own in enumerate(times))
-        assert found <= step_s * (1 + 1e-12), cuts
 
 
 @settings(max_examples=30, deadline=None)
