@@ -31,7 +31,7 @@ from parsim.model.runnable import Runnable
 from parsim.model.shard.apply import shard_runnable
 from parsim.model.shard.narrow import narrow
 from parsim.model.shard.pieces import piece
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.work import Phase
 
 KEPT_RUNS = 2

@@ -16,7 +16,7 @@ from experiments.relaxed.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
-from parsim.relaxed.models import mlp
+from parsim.relaxed.dbench import mlp
 
 N, BATCH = 16, 8
 """Of `figure_rows` and `ada_rows`: replicas of the digits MLP, SGD .1, and samples of each per step."""

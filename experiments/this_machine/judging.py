@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.common.accuracy import accuracy, rank_correlation, regret
 from experiments.this_machine.ablation import MEASURED_SPEED, Compared, ablated
-from parsim.costs.conformal import ValidationRecord, coverage_split
+from parsim.costs.history import ValidationRecord, coverage_split
 
 KINDS = ("forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "load")
 

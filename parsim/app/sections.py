@@ -22,9 +22,7 @@ from parsim.data import DATASETS
 from parsim.data.shards import parse_shards, shards_text
 from parsim.errors import ConfigError, ParsimError, ProfileError, near_matches
 from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
-from parsim.hardware.instances import instance_named, instance_names
-from parsim.hardware.network import CardCount
-from parsim.hardware.parts import Machines, load_gpu
+from parsim.hardware.parts import CardCount, Machines, instance_named, instance_names, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.convolution import ConvolutionSoftware
 from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, Guess, framework_of

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from parsim.costs.draws import rank_noise
+from parsim.costs.estimate import rank_noise
 from parsim.engines.noise import FEWEST_DRAWS
 from parsim.model.component import Component, Value
 from parsim.model.shard.narrow import ways_of

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import parsim
 from parsim.app import train
 from parsim.app.config import parse_config
-from parsim.app.judging import remembered
-from parsim.app.training_checks import (
+from parsim.app.launch import (
     check_adaptive,
     check_rounds,
     on_first_graph,
@@ -24,6 +23,7 @@ from parsim.app.training_checks import (
     steps_per_round,
     whole_periods,
 )
+from parsim.app.measured import remembered
 from parsim.errors import PlanError
 from parsim.execute.measurement import Measurement, RankRecord
 from parsim.plans.mesh import Mesh

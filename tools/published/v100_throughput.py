@@ -23,7 +23,7 @@ from statistics import median
 
 import numpy as np
 
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, SourceEntry
