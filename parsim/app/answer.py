@@ -23,8 +23,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.picture import plotted
 from parsim.report.tables import ReportTable, paragraph_html, plans_frame, strategy_table, table_html, to_text
-from parsim.search.placement.certificate import certificate_of
-from parsim.search.placement.paper import paper_certificate
+from parsim.search.placement.certificate import certificate_of, paper_certificate
 from parsim.search.search import Search, most_frequent
 from parsim.search.tree import Tally, is_tie
 from parsim.units import format_bytes, format_count, format_percent, format_seconds

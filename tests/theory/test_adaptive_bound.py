@@ -22,8 +22,7 @@ from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import ZERO_STAGES
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
-from parsim.search.adapt.durations import Lasting
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Lasting, Replan
 from parsim.search.families import FAMILIES
 from parsim.search.search import search
 from parsim.search.space import BUCKET_BYTES

@@ -26,9 +26,15 @@ from parsim.plans.layouts import BATCH
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
 from parsim.search.placement import certificate as module
-from parsim.search.placement.certificate import Certificate, certificate_text, certify, solve_milp
+from parsim.search.placement.certificate import (
+    Certificate,
+    certificate_text,
+    certify,
+    paper_certificate,
+    paper_problem_of,
+    solve_milp,
+)
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly, undominated
-from parsim.search.placement.paper import paper_certificate, paper_problem_of
 from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, placement_problem_of, step_s
 from parsim.search.prices import Prices
 from parsim.search.space import INFINITE, partition

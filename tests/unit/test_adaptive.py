@@ -28,8 +28,16 @@ from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
-from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Observation, PlanChoice, Replan
-from parsim.search.adapt.durations import StepsInARow, after_steps
+from parsim.search.adapt.controller import (
+    Controller,
+    ControllerConfig,
+    Keep,
+    Observation,
+    PlanChoice,
+    Replan,
+    StepsInARow,
+    after_steps,
+)
 from parsim.search.stages import balanced_plan
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 from tests.adaptive_toy import Toy, ToyPlan, seen
