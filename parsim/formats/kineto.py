@@ -362,8 +362,8 @@ def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, 
 def _call(event: _Event, seconds: float) -> ShapedCall | None:
     """The sizes of a product of two matrices, or of an attention; None for what is neither."""
     dims = [entry for entry in event.args.get("Input Dims", event.args.get("Input dims", ())) if isinstance(entry, list)]
-    rule = next((row for pattern, row in SIZED if pattern.fullmatch(event.name)), None)
-    if rule is None or len(dims) < rule.first + 2:
+    rule = _COUNTED[event.name]
+    if len(dims) < rule.first + 2:
         return None
     a, b = dims[rule.first], dims[rule.first + 1]
     if rule.kind == "matmul" and len(a) == len(b) and len(a) >= 2:
@@ -381,34 +381,6 @@ def _call(event: _Event, seconds: float) -> ShapedCall | None:
         seconds=seconds,
         causal=rule.kind == "attention" and event.flop < whole,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """Attributes: first: place of the first operand among the inputs. tokens: axis of the sequence. products: of attention."""
-
-    kind: str
-    phase: str = "forward"
-    first: int = 0
-    tokens: int = 2
-    products: float = 0.0
-
-
-SIZED: Sequence[tuple[re.Pattern[str], _Sized]] = tuple(
-    (re.compile(pattern), row)
-    for pattern, row in (
-        (r"aten::(mm|bmm|_scaled_mm)", _Sized(kind="matmul")),
-        (r"aten::(addmm|_addmm_activation|baddbmm)", _Sized(kind="matmul", first=1)),
-        (r"aten::_scaled_dot_product_\w+_backward", _Sized(kind="attention", phase="backward", first=1, products=5.0)),
-        (r"aten::_scaled_dot_product_\w+", _Sized(kind="attention", products=2.0)),
-        (
-            r"(aten::_flash_attention|flash_attn::_flash_attn)_backward",
-            _Sized(kind="attention", phase="backward", first=1, tokens=1, products=5.0),
-        ),
-        (r"(aten::_flash_attention|flash_attn::_flash_attn)_forward", _Sized(kind="attention", tokens=1, products=2.0)),
-    )
-)
-"""Counted operators that one kernel's formula prices, by name."""
 
 
 def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
@@ -439,19 +411,35 @@ def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
 
 
 InputShapes = Sequence[Sequence[int]]
-_Rule = Callable[[InputShapes, Mapping[str, Any]], float]
 MOST_FLOP = 1e21
 """Arithmetic of one operator at most; more is a shape that cannot be."""
 
 
-def _product(first: int) -> _Rule:
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """An operator whose arithmetic is counted.
+
+    Attributes:
+        flop: by the shapes and the arguments of a call. kind, phase: of the launch whose formula prices it ("": of none).
+        first: place of the first operand among the inputs. tokens: axis of the sequence. products: of attention.
+    """
+
+    flop: Callable[[InputShapes, Mapping[str, Any]], float]
+    kind: str = ""
+    phase: str = "forward"
+    first: int = 0
+    tokens: int = 2
+    products: float = 0.0
+
+
+def _product(first: int = 0) -> _Counted:
     """[..., m, k] times [..., k, n], inputs `first` and the next."""
 
     def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
         a, b = dims[first], dims[first + 1]
         return 0.0 if len(a) < 2 or len(b) != len(a) or a[-1] != b[-2] else 2.0 * math.prod(a) * b[-1]
 
-    return flop
+    return _Counted(flop, "matmul", first=first)
 
 
 def _convolution(dims: InputShapes, args: Mapping[str, Any]) -> float:
@@ -484,59 +472,53 @@ def _grouped_product(dims: InputShapes, args: Mapping[str, Any]) -> float:
     """[tokens, k] times [groups, k, n], each token in one group; [m, tokens] times [tokens, n]; or one product per group."""
     a, b = dims[0], dims[1]
     if len(a) == len(b) or len(a) < 2:
-        return _product(0)(dims, args)
+        return _product().flop(dims, args)
     return 0.0 if (len(a), len(b)) != (2, 3) or a[1] != b[1] else 2.0 * math.prod(a) * b[2]
 
 
-def _attention(first: int, products: float, causal: int, *, sequence: int = 2) -> _Rule:
-    """Scores and values, two products (five in the backward), of queries and keys from the input `first` on.
+def _attention(phase: str, causal: int, *, tokens: int = 2) -> _Counted:
+    """Scores and values, two products (five in the backward, whose first input is the gradient), of queries and keys.
 
-    causal: place of the flag among the concrete inputs. sequence: axis of the tokens: 2 of [batch, heads, tokens, width], 1 of
+    causal: place of the flag among the concrete inputs. tokens: their axis: 2 of [batch, heads, tokens, width], 1 of
     [batch, tokens, heads, width]. Three axes are packed sequences [tokens, heads, width], whose ends follow the values.
     """
+
+    first, products = {"forward": (0, 2.0), "backward": (1, 5.0)}[phase]
 
     def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
         q, k = dims[first], dims[first + 1]
         concrete = _concrete(args)
         share = 0.5 if len(concrete) > causal and str(concrete[causal]).lower() == "true" else 1.0
         if len(q) == len(k) == 4:
-            return share * products * 2.0 * math.prod(q) * k[sequence]
+            return share * products * 2.0 * math.prod(q) * k[tokens]
         ends = [shape for shape in dims[first + 3 :] if len(shape) == 1 and shape[0] > 1]
-        if sequence == 1 and len(q) == len(k) == 3 and ends:
+        if tokens == 1 and len(q) == len(k) == 3 and ends:
             return share * products * 2.0 * math.prod(q) * k[0] / (ends[0][0] - 1)
         return 0.0
 
-    return flop
+    return _Counted(flop, "attention", phase, first, tokens, products)
 
 
-_FLOP: Mapping[str, _Rule] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
-    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_product),
+_COUNTED: Mapping[str, _Counted] = {
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product()),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _Counted(_grouped_product)),
     **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    "aten::convolution_overrideable": _Counted(_convolution),
+    **{f"aten::{library}convolution": _Counted(_convolution) for library in ("", "cudnn_", "miopen_", "mkldnn_")},
+    "aten::convolution_backward": _Counted(_convolution_backward),
     **{
-        f"aten::{library}convolution{suffix}": _convolution
-        for library, suffix in (("", ""), ("", "_overrideable"), ("cudnn_", ""), ("miopen_", ""), ("mkldnn_", ""))
-    },
-    "aten::convolution_backward": _convolution_backward,
-    **{
-        f"aten::_scaled_dot_product_{name}_attention{rest}": rule
-        for name, device, forward, backward in (
-            ("flash", "", 4, 11),
-            ("efficient", "", 6, 11),
-            ("cudnn", "", 6, 14),
-            ("flash", "_for_cpu", 4, 7),
+        name.format(phase, f"_{phase}" * (phase == "backward")): _attention(phase, causal, tokens=tokens)
+        for name, tokens, forward, backward in (
+            ("aten::_scaled_dot_product_flash_attention{1}", 2, 4, 11),
+            ("aten::_scaled_dot_product_efficient_attention{1}", 2, 6, 11),
+            ("aten::_scaled_dot_product_cudnn_attention{1}", 2, 6, 14),
+            ("aten::_scaled_dot_product_flash_attention_for_cpu{1}", 2, 4, 7),
+            ("aten::_flash_attention_{0}", 1, 8, 11),
+            ("flash_attn::_flash_attn_{0}", 1, 5, 11),
+            ("flash_attn::_flash_attn_varlen_{0}", 1, 9, 15),
         )
-        for rest, rule in (
-            (device, _attention(0, 2.0, forward)),
-            (f"{device}_backward", _attention(1, 5.0, backward)),
-        )
+        for phase, causal in (("forward", forward), ("backward", backward))
     },
-    "aten::_flash_attention_forward": _attention(0, 2.0, 8, sequence=1),
-    "aten::_flash_attention_backward": _attention(1, 5.0, 11, sequence=1),
-    "flash_attn::_flash_attn_forward": _attention(0, 2.0, 5, sequence=1),
-    "flash_attn::_flash_attn_backward": _attention(1, 5.0, 11, sequence=1),
-    "flash_attn::_flash_attn_varlen_forward": _attention(0, 2.0, 9, sequence=1),
-    "flash_attn::_flash_attn_varlen_backward": _attention(1, 5.0, 15, sequence=1),
 }
 """The counted operators. The outermost one counts: `aten::convolution` and not what it calls."""
 
@@ -555,7 +537,7 @@ def flop_of(name: str, args: object) -> float | None:
 
     Args: name: of the operator. args: of its event.
     """
-    rule = _FLOP.get(name)
+    rule = _COUNTED.get(name)
     if rule is None or not isinstance(args, dict):
         return None
     shapes = args.get("Input Dims", args.get("Input dims"))
@@ -564,7 +546,7 @@ def flop_of(name: str, args: object) -> float | None:
         for entry in (shapes[:64] if isinstance(shapes, list) else [])
     ]
     try:
-        flop = rule(dims, {**args, "name": name})
+        flop = rule.flop(dims, {**args, "name": name})
     except (IndexError, OverflowError):
         return None
     return float(flop) if 0 < flop <= MOST_FLOP else None
